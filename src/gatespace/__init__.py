@@ -1,0 +1,59 @@
+"""gatespace: on-policy distillation with per-token gated KL.
+
+    λ_t = σ(a·h_t + b·u(x) + c + d·gap_t)        L_t = λ_t·KL(student‖teacher) + (1-λ_t)·KL(teacher‖student)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gatespace.gating import (
+        Gate,
+        Head,
+        LossOutput,
+        NotApplicable,
+        TeacherTopK,
+        distillation_loss,
+        forward_kl,
+        fused_distillation_loss,
+        fused_gated_kl,
+        gated_kl,
+        objective,
+        reverse_kl,
+        signals,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Gate",
+    "Head",
+    "LossOutput",
+    "NotApplicable",
+    "TeacherTopK",
+    "__version__",
+    "distillation_loss",
+    "forward_kl",
+    "fused_distillation_loss",
+    "fused_gated_kl",
+    "gated_kl",
+    "objective",
+    "reverse_kl",
+    "signals",
+]
+
+
+def __getattr__(name: str) -> object:
+    # on first use, so that `import gatespace` and whatever needs only a Gate do without torch
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from gatespace import gating
+
+    value = getattr(gating, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

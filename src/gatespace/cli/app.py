@@ -1,0 +1,88 @@
+"""The command `gatespace`: its commands, and the one place where errors become messages and exit codes.
+
+Starting must stay fast: neither this module nor a command's module imports torch, Rich or matplotlib when it is
+imported. Each command imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from gatespace.cli import doctor, gate
+from gatespace.cli.console import gatespace_version, print_error
+from gatespace.errors import GatespaceError, unknown_name
+
+_EXIT_INTERRUPTED = 130
+
+
+class _Group(TyperGroup):
+    """Turns a `GatespaceError` into a message and its exit code. Anything else is a bug and keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except GatespaceError as error:
+            print_error(error)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(_EXIT_INTERRUPTED) from None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        if not ctx.resilient_parsing and not name.startswith("-") and self.get_command(ctx, name) is None:
+            raise unknown_name("command", name, self.list_commands(ctx))
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    name="gatespace",
+    cls=_Group,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gatespace {gatespace_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Gates for on-policy distillation, as points (a,b,c,d) of one shared space.
+
+    At every token λ = σ(a·h + b·u + c + d·gap) weighs reverse KL,
+    and 1-λ weighs forward KL.
+
+    \b
+    gatespace gate G5 H2 static:0.388    what these points do
+    gatespace gate G5 --plot gate.svg    λ against each signal, drawn
+    gatespace doctor                     what is installed, what is missing
+    """
+
+
+app.command("gate", cls=gate.PointCommand)(gate.gate)
+app.command("doctor")(doctor.doctor)
+
+
+def main() -> None:
+    """Entry point of the console script and of `python -m gatespace`."""
+    for stream in (sys.stdout, sys.stderr):
+        # A legacy code page without λ must cost a character, not the command.
+        if hasattr(stream, "reconfigure") and (stream.encoding or "").lower().replace("-", "") != "utf8":
+            stream.reconfigure(errors="replace")
+    try:
+        app(prog_name="gatespace")
+    except KeyboardInterrupt:
+        sys.exit(_EXIT_INTERRUPTED)

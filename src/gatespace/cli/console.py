@@ -1,0 +1,62 @@
+"""What the commands share: consoles that never read user text as markup, errors, JSON and the version."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from gatespace.errors import GatespaceError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def gatespace_version() -> str:
+    """The version of the installed distribution, or that of the source where gatespace is not installed."""
+    from importlib import metadata
+
+    import gatespace
+
+    try:
+        return metadata.version("gatespace")
+    except metadata.PackageNotFoundError:
+        return str(getattr(gatespace, "__version__", "unknown"))
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A Rich console on standard output or standard error that takes every text literally."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+
+
+def print_error(error: GatespaceError) -> None:
+    """Write an error to standard error: what, then got, why and instead, each on a line of its own."""
+    details = [("got", error.got), ("why", error.why), ("instead", error.instead)]
+    lines = [("error", error.what), *((f"  {label}", text) for label, text in details if text)]
+    if not sys.stderr.isatty():
+        for label, text in lines:
+            sys.stderr.write(f"{label}: {_printable(text)}\n")
+        return
+    from rich.text import Text
+
+    styles = {"error": "bold red", "  instead": "green"}
+    out = console(stderr=True)
+    for label, text in lines:
+        out.print(Text.assemble((f"{label}: ", styles.get(label, "dim")), _printable(text)), soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """Write strict JSON to standard output. Infinity, which JSON lacks, must be text by now (see `json_number`)."""
+    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def json_number(value: float) -> float | str:
+    """`value`, or the text "inf" or "-inf", which Python's float() reads back."""
+    return value if abs(value) != float("inf") else str(value)
+
+
+def _printable(text: str) -> str:
+    """`text` with control characters spelled out, so that an argument cannot drive the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

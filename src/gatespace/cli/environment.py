@@ -1,0 +1,186 @@
+"""Facts about this machine and this Python, for `gatespace doctor`. A fact that cannot be had is None."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from gatespace.cli import extras
+from gatespace.cli.console import gatespace_version
+
+ENGINES = {
+    "transformers": "language models",
+    "vllm": "fast rollouts and teacher scores",
+    "accelerate": "several GPUs or machines",
+    "ray": "many runs at once",
+    "trl": "its trainers",
+    "verl": "its trainers",
+}
+_BF16_PROBES = {"amx_tile": "_is_amx_tile_supported", "avx512_bf16": "_is_avx512_bf16_supported"}
+
+
+def facts() -> dict[str, Any]:
+    """Everything `gatespace doctor --json` prints, save its verdict."""
+    torch = torch_facts()
+    return {
+        "gatespace": gatespace_facts(),
+        "python": {
+            "version": platform.python_version(),
+            "implementation": platform.python_implementation(),
+            "executable": sys.executable,
+        },
+        "platform": {"system": platform.system(), "release": platform.release(), "machine": platform.machine()},
+        "cpu": cpu_facts(),
+        "memory": memory_facts(),
+        "torch": torch,
+        "devices": device_facts() if torch["usable"] else [],
+        "engines": engine_facts(torch),
+        "extras": [
+            {
+                "name": extra.name,
+                "installed": not extra.missing,
+                "missing": list(extra.missing),
+                "command": extra.command,
+            }
+            for extra in extras.extras()
+        ],
+    }
+
+
+def gatespace_facts() -> dict[str, Any]:
+    """The version of gatespace and the requirements of its core that are not met."""
+    known = extras.requirements()
+    core = [requirement for requirement in known or [] if requirement.extra is None]
+    return {"version": gatespace_version(), "installed": known is not None, "missing": extras.missing(core)}
+
+
+def cpu_facts() -> dict[str, Any]:
+    """Cores of the machine, cores that this process may run on, and a container's limit."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    quota = _first_words("/sys/fs/cgroup/cpu.max")
+    limit = float(quota[0]) / float(quota[1]) if len(quota) == 2 and quota[0].isdigit() else None
+    return {
+        "cores": os.cpu_count(),
+        "usable": len(affinity(0)) if affinity else os.cpu_count(),
+        "container_limit": limit,
+    }
+
+
+def memory_facts() -> dict[str, int | None]:
+    """Bytes of memory: of the machine, available now, and a container's limit."""
+    total = _tried(lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    available = None
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    words = _first_words("/sys/fs/cgroup/memory.max") or _first_words("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+    limit = int(words[0]) if words and words[0].isdigit() else None
+    # "No limit" is written as a number larger than any machine.
+    if limit is not None and total is not None and limit >= total:
+        limit = None
+    return {"total_bytes": total, "available_bytes": available, "container_limit_bytes": limit}
+
+
+def torch_facts() -> dict[str, Any]:
+    """Whether torch imports, its threads, and what it knows of bf16 on this CPU."""
+    none: dict[str, Any] = {"threads": None, "cpu_capability": None, "bf16": {}}
+    try:
+        import torch
+    # A diagnosis has to survive whatever a broken installation raises: ImportError, OSError from a shared library, ...
+    except Exception as error:
+        return {"usable": False, "version": _version("torch"), "error": f"{type(error).__name__}: {error}", **none}
+    return {
+        "usable": True,
+        "version": str(torch.__version__),
+        "error": None,
+        "threads": _tried(torch.get_num_threads),
+        "cpu_capability": _tried(lambda: torch.backends.cpu.get_cpu_capability()),
+        "bf16": _bf16(torch),
+    }
+
+
+def device_facts() -> list[dict[str, Any]]:
+    """The devices that torch can use, the CPU first."""
+    import torch
+
+    found: list[dict[str, Any]] = [{"kind": "cpu", "index": 0, "name": platform.processor() or platform.machine()}]
+    cpu_name = _tried(lambda: torch.cpu.get_capabilities()["cpu_name"])
+    if cpu_name:
+        found[0]["name"] = str(cpu_name)
+    for kind in ("cuda", "xpu"):
+        module: Any = getattr(torch, kind, None)
+        if module is None or not _tried(module.is_available):
+            continue
+        for index in range(_tried(module.device_count) or 0):
+            found.append({"kind": kind, "index": index, "name": _tried(partial(module.get_device_name, index))})
+    if _tried(lambda: torch.backends.mps.is_available()):
+        found.append({"kind": "mps", "index": 0, "name": "Apple GPU"})
+    return found
+
+
+def engine_facts(torch: dict[str, Any]) -> list[dict[str, Any]]:
+    """The engines: what can be found of each without importing it, and the command that adds it."""
+    native = {
+        "name": "native",
+        "installed": torch["usable"],
+        "version": torch["version"],
+        "for": "all of it, in this process",
+        "command": None if torch["usable"] else "pip install torch",
+    }
+    others = []
+    for name, purpose in ENGINES.items():
+        installed = _found(name)
+        extra = None if installed else extras.extra_with(name)
+        command = None if installed else extra.command if extra else f"pip install {name}"
+        others.append(
+            {"name": name, "installed": installed, "version": _version(name), "for": purpose, "command": command}
+        )
+    return [native, *others]
+
+
+def _bf16(torch: Any) -> dict[str, bool]:
+    """The CPU's bf16 instructions by name. An older torch has probes instead of `get_capabilities`."""
+    known = _tried(lambda: dict(torch.cpu.get_capabilities())) or {}
+    found = {name: bool(value) for name, value in sorted(known.items()) if "bf16" in name}
+    if found:
+        return found
+    probed = {name: _tried(getattr(torch.cpu, function, lambda: None)) for name, function in _BF16_PROBES.items()}
+    return {name: bool(value) for name, value in probed.items() if value is not None}
+
+
+def _found(module: str) -> bool:
+    return bool(_tried(lambda: importlib.util.find_spec(module) is not None))
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _tried(fact: Callable[[], Any]) -> Any:
+    """`fact()`, or None where it fails: probes differ between systems and between releases of torch."""
+    try:
+        return fact()
+    except Exception:
+        return None
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _first_words(path: str) -> list[str]:
+    lines = _lines(path)
+    return lines[0].split() if lines else []

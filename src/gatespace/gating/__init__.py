@@ -1,0 +1,85 @@
+"""The mathematics: gates, signals, divergences and objectives, as pure functions on tensors.
+
+Names are loaded on first use, so that `Gate` and what is built on it need no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gatespace.gating import signals
+    from gatespace.gating.coefficients import Gate, NotApplicable, named_points
+    from gatespace.gating.fused import fused_distillation_loss, fused_gated_kl
+    from gatespace.gating.loss import LossOutput, distillation_loss, forward_kl, gated_kl, reverse_kl
+    from gatespace.gating.objectives import Gated, Objective, Static
+    from gatespace.gating.projection import Head
+    from gatespace.gating.published import (
+        ABKD,
+        AKL,
+        EOPD,
+        JSD,
+        OBJECTIVES,
+        SKL,
+        SRKL,
+        SampledReverseKL,
+        ToDi,
+        objective,
+    )
+    from gatespace.gating.tokens import TeacherTopK, Tokens
+
+_HOME = {
+    "coefficients": ("Gate", "NotApplicable", "named_points"),
+    "fused": ("fused_distillation_loss", "fused_gated_kl"),
+    "loss": ("LossOutput", "distillation_loss", "forward_kl", "gated_kl", "reverse_kl"),
+    "objectives": ("Gated", "Objective", "Static"),
+    "projection": ("Head",),
+    "published": ("ABKD", "AKL", "EOPD", "JSD", "OBJECTIVES", "SKL", "SRKL", "SampledReverseKL", "ToDi", "objective"),
+    "tokens": ("TeacherTopK", "Tokens"),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [
+    "ABKD",
+    "AKL",
+    "EOPD",
+    "JSD",
+    "OBJECTIVES",
+    "SKL",
+    "SRKL",
+    "Gate",
+    "Gated",
+    "Head",
+    "LossOutput",
+    "NotApplicable",
+    "Objective",
+    "SampledReverseKL",
+    "Static",
+    "TeacherTopK",
+    "ToDi",
+    "Tokens",
+    "distillation_loss",
+    "forward_kl",
+    "fused_distillation_loss",
+    "fused_gated_kl",
+    "gated_kl",
+    "named_points",
+    "objective",
+    "reverse_kl",
+    "signals",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "signals":
+        return import_module(f"{__name__}.signals")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,256 @@
+"""Divergences between teacher and student at one token, as sums over the vocabulary of an elementwise term.
+
+Notation of every formula: t teacher (constant), s student, l = log s - log t; all in nats.
+A divergence D = Σ_v f(s_v, t_v) is known by two elementwise functions: the term f, and ψ = s·∂f/∂s, from which
+follows its gradient at the student's logits z at temperature T:  ∂D/∂z_j = (ψ_j - s_j·Σψ) / T.
+The plain path differentiates f by autograd; the fused path uses ψ. Neither calls the other.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from gatespace.errors import UsageError
+
+
+class Tile:
+    """Log-probabilities of both sides over some slice of the vocabulary, and what is derived from them once."""
+
+    def __init__(self, log_student: Tensor, log_teacher: Tensor) -> None:
+        self.log_student = log_student
+        self.log_teacher = log_teacher
+
+    @cached_property
+    def ratio(self) -> Tensor:
+        """l = log s - log t."""
+        return self.log_student - self.log_teacher
+
+    @cached_property
+    def student(self) -> Tensor:
+        return self.log_student.exp()
+
+    @cached_property
+    def teacher(self) -> Tensor:
+        return self.log_teacher.exp()
+
+
+def kl_term(first: Tensor, log_ratio: Tensor, second: Tensor) -> Tensor:
+    """Elementwise term of KL(first‖second) that is never negative and does not cancel where the two are close.
+
+    p·log(p/q) + q - p, whose last two parts sum to 0 over a distribution. For |log p/q| < 1 it is evaluated as
+    p·(expm1(-r) + r), r = log p/q, of second order in r, so that rounding of r cannot swamp the sum.
+    """
+    small = log_ratio.abs() < 1.0
+    # the unused branch of `where` must stay finite, or its gradient would be 0·inf
+    near = log_ratio.clamp(-1.0, 1.0)
+    return torch.where(small, first * (torch.expm1(-near) + near), first * log_ratio + (second - first))
+
+
+class Divergence(ABC):
+    """D = Σ_v f(s_v, t_v), elementwise in the vocabulary."""
+
+    @abstractmethod
+    def term(self, tile: Tile) -> Tensor:
+        """f(s, t), the summand."""
+
+    @abstractmethod
+    def psi(self, tile: Tile) -> Tensor:
+        """ψ = s·∂f/∂s up to a part whose share cancels in ψ_j - s_j·Σψ."""
+
+    def psi_total(self, value: Tensor) -> Tensor | None:
+        """Σψ where it follows from the value of the divergence; None: sum it."""
+        return None
+
+
+@dataclass(frozen=True)
+class ReverseKL(Divergence):
+    """R = KL(student‖teacher) = Σ s·l."""
+
+    def term(self, tile: Tile) -> Tensor:
+        return kl_term(tile.student, tile.ratio, tile.teacher)
+
+    def psi(self, tile: Tile) -> Tensor:
+        return tile.student * tile.ratio
+
+    def psi_total(self, value: Tensor) -> Tensor:
+        return value
+
+
+@dataclass(frozen=True)
+class ForwardKL(Divergence):
+    """F = KL(teacher‖student) = Σ t·(log t - log s)."""
+
+    def term(self, tile: Tile) -> Tensor:
+        return kl_term(tile.teacher, -tile.ratio, tile.student)
+
+    def psi(self, tile: Tile) -> Tensor:
+        return -tile.teacher
+
+    def psi_total(self, value: Tensor) -> Tensor:
+        return torch.full_like(value, -1.0)
+
+
+@dataclass(frozen=True)
+class ToDiDivergence(Divergence):
+    """Σ [α·t·(log t - log s) + (1-α)·s·(log s - log t)], α = sg σ(β·(log t - log s)) per vocabulary entry."""
+
+    beta: float = 1.0
+
+    def _alpha(self, tile: Tile) -> Tensor:
+        return torch.sigmoid(-self.beta * tile.ratio).detach()
+
+    def term(self, tile: Tile) -> Tensor:
+        alpha = self._alpha(tile)
+        return tile.ratio * ((1 - alpha) * tile.student - alpha * tile.teacher)
+
+    def psi(self, tile: Tile) -> Tensor:
+        alpha = self._alpha(tile)
+        return (1 - alpha) * tile.student * (tile.ratio + 1) - alpha * tile.teacher
+
+
+def _log_mixture(tile: Tile, weight: float) -> Tensor:
+    """log of weight·t + (1-weight)·s."""
+    if weight == 0.0:
+        return tile.log_student
+    if weight == 1.0:
+        return tile.log_teacher
+    return torch.logaddexp(tile.log_teacher + math.log(weight), tile.log_student + math.log1p(-weight))
+
+
+@dataclass(frozen=True)
+class JSDDivergence(Divergence):
+    """β·KL(t‖m) + (1-β)·KL(s‖m), m = β·t + (1-β)·s, 0 < β < 1."""
+
+    beta: float = 0.5
+
+    def __post_init__(self) -> None:
+        _in_open_unit("β of JSD", self.beta, "β = 0 and β = 1 give 0: use forward_kl or reverse_kl for those ends")
+
+    def term(self, tile: Tile) -> Tensor:
+        log_m = _log_mixture(tile, self.beta)
+        m = log_m.exp()
+        return self.beta * kl_term(tile.teacher, tile.log_teacher - log_m, m) + (
+            1 - self.beta
+        ) * kl_term(tile.student, tile.log_student - log_m, m)
+
+    def psi(self, tile: Tile) -> Tensor:
+        return (1 - self.beta) * tile.student * (tile.log_student - _log_mixture(tile, self.beta))
+
+
+@dataclass(frozen=True)
+class SkewForwardKL(Divergence):
+    """KL(t‖α·t + (1-α)·s)."""
+
+    alpha: float = 0.1
+
+    def __post_init__(self) -> None:
+        _in_half_open_unit("α of SKL", self.alpha)
+
+    def term(self, tile: Tile) -> Tensor:
+        log_m = _log_mixture(tile, self.alpha)
+        return kl_term(tile.teacher, tile.log_teacher - log_m, log_m.exp())
+
+    def psi(self, tile: Tile) -> Tensor:
+        log_m = _log_mixture(tile, self.alpha)
+        # in logs: s·t/m is at most t/(1-α), though s/m and t/m alone may overflow
+        return -(1 - self.alpha) * (tile.log_student + tile.log_teacher - log_m).exp()
+
+
+@dataclass(frozen=True)
+class SkewReverseKL(Divergence):
+    """KL(s‖(1-α)·t + α·s); with `detach_mixture` the mixture is a constant in the gradient."""
+
+    alpha: float = 0.1
+    detach_mixture: bool = False
+
+    def __post_init__(self) -> None:
+        _in_half_open_unit("α of SRKL", self.alpha)
+
+    def term(self, tile: Tile) -> Tensor:
+        log_m = _log_mixture(tile, 1 - self.alpha)
+        if self.detach_mixture:
+            # plain s·log(s/m): the two extra parts of kl_term would put the mixture's derivative back
+            log_m = log_m.detach()
+            return tile.student * (tile.log_student - log_m)
+        return kl_term(tile.student, tile.log_student - log_m, log_m.exp())
+
+    def psi(self, tile: Tile) -> Tensor:
+        log_m = _log_mixture(tile, 1 - self.alpha)
+        psi = tile.student * (tile.log_student - log_m)
+        if self.detach_mixture:
+            return psi
+        return psi - self.alpha * (2 * tile.log_student - log_m).exp()
+
+
+@dataclass(frozen=True)
+class AlphaBeta(Divergence):
+    """-1/(αβ) Σ [t^α s^β - α/(α+β)·t^(α+β) - β/(α+β)·s^(α+β)], the α-β divergence of ABKD.
+
+    α and β must not be 0 here; (1, 0) is forward KL and (0, 1) reverse KL as limits (see `alpha_beta`).
+    """
+
+    alpha: float = 0.2
+    beta: float = 0.7
+
+    def __post_init__(self) -> None:
+        if self.alpha == 0 or self.beta == 0 or self.alpha + self.beta == 0:
+            raise UsageError(
+                "α, β and α+β of ABKD must not be 0",
+                got=f"α={self.alpha:g}, β={self.beta:g}",
+                instead="(1, 0) and (0, 1), forward and reverse KL, are the limits that are offered",
+            )
+
+    def term(self, tile: Tile) -> Tensor:
+        a, b, n = self.alpha, self.beta, self.alpha + self.beta
+        log_s, log_t, ratio = tile.log_student, tile.log_teacher, tile.ratio
+        near = ratio.clamp(-1.0, 1.0)
+        # around s = t the first orders of the three parts cancel; expm1 leaves the second
+        close = (n * log_s).exp() * (torch.expm1(-a * near) - a / n * torch.expm1(-n * near))
+        far = (a * log_t + b * log_s).exp() - a / n * (n * log_t).exp() - b / n * (n * log_s).exp()
+        return torch.where(ratio.abs() < 1.0, close, far) / (-a * b)
+
+    def psi(self, tile: Tile) -> Tensor:
+        a, b = self.alpha, self.beta
+        log_s, log_t = tile.log_student, tile.log_teacher
+        return (((a + b) * log_s).exp() - (a * log_t + b * log_s).exp()) / a
+
+
+def alpha_beta(alpha: float, beta: float) -> Divergence:
+    """The α-β divergence, with its two limits that are KLs."""
+    if (alpha, beta) == (1.0, 0.0):
+        return ForwardKL()
+    if (alpha, beta) == (0.0, 1.0):
+        return ReverseKL()
+    return AlphaBeta(alpha, beta)
+
+
+@dataclass(frozen=True)
+class AbsoluteDifference(Divergence):
+    """Σ |t - s|, twice the total variation."""
+
+    def term(self, tile: Tile) -> Tensor:
+        return (tile.teacher - tile.student).abs()
+
+    def psi(self, tile: Tile) -> Tensor:
+        return tile.student * (tile.student - tile.teacher).sign()
+
+
+def not_negative(kl: Tensor) -> Tensor:
+    """Lift a rounding error below 0 to 0 in the value, and leave the gradient as it is."""
+    return kl + (-kl).clamp(min=0.0).detach()
+
+
+def _in_open_unit(what: str, value: float, instead: str) -> None:
+    if not 0.0 < value < 1.0:
+        raise UsageError(f"{what} lies strictly between 0 and 1", got=value, instead=instead)
+
+
+def _in_half_open_unit(what: str, value: float) -> None:
+    if not 0.0 <= value < 1.0:
+        raise UsageError(f"{what} lies in [0, 1)", got=value)

@@ -1,0 +1,436 @@
+"""The fused path: the same losses from hidden states and head matrices, with no (N, V) tensor whole in memory.
+
+Tokens are taken in chunks. For a chunk both sides' logits are made slice by slice of the vocabulary, into two buffers
+of bounded size; the objective asks its questions of them through `Tokens`, as it does on the plain path, and what it
+takes from the student goes onto a tape. One small autograd pass over those (n,) numbers gives their cotangents; the
+gradient at the logits follows in closed form (see `tape`), again slice by slice, and goes straight into the products
+with head rows and hidden states. So the gate, every support and every objective are written once, for both paths.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from gatespace.errors import UsageError
+from gatespace.gating.coefficients import Gate
+from gatespace.gating.layout import Layout
+from gatespace.gating.loss import (
+    Context,
+    LossOutput,
+    check_finite,
+    check_objective,
+    check_rows,
+    forbidden,
+    nothing,
+    shared_vocabulary,
+    top_k_teacher,
+)
+from gatespace.gating.objectives import Gated, Objective
+from gatespace.gating.projection import Head, Projection
+from gatespace.gating.tape import ChunkStudent, Tape
+from gatespace.gating.tokens import LogitsTeacher, Teacher, TeacherTopK, Tokens, TopKTeacher, tiles
+
+CHUNK_MB = 96
+"""Default size of the two logit buffers together, in MB."""
+_CPU_TILE = 1 << 17
+"""Elements of a slice on a CPU: a few slices of this size stay in the second-level cache."""
+_GPU_TILE = 1 << 24
+"""Elements of a slice elsewhere: large enough that launching kernels costs nothing."""
+
+
+def fused_gated_kl(
+    student_hidden: Tensor,
+    student_head: Head | nn.Linear | Tensor,
+    teacher_hidden: Tensor | TeacherTopK,
+    teacher_head: Head | nn.Linear | Tensor | None,
+    *,
+    gate: Gate,
+    mask: Tensor | None = None,
+    top_k: int = 8,
+    temperature: float = 1.0,
+    stop_gradient: bool = False,
+    support: str = "full",
+    support_k: int | None = None,
+    entropy: str = "top_k",
+    sampled: Tensor | None = None,
+    sampled_log_probs: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    u: Tensor | None = None,
+    coefficients: Tensor | None = None,
+    total_tokens: float | Tensor | None = None,
+    vocab_size: int | None = None,
+    recompute: bool | None = None,
+    chunk_mb: float = CHUNK_MB,
+) -> LossOutput:
+    """`gated_kl` of the two heads' logits, in value and gradient, without ever holding them.
+
+    Args:
+        student_hidden: (B, T, H), last hidden states at the positions that predict the response tokens.
+        student_head: (V, H) tensor, Linear layer or `Head`; it may be tied to the embedding.
+        teacher_hidden: (B, T, H'), or a `TeacherTopK` (then `teacher_head` is None).
+        teacher_head: (V, H') tensor, Linear layer or `Head`.
+        recompute: When the gradient is made. False: with the value, in one pass over the vocabulary. True: in
+            backward, from recomputed logits, half as much work again. None: False, unless the head's own gradient
+            is in half precision, where only the second way accumulates it in float32 without a float32 copy.
+        chunk_mb: Size of the logit buffers, in MB; time and memory change with it, the result does not.
+
+    Half-precision hidden states and heads are multiplied in half precision and accumulated in float32; the logits
+    themselves are kept to float32. All other arguments, and the result, are those of `gated_kl`.
+
+    Example:
+        >>> from gatespace import Gate, fused_gated_kl
+        >>> hidden, head = torch.ones(1, 2, 4, requires_grad=True), torch.eye(8, 4)
+        >>> out = fused_gated_kl(hidden, head, torch.zeros(1, 2, 6), torch.eye(8, 6), gate=Gate.static(0.5))
+        >>> out.loss.backward()
+        >>> hidden.grad.shape
+        torch.Size([1, 2, 4])
+    """
+    return fused_distillation_loss(
+        student_hidden,
+        student_head,
+        teacher_hidden,
+        teacher_head,
+        objective=Gated(gate, support, support_k, stop_gradient, coefficients),
+        mask=mask,
+        top_k=top_k,
+        temperature=temperature,
+        entropy=entropy,
+        sampled=sampled,
+        sampled_log_probs=sampled_log_probs,
+        segment_ids=segment_ids,
+        u=u,
+        total_tokens=total_tokens,
+        vocab_size=vocab_size,
+        recompute=recompute,
+        chunk_mb=chunk_mb,
+    )
+
+
+def fused_distillation_loss(
+    student_hidden: Tensor,
+    student_head: Head | nn.Linear | Tensor,
+    teacher_hidden: Tensor | TeacherTopK,
+    teacher_head: Head | nn.Linear | Tensor | None,
+    *,
+    objective: Objective,
+    mask: Tensor | None = None,
+    top_k: int = 8,
+    temperature: float = 1.0,
+    entropy: str = "top_k",
+    sampled: Tensor | None = None,
+    sampled_log_probs: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    u: Tensor | None = None,
+    total_tokens: float | Tensor | None = None,
+    vocab_size: int | None = None,
+    recompute: bool | None = None,
+    chunk_mb: float = CHUNK_MB,
+) -> LossOutput:
+    """Any objective, from hidden states and heads. Arguments as in `fused_gated_kl`."""
+    check_objective(objective)
+    if not chunk_mb > 0:
+        raise UsageError("chunk_mb must be positive", got=chunk_mb)
+    head = Head.of(student_head)
+    _check_side("student", student_hidden, head)
+    teacher: TeacherTopK | tuple[Tensor, Head]
+    if isinstance(teacher_hidden, TeacherTopK):
+        teacher, teacher_size = teacher_hidden, None
+    else:
+        if teacher_head is None:
+            raise UsageError("teacher hidden states need the teacher's head", instead="pass teacher_head, or TeacherTopK")
+        source = Head.of(teacher_head)
+        _check_side("teacher", teacher_hidden, source)
+        if teacher_hidden.shape[:-1] != student_hidden.shape[:-1]:
+            raise UsageError(
+                "student and teacher hidden states must cover the same tokens (B, T)",
+                got=f"student {tuple(student_hidden.shape)}, teacher {tuple(teacher_hidden.shape)}",
+            )
+        teacher, teacher_size = (teacher_hidden, source), source.weight.shape[0]
+    size = shared_vocabulary(head.weight.shape[0], teacher_size, vocab_size)
+    context = Context.of(
+        student_hidden.shape[:-1],
+        student_hidden.device,
+        vocab_size=size,
+        mask=mask,
+        segment_ids=segment_ids,
+        temperature=temperature,
+        top_k=top_k,
+        entropy=entropy,
+        sampled=sampled,
+        sampled_log_probs=sampled_log_probs,
+        u=u,
+        total_tokens=total_tokens,
+    )
+    if context.layout.count == 0:
+        return nothing(context, objective, student_hidden, head.weight, head.bias)
+    work = _Work(context, objective, head, teacher, chunk_mb)
+    hidden = context.layout.select(student_hidden)
+    loss: Tensor = _FusedLoss.apply(work, recompute, hidden, head.weight, head.bias, objective.learned())
+    return context.output(loss, torch.cat(work.per_token), {k: torch.cat(v) for k, v in work.telemetry.items()})
+
+
+def _check_side(side: str, hidden: Tensor, head: Head) -> None:
+    if not isinstance(hidden, Tensor) or hidden.dim() != 3 or not hidden.is_floating_point():
+        got = tuple(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
+        raise UsageError(f"{side}_hidden must be a floating-point tensor of shape (B, T, H)", got=got)
+    if head.weight.dim() != 2 or head.weight.shape[1] != hidden.shape[-1]:
+        raise UsageError(
+            f"the {side}'s head must have shape (V, H) with the H of its hidden states",
+            got=f"head {tuple(head.weight.shape)}, hidden {tuple(hidden.shape)}",
+        )
+    if head.bias is not None and head.bias.shape != head.weight.shape[:1]:
+        raise UsageError(
+            f"the {side}'s head bias must have shape (V,)",
+            got=f"bias {tuple(head.bias.shape)}, weight {tuple(head.weight.shape)}",
+        )
+
+
+# ---------------------------------------------------------------------- the work
+
+
+class _ChunkTokens(Tokens):
+    """Tokens of one chunk; what a response's first token said may have been said in an earlier chunk."""
+
+    seen: dict[str, Tensor]
+    whole: Layout
+    span: slice
+
+    def at_first(self, name: str, values: Tensor) -> Tensor:
+        kept = self.seen.setdefault(name, values.new_zeros(self.whole.count))
+        kept[self.span] = values.detach()
+        return kept[self.whole.first[self.span]]
+
+
+@dataclass
+class _Gradients:
+    """What is accumulated, in float32 or wider; None where no gradient is wanted."""
+
+    hidden: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+    def add(self, grad: Tensor, projection: Projection, tokens: slice, start: int, stop: int) -> None:
+        """Take in ∂L/∂(hidden @ weightᵀ + bias) of a slice of tokens and vocabulary."""
+        hidden = projection.hidden[tokens]
+        if self.bias is not None:
+            self.bias[start:stop] += grad.sum(0)
+        grad = grad.to(hidden.dtype)
+        if self.hidden is not None:
+            _accumulate(self.hidden[tokens], grad, projection.rows(start, stop))
+        if self.weight is not None:
+            _accumulate(self.weight[start:stop], grad.t(), hidden)
+
+
+def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
+class _Work:
+    """One call: chunks over tokens, slices over the vocabulary, value and gradient."""
+
+    def __init__(
+        self,
+        context: Context,
+        objective: Objective,
+        head: Head,
+        teacher: TeacherTopK | tuple[Tensor, Head],
+        chunk_mb: float,
+    ) -> None:
+        self.context = context
+        self.objective = objective
+        self.head = head
+        self.teacher = teacher
+        self.chunk_bytes = chunk_mb * 1e6
+        self.per_token: list[Tensor] = []
+        self.telemetry: dict[str, list[Tensor]] = {}
+        self.tapes: list[Tape] = []
+        self.learned_grad: Tensor | None = None
+
+    def bind(self, hidden: Tensor) -> None:
+        """Take the student's hidden states (N, H), in the precision of the products."""
+        size, kind = self.context.vocab_size, hidden.device.type
+        precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        self.student = Projection(hidden.to(precision), self.head, size)
+        self.source: Projection | TopKTeacher
+        self.infinite: tuple[Tensor, Tensor] | None = None
+        if isinstance(self.teacher, TeacherTopK):
+            self.source = top_k_teacher(self.teacher, self.context, self.student.dtype)
+        else:
+            states, head = self.teacher
+            self.source = Projection(self.context.layout.select(states.detach()).to(precision), head, size)
+            self.infinite = forbidden(self.head.forbids(size), head.forbids(size))
+
+    # -- sizes -----------------------------------------------------------
+
+    def _chunk(self) -> int:
+        """Tokens per chunk, evenly filled."""
+        n = self.context.layout.count
+        buffers = 2 if isinstance(self.source, Projection) else 1
+        row = buffers * self.context.vocab_size * self.student.dtype.itemsize
+        return math.ceil(n / math.ceil(n / max(1, int(self.chunk_bytes // row))))
+
+    def _tile(self, tokens: int) -> int:
+        """Width of a slice of the vocabulary."""
+        elements = _CPU_TILE if self.student.hidden.device.type == "cpu" else _GPU_TILE
+        return min(max(64, elements // tokens // 64 * 64), self.context.vocab_size)
+
+    # -- value, and gradient with it --------------------------------------
+
+    def run(self, gradients: _Gradients | None, keep_tape: bool = False) -> Tensor:
+        """The loss, with its gradient added to `gradients`, or with tapes kept for `replay`."""
+        n, step = self.context.layout.count, self._chunk()
+        width = self._tile(step)
+        z_s = self.student.hidden.new_empty(step, self.context.vocab_size, dtype=self.student.dtype)
+        z_t = torch.empty_like(z_s) if isinstance(self.source, Projection) else None
+        seen: dict[str, Tensor] = {}
+        self.per_token, self.telemetry, self.tapes, self.learned_grad = [], {}, [], None
+        for start in range(0, n, step):
+            span = slice(start, min(start + step, n))
+            count = span.stop - span.start
+            student = ChunkStudent(self._logits(self.student, "student", z_s[:count], span, width), width)
+            if z_t is None:
+                teacher: Teacher = self.source.rows(span)  # type: ignore[union-attr]
+            else:
+                teacher = LogitsTeacher(self._logits(self.source, "teacher", z_t[:count], span, width), width)
+            tokens = self._tokens(student, teacher, span, seen)
+            with torch.set_grad_enabled(keep_tape or gradients is not None):
+                result = self.objective(tokens)
+                total = (result.loss / self.context.total_tokens).sum()
+            check_finite(result, tokens.layout)
+            self.per_token.append(result.loss.detach())
+            for name, value in result.telemetry.items():
+                self.telemetry.setdefault(name, []).append(value)
+            if gradients is None and not keep_tape:
+                continue
+            tape = self._tape(student, total)
+            if keep_tape or gradients is None:
+                self.tapes.append(tape)
+                continue
+            for first, last in tiles(self.context.vocab_size, width):
+                logits = student.logits[:, first:last]
+                grad = tape.gradient(logits, None if z_t is None else z_t[:count, first:last], first, last)
+                gradients.add(self.student.pull_back(grad, logits), self.student, span, first, last)
+        return torch.cat(self.per_token).sum() / self.context.total_tokens
+
+    def _logits(self, side: Projection | TopKTeacher, name: str, out: Tensor, span: slice, width: int) -> Tensor:
+        assert isinstance(side, Projection)
+        for start, stop in tiles(self.context.vocab_size, width):
+            side.into(out[:, start:stop], span, start, stop)
+        check_rows(name, out, self.context.layout.part(span))
+        return out
+
+    def _tokens(self, student: ChunkStudent, teacher: Teacher, span: slice, seen: dict[str, Tensor]) -> Tokens:
+        context = self.context
+        tokens = _ChunkTokens(
+            student,
+            teacher,
+            context.layout.part(span),
+            temperature=context.temperature,
+            settings=context.settings,
+            sampled=None if context.sampled is None else context.sampled[span],
+            sampled_log_probs=None if context.sampled_log_probs is None else context.sampled_log_probs[span],
+            prompt_entropy=None if context.prompt_entropy is None else context.prompt_entropy[span],
+            infinite=self.infinite,
+        )
+        tokens.seen, tokens.whole, tokens.span = seen, context.layout, span
+        return tokens
+
+    def _tape(self, student: ChunkStudent, total: Tensor) -> Tape:
+        learned = self.objective.learned()
+        if learned is not None and not learned.requires_grad:
+            learned = None
+        tape, grad = student.tape(total, learned)
+        if grad is not None:
+            self.learned_grad = grad if self.learned_grad is None else self.learned_grad + grad
+        return tape
+
+    # -- gradient afterwards ----------------------------------------------
+
+    def replay(self, gradients: _Gradients) -> None:
+        """The gradient from the tapes: vocabulary outside, all tokens inside, so that each head row is met once."""
+        tape = Tape.join(self.tapes)
+        n, size = self.context.layout.count, self.context.vocab_size
+        everything = slice(0, n)
+        # about eight slices are alive at once
+        width = min(size, max(64, int(self.chunk_bytes // (8 * n * self.student.dtype.itemsize)) // 64 * 64))
+        for start, stop in tiles(size, min(width, max(self._tile(n), 1024))):
+            out = self.student.hidden.new_empty(n, stop - start, dtype=self.student.dtype)
+            logits = self.student.into(out, everything, start, stop)
+            teacher = None
+            if tape.sums:
+                assert isinstance(self.source, Projection)
+                teacher = self.source.into(torch.empty_like(logits), everything, start, stop)
+            grad = self.student.pull_back(tape.gradient(logits, teacher, start, stop), logits)
+            gradients.add(grad, self.student, everything, start, stop)
+
+
+class _FusedLoss(torch.autograd.Function):
+    """The scalar loss as a function of hidden states, head and the objective's own tensor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        work: _Work,
+        recompute: bool | None,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        learned: Tensor | None,
+    ) -> Tensor:
+        _, _, *needed = ctx.needs_input_grad
+        if recompute is None:
+            recompute = needed[1] and weight.dtype.itemsize < 4
+        work.bind(hidden)
+        ctx.work, ctx.recompute, ctx.gradients = work, recompute, None
+        ctx.save_for_backward(hidden, weight, bias)
+        with torch.autocast(hidden.device.type, enabled=False):
+            if not any(needed):
+                return work.run(None)
+            if recompute:
+                return work.run(None, keep_tape=True)
+            ctx.gradients = _FusedLoss._blank(ctx, hidden, weight, bias)
+            return work.run(ctx.gradients)
+
+    @staticmethod
+    def _blank(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> _Gradients:
+        """Zeros to accumulate into: in float32 or wider, except a head gradient whose rows are each written once."""
+        _, _, need_hidden, need_weight, need_bias, _ = ctx.needs_input_grad
+        wide = ctx.work.student.dtype
+        rows = weight.dtype if ctx.recompute or weight.dtype.itemsize >= 4 else wide
+        return _Gradients(
+            torch.zeros_like(hidden, dtype=wide) if need_hidden else None,
+            torch.zeros_like(weight, dtype=rows) if need_weight else None,
+            torch.zeros_like(bias, dtype=wide) if need_bias and bias is not None else None,
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        work: _Work = ctx.work
+        gradients, ctx.gradients = ctx.gradients, None  # given away below, scaled in place
+        hidden, weight, bias = ctx.saved_tensors
+        if gradients is None:
+            gradients = _FusedLoss._blank(ctx, hidden, weight, bias)
+            with torch.autocast(hidden.device.type, enabled=False):
+                if ctx.recompute:
+                    work.replay(gradients)
+                else:  # a second backward through the same graph
+                    work.run(gradients)
+        learned = work.learned_grad
+        if float(upstream) != 1.0:
+            for part in (gradients.hidden, gradients.weight, gradients.bias):
+                if part is not None:
+                    part *= upstream
+            learned = None if learned is None else learned * upstream
+        parts = zip((gradients.hidden, gradients.weight, gradients.bias), (hidden, weight, bias), strict=True)
+        return None, None, *(None if g is None else g.to(x.dtype) for g, x in parts), learned

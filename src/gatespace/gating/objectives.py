@@ -1,0 +1,179 @@
+"""Objectives: what is minimised at a token, by three hooks.
+
+    L_t = w_t · (λ_t · R_t + (1-λ_t) · F_t)
+
+`divergence` gives R_t and F_t (or one divergence for methods that have no mixture), `lam` gives λ_t, `token_weight`
+gives w_t. Every published method of `gatespace.gating.published` is written with these three.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gatespace.errors import UsageError
+from gatespace.gating import signals
+from gatespace.gating.coefficients import Gate
+from gatespace.gating.supports import KLPair, check_support, kl_pair
+from gatespace.gating.tokens import Tokens, TopKTeacher
+
+
+class Terms(NamedTuple):
+    """Two terms to be mixed like reverse and forward KL, which are not those two KLs themselves."""
+
+    reverse: Tensor
+    forward: Tensor
+
+
+class TokenLoss(NamedTuple):
+    """What an objective says of N tokens. Only `loss` carries gradient; the rest is telemetry."""
+
+    loss: Tensor
+    telemetry: dict[str, Tensor]
+    """(N,) each: lam (where there is one), weight, forward_kl, reverse_kl, tail_mass, h, u, gap, further signals."""
+
+
+@dataclass(frozen=True)
+class Objective(ABC):
+    """A loss per token, independent of how the numbers are obtained."""
+
+    name: ClassVar[str]
+    citation: ClassVar[str]
+    departures: ClassVar[str] = ""
+    """How the paper's restriction of the same signal differs from this method, where there is one."""
+
+    @abstractmethod
+    def divergence(self, tokens: Tokens) -> KLPair | Terms | Tensor:
+        """R_t and F_t to be mixed by λ_t, or one divergence (N,) where nothing is mixed."""
+
+    def lam(self, tokens: Tokens) -> Tensor | None:
+        """λ_t, or None where nothing is mixed."""
+        return None
+
+    def token_weight(self, tokens: Tokens) -> Tensor | None:
+        """w_t, or None for 1."""
+        return None
+
+    def learned(self) -> Tensor | None:
+        """A tensor of the objective's own that wants gradient, or None."""
+        return None
+
+    def __call__(self, tokens: Tokens) -> TokenLoss:
+        """L_t for N tokens, with telemetry."""
+        divergence, lam, weight = self.divergence(tokens), self.lam(tokens), self.token_weight(tokens)
+        telemetry: dict[str, Tensor] = {}
+        if not isinstance(divergence, Tensor):
+            if lam is None:
+                raise UsageError(f"the objective {self.name!r} gives two divergences and no λ to mix them")
+            loss = mix(lam, divergence.reverse, divergence.forward)
+            telemetry["lam"] = lam
+        else:
+            loss = divergence
+        if weight is not None:
+            loss = weight * loss
+        with torch.no_grad():
+            pair = divergence if isinstance(divergence, KLPair) else self._telemetry_pair(tokens)
+            telemetry |= {
+                "weight": torch.ones_like(loss) if weight is None else weight,
+                "reverse_kl": pair.reverse,
+                "forward_kl": pair.forward,
+                "tail_mass": pair.tail_mass,
+                **{name: signals.read(name, tokens) for name in ("h", "u", "gap")},
+                **{name: signals.read(name, tokens) for name in self.further_signals()},
+            }
+        return TokenLoss(loss, {name: value.detach() for name, value in telemetry.items()})
+
+    def further_signals(self) -> tuple[str, ...]:
+        """Names of signals beyond h, u and gap that the objective reads."""
+        return ()
+
+    @staticmethod
+    def _telemetry_pair(tokens: Tokens) -> KLPair:
+        return kl_pair(tokens, "bucket" if isinstance(tokens.teacher, TopKTeacher) else "full")
+
+
+def mix(lam: Tensor, reverse: Tensor, forward: Tensor) -> Tensor:
+    """λ·R + (1-λ)·F; a side of weight exactly 0 adds nothing, even where it is infinite."""
+    reverse = torch.where(lam == 0, 0.0, reverse)
+    forward = torch.where(lam == 1, 0.0, forward)
+    return lam * reverse + (1 - lam) * forward
+
+
+@dataclass(frozen=True, eq=False)  # a tensor has no single truth value, so no generated ==
+class Gated(Objective):
+    """λ_t = σ(a·h + b·u + c + d·gap + …) mixing reverse and forward KL: a point of the family.
+
+    Args:
+        gate: The point. A static λ is the point with a = b = d = 0.
+        support: full, bucket, hybrid, renorm or recipe (see `gatespace.gating.supports`).
+        support_k: K of the top-K supports; None: that of the signals, or of the teacher's answer.
+        stop_gradient: Treat λ as a constant in the gradient. By default gradient flows through the gate, as in the
+            paper.
+        coefficients: (4+E,) tensor (a, b, c, d, further signals in the gate's order) in place of the gate's numbers;
+            it receives gradient.
+    """
+
+    name: ClassVar[str] = "gated"
+    citation: ClassVar[str] = (
+        "Wu, Lin, Yuan, Jiang (2026). A Unified Per-Token Gating Family for On-Policy Distillation: FKL/RKL Mixing "
+        "with Multi-Channel and Bias Coefficients. Findings of EMNLP 2026."
+    )
+
+    gate: Gate = field(default_factory=Gate)
+    support: str = "full"
+    support_k: int | None = None
+    stop_gradient: bool = False
+    coefficients: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.gate, Gate):
+            raise UsageError(
+                "gate must be a Gate",
+                got=type(self.gate).__name__,
+                instead='Gate(a=4, c=-1), Gate.named("G5"), Gate.static(0.5) or Gate.parse("4,0,-1,0")',
+            )
+        check_support(self.support)
+        for name in self.gate.extra:
+            signals.get(name)
+        size = 4 + len(self.gate.extra)
+        if self.coefficients is not None and self.coefficients.shape != (size,):
+            raise UsageError(
+                f"coefficients must have shape ({size},): a, b, c, d, then {list(self.gate.extra)}",
+                got=tuple(self.coefficients.shape),
+            )
+
+    def learned(self) -> Tensor | None:
+        return self.coefficients
+
+    def divergence(self, tokens: Tokens) -> KLPair:
+        return kl_pair(tokens, self.support, self.support_k)
+
+    def further_signals(self) -> tuple[str, ...]:
+        return tuple(self.gate.extra)
+
+    def lam(self, tokens: Tokens) -> Tensor:
+        gate = self.gate
+        weights: tuple[float | Tensor, ...] = (*gate.abcd, *gate.extra.values())
+        if self.coefficients is not None:
+            weights = self.coefficients.to(tokens.dtype).unbind()
+        a, b, c, d, *further = weights
+        logit = torch.zeros(tokens.count, dtype=tokens.dtype, device=tokens.device)
+        for name, weight in zip(("h", "u", "gap", *gate.extra), (a, b, d, *further), strict=True):
+            if isinstance(weight, float) and weight == 0.0:
+                continue  # not even looked at, so that no gradient is asked for what cannot matter
+            value = signals.read(name, tokens)
+            logit = logit + weight * (value.detach() if self.stop_gradient else value)
+        return torch.sigmoid(logit + c)
+
+
+class Static(Gated):
+    """A constant λ: the fixed mixture λ·R + (1-λ)·F, the point (0, 0, logit λ, 0) of the family."""
+
+    name: ClassVar[str] = "static"
+
+    def __init__(self, lam: float = 0.5, support: str = "full", support_k: int | None = None) -> None:
+        super().__init__(Gate.static(lam), support, support_k)

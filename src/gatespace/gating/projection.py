@@ -1,0 +1,101 @@
+"""From hidden states to logits: an LM head, applied to slices of tokens and vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gatespace.errors import UsageError
+from gatespace.gating.tokens import LOWEST
+
+
+@dataclass(frozen=True)
+class Head:
+    """An LM head: logits = softcap·tanh(scale·(hidden·weightᵀ + bias) / softcap).
+
+    Args:
+        weight: (V, H).
+        bias: (V,) or None.
+        scale: Factor of the logits (Cohere and Granite models).
+        softcap: Bound of the logits (Gemma 2), or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, head: Head | nn.Linear | Tensor) -> Head:
+        """A head from what a user has at hand."""
+        if isinstance(head, Head):
+            return head
+        if isinstance(head, Tensor):
+            return cls(head)
+        if isinstance(getattr(head, "weight", None), Tensor):
+            return cls(head.weight, getattr(head, "bias", None))
+        raise UsageError("a head is a (V, H) tensor, a Linear layer or a Head", got=type(head).__name__)
+
+    def forbids(self, vocab_size: int) -> Tensor:
+        """(V,) -inf at ids that the head can never give, 0 elsewhere."""
+        if self.bias is None or self.softcap is not None:
+            return self.weight.new_zeros(vocab_size)
+        return torch.where(self.bias.detach()[:vocab_size] == -torch.inf, -torch.inf, 0.0)
+
+
+class Projection:
+    """hidden @ weightᵀ and what follows it, in float32 (or float64) whatever the precision of the factors."""
+
+    def __init__(self, hidden: Tensor, head: Head, vocab_size: int) -> None:
+        self.hidden = hidden.detach()
+        self.head = head
+        self.weight = head.weight.detach()[:vocab_size]
+        self.bias = None if head.bias is None else head.bias.detach()[:vocab_size].to(self.dtype).clamp(min=LOWEST)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows of the head in the precision of the product."""
+        return self.weight[start:stop].to(self.hidden.dtype)
+
+    def into(self, out: Tensor, tokens: slice, start: int, stop: int) -> Tensor:
+        """Logits of a slice of tokens and vocabulary, written into `out`."""
+        hidden, rows = self.hidden[tokens], self.rows(start, stop)
+        if hidden.dtype == out.dtype:
+            torch.mm(hidden, rows.t(), out=out)
+        else:
+            exact_product(hidden, rows, out)
+        if self.bias is not None:
+            out += self.bias[start:stop]
+        if self.head.scale != 1.0:
+            out *= self.head.scale
+        if self.head.softcap is not None:
+            out.div_(self.head.softcap).tanh_().mul_(self.head.softcap)
+        return out
+
+    def pull_back(self, grad: Tensor, logits: Tensor) -> Tensor:
+        """Gradient at hidden @ weightᵀ + bias from that at the logits, in place."""
+        if self.head.softcap is not None:
+            grad *= 1 - (logits / self.head.softcap) ** 2
+        if self.head.scale != 1.0:
+            grad *= self.head.scale
+        return grad
+
+
+def exact_product(hidden: Tensor, rows: Tensor, out: Tensor) -> None:
+    """hidden @ rowsᵀ of half-precision factors, to float32.
+
+    A half-precision product is accumulated in float32 but rounded to eight bits on the way out, an error of a tenth
+    of a nat at common logits. Where the device cannot return float32, the same product minus its rounded result is
+    asked for: that is accumulated in float32 too, so its rounded value is the missing low part.
+    """
+    if hidden.is_cuda:
+        out.copy_(torch.mm(hidden, rows.t(), out_dtype=torch.float32))
+        return
+    high = torch.mm(hidden, rows.t())
+    out.copy_(high)
+    out += torch.addmm(high, hidden, rows.t(), beta=-1)

@@ -1,0 +1,247 @@
+"""Signals: what a gate may look at, one number per token.
+
+h, u and gap are the paper's. Further signals enter a gate by name with a coefficient of their own:
+``Gate(a=4, c=-1, extra={"student_entropy": 2})``. A signal of your own takes a few lines:
+
+    >>> from gatespace import signals
+    >>> @signals.register("margin", range=(0.0, 1.0))
+    ... def margin(tokens):
+    ...     "How far the teacher's first choice stands above its second."
+    ...     first, second = tokens.teacher_top(2).log_probs.exp().unbind(-1)
+    ...     return first - second
+    >>> signals.get("margin").range
+    (0.0, 1.0)
+    >>> signals.unregister("margin")
+
+Signals are read at temperature 1, whatever the temperature of the divergences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gatespace.errors import UsageError, unknown_name
+from gatespace.gating.coefficients import COEFFICIENTS
+from gatespace.gating.divergences import JSDDivergence
+from gatespace.gating.layout import Layout
+from gatespace.gating.tokens import (
+    LOWEST,
+    LogitsTeacher,
+    SignalSettings,
+    Teacher,
+    Tokens,
+    check_k,
+    computable,
+    entropy_of,
+)
+
+SignalFunction = Callable[[Tokens], Tensor]
+
+
+@dataclass(frozen=True)
+class Signal:
+    """A named function of tokens, and the range of its values."""
+
+    name: str
+    function: SignalFunction
+    range: tuple[float, float]
+
+    def __call__(self, tokens: Tokens) -> Tensor:
+        values = self.function(tokens)
+        if not isinstance(values, Tensor) or values.shape != (tokens.count,):
+            got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise UsageError(f"the signal {self.name!r} must return one value per token", got=got)
+        return values
+
+
+_REGISTRY: dict[str, Signal] = {}
+
+
+def register(
+    name: str,
+    *,
+    range: tuple[float, float],  # noqa: A002 - the word of the field
+) -> Callable[[SignalFunction], SignalFunction]:
+    """Make a function of `Tokens` usable as a gate's signal under `name`.
+
+    The function returns (N,) values; gradient flows through what it takes from the student, unless the gate is
+    asked to stop it. A name that is taken is an error: a run's identity names its signals.
+    """
+
+    def wrap(function: SignalFunction) -> SignalFunction:
+        if name in _REGISTRY or name in COEFFICIENTS:
+            raise UsageError(f"the signal name {name!r} is taken", instead="unregister it first, or choose another")
+        if not name.isidentifier():
+            raise UsageError("a signal's name must be a Python identifier", got=name)
+        low, high = float(range[0]), float(range[1])
+        if not low < high:
+            raise UsageError("a signal's range is (low, high) with low < high", got=range)
+        _REGISTRY[name] = Signal(name, function, (low, high))
+        return function
+
+    return wrap
+
+
+def unregister(name: str) -> None:
+    """Forget a signal that was registered."""
+    get(name)
+    del _REGISTRY[name]
+
+
+def get(name: str) -> Signal:
+    """The signal of that name."""
+    if name not in _REGISTRY:
+        raise unknown_name("signal", name, _REGISTRY)
+    return _REGISTRY[name]
+
+
+def names() -> list[str]:
+    """The names of all signals, the paper's first."""
+    return list(_REGISTRY)
+
+
+def read(name: str, tokens: Tokens) -> Tensor:
+    """The values of a signal for these tokens, computed once."""
+    graph = (name, True)
+    key = (name, torch.is_grad_enabled())
+    if key in tokens.memo:
+        return tokens.memo[key]
+    if graph in tokens.memo:
+        return tokens.memo[graph].detach()
+    tokens.memo[key] = get(name)(tokens)
+    return tokens.memo[key]
+
+
+# ---------------------------------------------------------------------- the paper's three
+
+
+@register("h", range=(0.0, 1.0))
+def _h(tokens: Tokens) -> Tensor:
+    """Teacher entropy at the token, normalised to [0, 1]; a constant."""
+    return _normalised_entropy(tokens.teacher, tokens.settings)
+
+
+def _normalised_entropy(teacher: Teacher, settings: SignalSettings) -> Tensor:
+    k = settings.top_k
+    if settings.entropy == "full":
+        return (teacher.entropy() / math.log(max(teacher.vocab_size, 2))).clamp(0.0, 1.0)
+    check_k(k, teacher.vocab_size, "top_k")
+    top = teacher.top(k)
+    if settings.entropy == "top_k" or k == teacher.vocab_size:
+        return entropy_of(top.log_probs)
+    return entropy_of(torch.cat([top.log_probs, teacher.log_tail(top.ids, 1.0)[:, None]], -1))
+
+
+@register("u", range=(0.0, 1.0))
+def _u(tokens: Tokens) -> Tensor:
+    """Teacher entropy at the first token of the response, repeated over the response; a constant."""
+    return tokens.at_first("h", read("h", tokens)) if tokens.prompt_entropy is None else tokens.prompt_entropy
+
+
+@register("gap", range=(0.0, 1.0))
+def _gap(tokens: Tokens) -> Tensor:
+    """One minus the student's probability of the teacher's first choice; carries gradient."""
+    return -torch.expm1(tokens.student_at(tokens.teacher_choice[:, None]).squeeze(-1))
+
+
+# ---------------------------------------------------------------------- beyond the paper
+
+
+@register("student_entropy", range=(0.0, 1.0))
+def _student_entropy(tokens: Tokens) -> Tensor:
+    """The student's own entropy, by the formula of h on the student's top-K; carries gradient."""
+    return entropy_of(tokens.student_top(tokens.settings.top_k).log_probs)
+
+
+@register("log_ratio", range=(-math.inf, math.inf))
+def _log_ratio(tokens: Tokens) -> Tensor:
+    """log t(y*) - log s(y*) at the teacher's first choice: ToDi's signal at one entry; carries gradient."""
+    choice = tokens.teacher_choice[:, None]
+    return (tokens.teacher_at(choice) - tokens.student_at(choice)).squeeze(-1)
+
+
+@register("jsd", range=(0.0, 1.0))
+def _jsd(tokens: Tokens) -> Tensor:
+    """Jensen-Shannon divergence of teacher and student over the full vocabulary, in bits; carries gradient."""
+    return tokens.divergences(JSDDivergence(0.5), temperature=1.0)[0] / math.log(2)
+
+
+@register("position", range=(0.0, 1.0))
+def _position(tokens: Tokens) -> Tensor:
+    """Place of the token in its response, from 0 for the first to 1 for the last."""
+    last = (tokens.length - 1).clamp(min=1)
+    return (tokens.position / last).to(tokens.dtype)
+
+
+# ---------------------------------------------------------------------- straight from logits
+
+
+def teacher_entropy(teacher_logits: Tensor, *, top_k: int = 8, entropy: str = "top_k") -> Tensor:
+    """h: the teacher's entropy, normalised to [0, 1].
+
+    The K most probable entries are renormalised over themselves and the entropy is divided by log K whatever their
+    number of non-zero entries. ``entropy='full'`` takes all V entries and log V, ``'bucket'`` adds the tail as one
+    further outcome and divides by log(K+1).
+
+    Args:
+        teacher_logits: (..., V).
+        top_k: K. Coefficients are not comparable across K: a two-way tie has h = log 2 / log K.
+
+    Returns:
+        (...) in [0, 1].
+
+    Example:
+        >>> tie = torch.tensor([0.0, 0.0, -30.0, -30.0, -30.0, -30.0, -30.0, -30.0])
+        >>> round(teacher_entropy(tie).item(), 3)
+        0.333
+    """
+    logits = computable(teacher_logits.detach()).reshape(-1, teacher_logits.shape[-1]).clamp(min=LOWEST)
+    values = _normalised_entropy(LogitsTeacher(logits), SignalSettings(top_k, entropy))
+    values = torch.where(logits.amax(-1) <= LOWEST, 0.0, values)  # no entry is possible: nothing to be unsure of
+    return values.reshape(teacher_logits.shape[:-1])
+
+
+def prompt_entropy(
+    teacher_logits: Tensor,
+    *,
+    mask: Tensor | None = None,
+    top_k: int = 8,
+    entropy: str = "top_k",
+    segment_ids: Tensor | None = None,
+) -> Tensor:
+    """u(x): h at the first response token of each sample, repeated over the sample's tokens.
+
+    Args:
+        teacher_logits: (B, T, V).
+        mask: (B, T) of 0 and 1; the first token of a sample is the first 1 of its row (or segment).
+
+    Returns:
+        (B, T), 0 outside the mask.
+    """
+    layout = Layout.of(teacher_logits.shape[:-1], teacher_logits.device, mask, segment_ids)
+    values = teacher_entropy(layout.select(teacher_logits), top_k=top_k, entropy=entropy)
+    return layout.spread(values[layout.first])
+
+
+def gap(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    """gap: one minus the student's probability of the teacher's first choice (lowest id among equals).
+
+    Args:
+        student_logits: (..., V); gradient flows back to it.
+        teacher_logits: (..., V).
+
+    Returns:
+        (...) in [0, 1].
+    """
+    if student_logits.shape != teacher_logits.shape:
+        raise UsageError(
+            "student and teacher logits must have one shape",
+            got=f"{tuple(student_logits.shape)} and {tuple(teacher_logits.shape)}",
+        )
+    choice = teacher_logits.detach().argmax(-1, keepdim=True)
+    return -torch.expm1(computable(student_logits).log_softmax(-1).gather(-1, choice).squeeze(-1))

@@ -1,0 +1,131 @@
+"""Supports: what is summed when the teacher is known only in part.
+
+full    all of the vocabulary.
+bucket  the teacher's top-K and everything else as one further outcome: a valid KL, never above the full one.
+hybrid  the top-K exactly and the tail by the sampled token: unbiased in value and gradient on-policy.
+renorm  both sides renormalised on the top-K: a valid KL that is blind to mass leaving the top-K.
+recipe  the asymmetry of verl's public GKD recipe (forward KL truncated and un-normalised against the full student,
+        reverse KL renormalised on both sides), to re-create results made with it; not a valid KL.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gatespace.errors import unknown_name
+from gatespace.gating.divergences import ForwardKL, ReverseKL, Tile, not_negative
+from gatespace.gating.tokens import LOWEST, TAIL_FLOOR, Tokens, TopKTeacher, check_k
+
+SUPPORTS = ("full", "bucket", "hybrid", "renorm", "recipe")
+_REVERSE, _FORWARD = ReverseKL(), ForwardKL()
+
+
+class KLPair(NamedTuple):
+    """Both divergences per token, and the student's mass that the support does not resolve."""
+
+    reverse: Tensor
+    forward: Tensor
+    tail_mass: Tensor
+
+
+def check_support(support: str) -> str:
+    """The name itself, if it is known."""
+    if support not in SUPPORTS:
+        raise unknown_name("support", support, SUPPORTS)
+    return support
+
+
+def kl_pair(tokens: Tokens, support: str = "full", k: int | None = None) -> KLPair:
+    """Reverse and forward KL per token on a support, at the tokens' temperature.
+
+    Args:
+        k: K of the top-K supports; None: the K that a top-K teacher sent, else that of the signals.
+    """
+    check_support(support)
+    if support == "full":
+        reverse, forward = tokens.divergences(_REVERSE, _FORWARD)
+        if tokens.infinite is not None:
+            reverse = reverse.masked_fill(tokens.infinite[0], torch.inf)
+            forward = forward.masked_fill(tokens.infinite[1], torch.inf)
+        return KLPair(not_negative(reverse), not_negative(forward), torch.zeros_like(forward.detach()))
+    if k is None:
+        k = tokens.teacher.k if isinstance(tokens.teacher, TopKTeacher) else tokens.settings.top_k
+    check_k(k, tokens.vocab_size, "support_k")
+    return {"bucket": _bucket, "hybrid": _hybrid, "renorm": _renorm, "recipe": _recipe}[support](tokens, k)
+
+
+def _bucket(tokens: Tokens, k: int) -> KLPair:
+    temperature = tokens.temperature
+    ids = tokens.teacher_top(k).ids
+    log_t = tokens.teacher_at(ids, temperature=temperature)
+    log_s = tokens.student_at(ids, temperature=temperature)
+    if k == tokens.vocab_size:
+        return _pair(log_s, log_t, torch.zeros_like(log_t[:, 0]))
+    tail_t = tokens.teacher_log_tail(ids, temperature=temperature)
+    tail_s = tokens.student_log_tail(ids, temperature=temperature)
+    dead = log_t <= LOWEST / 2
+    if bool(dead.any()):
+        # an id that the teacher forbids is no outcome of its own: its student mass belongs to the tail
+        tail_s = torch.cat([tail_s[:, None], log_s.masked_fill(~dead, LOWEST)], -1).logsumexp(-1)
+        log_s = log_s.masked_fill(dead, LOWEST)
+        log_t = log_t.masked_fill(dead, LOWEST)
+    # a tail of exactly 0 would make reverse KL infinite, which is what this support is there to avoid
+    floor = torch.full_like(tail_t, TAIL_FLOOR).log()
+    tail_t = torch.where(tail_t <= LOWEST / 2, floor, tail_t)
+    return _pair(
+        torch.cat([log_s, tail_s[:, None]], -1), torch.cat([log_t, tail_t[:, None]], -1), tail_s.detach().exp()
+    )
+
+
+def _pair(log_s: Tensor, log_t: Tensor, tail_mass: Tensor) -> KLPair:
+    tile = Tile(log_s, log_t)
+    reverse, forward = _REVERSE.term(tile).sum(-1), _FORWARD.term(tile).sum(-1)
+    return KLPair(not_negative(reverse), not_negative(forward), tail_mass)
+
+
+def _renormalised(tokens: Tokens, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Student and teacher log-probabilities renormalised on the top-K, and the student's mass outside it."""
+    top = tokens.teacher_top(k)
+    log_s = tokens.student_at(top.ids)
+    outside = (1 - log_s.detach().exp().sum(-1)).clamp(min=0.0)
+    # dividing full-vocabulary log-probabilities by T and renormalising is the softmax of logits / T on the top-K
+    temperature = tokens.temperature
+    return (log_s / temperature).log_softmax(-1), (top.log_probs / temperature).log_softmax(-1), outside
+
+
+def _renorm(tokens: Tokens, k: int) -> KLPair:
+    return _pair(*_renormalised(tokens, k))
+
+
+def _recipe(tokens: Tokens, k: int) -> KLPair:
+    pair = _renorm(tokens, k)
+    ids = tokens.teacher_top(k).ids
+    log_t = tokens.teacher_at(ids, temperature=tokens.temperature)
+    log_s = tokens.student_at(ids, temperature=tokens.temperature)
+    return pair._replace(forward=(log_t.exp() * (log_t - log_s)).sum(-1))
+
+
+def _hybrid(tokens: Tokens, k: int) -> KLPair:
+    temperature = tokens.temperature
+    ids = tokens.teacher_top(k).ids
+    sampled = tokens.sampled
+    log_t = tokens.teacher_at(ids, temperature=temperature)
+    log_s = tokens.student_at(ids, temperature=temperature)
+    ratio = log_s - log_t
+    outside = (ids != sampled[:, None]).all(-1)
+
+    log_sy = tokens.student_sampled(temperature=temperature)
+    log_ty = torch.where(outside, tokens.teacher_sampled(temperature=temperature), log_sy.detach())
+    at_one = log_sy if temperature == 1.0 else tokens.student_sampled()
+    # the expectation is over the student at the loss's temperature; the token may come from another sampler
+    weight = (log_sy.detach() - tokens.sampler_log_probs(at_one)).exp() * outside
+    ratio_y = (log_sy - log_ty).detach()
+    score = log_sy - log_sy.detach()  # value 0, gradient ∇log s_y
+    odds = (-ratio_y).exp()  # t_y / s_y
+    reverse = (log_s.exp() * ratio).sum(-1) + weight * (ratio_y + (ratio_y + 1) * score)
+    forward = (-log_t.exp() * ratio).sum(-1) - weight * odds * (ratio_y + score)
+    tail = (1 - log_s.detach().exp().sum(-1)).clamp(min=0.0)
+    return KLPair(reverse, forward, tail)
