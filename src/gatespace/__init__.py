@@ -1,6 +1,6 @@
 """gatespace: on-policy distillation with per-token gated KL.
 
-    λ_t = σ(a·h_t + b·u(x) + c + d·gap_t)        L_t = λ_t·KL(student‖teacher) + (1-λ_t)·KL(teacher‖student)
+λ_t = σ(a·h_t + b·u(x) + c + d·gap_t)        L_t = λ_t·KL(student‖teacher) + (1-λ_t)·KL(teacher‖student)
 """
 
 from __future__ import annotations

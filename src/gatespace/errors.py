@@ -37,9 +37,7 @@ class GatespaceError(Exception):
         return "\n  ".join(parts)
 
 
-def _rebuild(
-    kind: type[GatespaceError], what: str, got: str | None, why: str, instead: str
-) -> GatespaceError:
+def _rebuild(kind: type[GatespaceError], what: str, got: str | None, why: str, instead: str) -> GatespaceError:
     return kind(what, got=got, why=why, instead=instead)
 
 

@@ -178,7 +178,8 @@ class Gate:
                     "after a,b,c,d a gate takes signal=coefficient", got=part, instead="e.g. 4,0,-1,0,jsd=2"
                 )
             extra[name.strip()] = float(value)
-        return cls(*(float(part) for part in parts[:4]), extra=extra)
+        a, b, c, d = (float(part) for part in parts[:4])
+        return cls(a, b, c, d, extra)
 
     # ------------------------------------------------------------------ reading it
 

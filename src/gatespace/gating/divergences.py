@@ -135,9 +135,9 @@ class JSDDivergence(Divergence):
     def term(self, tile: Tile) -> Tensor:
         log_m = _log_mixture(tile, self.beta)
         m = log_m.exp()
-        return self.beta * kl_term(tile.teacher, tile.log_teacher - log_m, m) + (
-            1 - self.beta
-        ) * kl_term(tile.student, tile.log_student - log_m, m)
+        return self.beta * kl_term(tile.teacher, tile.log_teacher - log_m, m) + (1 - self.beta) * kl_term(
+            tile.student, tile.log_student - log_m, m
+        )
 
     def psi(self, tile: Tile) -> Tensor:
         return (1 - self.beta) * tile.student * (tile.log_student - _log_mixture(tile, self.beta))

@@ -143,7 +143,9 @@ def fused_distillation_loss(
         teacher, teacher_size = teacher_hidden, None
     else:
         if teacher_head is None:
-            raise UsageError("teacher hidden states need the teacher's head", instead="pass teacher_head, or TeacherTopK")
+            raise UsageError(
+                "teacher hidden states need the teacher's head", instead="pass teacher_head, or TeacherTopK"
+            )
         source = Head.of(teacher_head)
         _check_side("teacher", teacher_hidden, source)
         if teacher_hidden.shape[:-1] != student_hidden.shape[:-1]:
@@ -299,7 +301,8 @@ class _Work:
             count = span.stop - span.start
             student = ChunkStudent(self._logits(self.student, "student", z_s[:count], span, width), width)
             if z_t is None:
-                teacher: Teacher = self.source.rows(span)  # type: ignore[union-attr]
+                assert isinstance(self.source, TopKTeacher)
+                teacher: Teacher = self.source.part(span)
             else:
                 teacher = LogitsTeacher(self._logits(self.source, "teacher", z_t[:count], span, width), width)
             tokens = self._tokens(student, teacher, span, seen)

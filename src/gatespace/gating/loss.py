@@ -1,4 +1,4 @@
-"""The plain path: losses from logits that are in memory, differentiated by autograd. The reference for the fused one."""
+"""The plain path: losses from logits that are in memory, differentiated by autograd; the reference for the fused."""
 
 from __future__ import annotations
 
@@ -104,9 +104,7 @@ class Context:
                 u = u[:, None].expand(shape)
             u = layout.select(_shaped("u", u, shape, device)).detach()
         settings = SignalSettings(top_k, entropy)
-        return cls(
-            layout, float(temperature), settings, vocab_size, total_tokens, sampled, sampled_log_probs, u
-        )
+        return cls(layout, float(temperature), settings, vocab_size, total_tokens, sampled, sampled_log_probs, u)
 
     def output(self, loss: Tensor, per_token: Tensor, telemetry: Mapping[str, Tensor]) -> LossOutput:
         """Numbers per token back into the batch."""
@@ -320,7 +318,9 @@ def _per_token(
     )
     if isinstance(teacher_logits, TeacherTopK):
         support_k = min(support_k or teacher_logits.ids.shape[-1], teacher_logits.ids.shape[-1])
-    tokens = _plain_tokens(student_logits, teacher_logits, context)
+    else:
+        teacher_logits = teacher_logits.reshape(*flat, -1)
+    tokens = _plain_tokens(student_logits.reshape(*flat, -1), teacher_logits, context)
     return side(kl_pair(tokens, support, support_k)).reshape(shape)
 
 
@@ -369,7 +369,7 @@ def top_k_teacher(teacher: TeacherTopK, context: Context, dtype: torch.dtype) ->
     """The masked tokens of a teacher known by its top-K."""
     layout, shape = context.layout, context.layout.shape
     ids, log_probs = teacher.ids, teacher.log_probs.detach()
-    if ids.shape != log_probs.shape or ids.shape[:-1] != shape and ids.shape[:-1].numel() != shape.numel():
+    if ids.shape != log_probs.shape or ids.shape[:-1].numel() != shape.numel():
         raise UsageError(
             "TeacherTopK must hold ids and log_probs of shape (B, T, K) for this batch",
             got=f"ids {tuple(ids.shape)}, log_probs {tuple(log_probs.shape)}, batch {tuple(shape)}",

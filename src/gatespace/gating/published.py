@@ -308,4 +308,4 @@ def objective(name: str, **parameters: object) -> Objective:
     for parameter in parameters:
         if parameter not in known:
             raise unknown_name(f"parameter of {kind.name}", parameter, known)
-    return kind(**parameters)  # type: ignore[arg-type]
+    return kind(**parameters)

@@ -65,7 +65,7 @@ _REGISTRY: dict[str, Signal] = {}
 def register(
     name: str,
     *,
-    range: tuple[float, float],  # noqa: A002 - the word of the field
+    range: tuple[float, float],
 ) -> Callable[[SignalFunction], SignalFunction]:
     """Make a function of `Tokens` usable as a gate's signal under `name`.
 
@@ -132,9 +132,12 @@ def _normalised_entropy(teacher: Teacher, settings: SignalSettings) -> Tensor:
         return (teacher.entropy() / math.log(max(teacher.vocab_size, 2))).clamp(0.0, 1.0)
     check_k(k, teacher.vocab_size, "top_k")
     top = teacher.top(k)
-    if settings.entropy == "top_k" or k == teacher.vocab_size:
+    if settings.entropy == "top_k":
         return entropy_of(top.log_probs)
-    return entropy_of(torch.cat([top.log_probs, teacher.log_tail(top.ids, 1.0)[:, None]], -1))
+    # with K = V the tail is empty, and still an outcome of the denominator
+    empty = k == teacher.vocab_size
+    tail = torch.full_like(top.log_probs[:, 0], LOWEST) if empty else teacher.log_tail(top.ids, 1.0)
+    return entropy_of(torch.cat([top.log_probs, tail[:, None]], -1))
 
 
 @register("u", range=(0.0, 1.0))

@@ -88,12 +88,16 @@ def _pair(log_s: Tensor, log_t: Tensor, tail_mass: Tensor) -> KLPair:
 
 def _renormalised(tokens: Tokens, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Student and teacher log-probabilities renormalised on the top-K, and the student's mass outside it."""
-    top = tokens.teacher_top(k)
-    log_s = tokens.student_at(top.ids)
-    outside = (1 - log_s.detach().exp().sum(-1)).clamp(min=0.0)
-    # dividing full-vocabulary log-probabilities by T and renormalising is the softmax of logits / T on the top-K
-    temperature = tokens.temperature
-    return (log_s / temperature).log_softmax(-1), (top.log_probs / temperature).log_softmax(-1), outside
+    top, temperature = tokens.teacher_top(k), tokens.temperature
+    log_s = tokens.student_at(top.ids, temperature=temperature)
+    # the teacher's log-probabilities at 1, divided by T and renormalised, are its softmax of logits / T on the top-K:
+    # a top-K teacher serves here at any temperature
+    log_t = (top.log_probs / temperature).log_softmax(-1)
+    return log_s.log_softmax(-1), log_t, _mass_outside(log_s)
+
+
+def _mass_outside(log_s: Tensor) -> Tensor:
+    return (1 - log_s.detach().exp().sum(-1)).clamp(min=0.0)
 
 
 def _renorm(tokens: Tokens, k: int) -> KLPair:
@@ -127,5 +131,4 @@ def _hybrid(tokens: Tokens, k: int) -> KLPair:
     odds = (-ratio_y).exp()  # t_y / s_y
     reverse = (log_s.exp() * ratio).sum(-1) + weight * (ratio_y + (ratio_y + 1) * score)
     forward = (-log_t.exp() * ratio).sum(-1) - weight * odds * (ratio_y + score)
-    tail = (1 - log_s.detach().exp().sum(-1)).clamp(min=0.0)
-    return KLPair(reverse, forward, tail)
+    return KLPair(reverse, forward, _mass_outside(log_s))

@@ -10,14 +10,17 @@ make a `Tape`, and with it the gradient at any slice of the vocabulary:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from gatespace.gating.divergences import Divergence, Tile
 from gatespace.gating.tokens import Student, Teacher, full_teacher, inside, scaled, tiled_logsumexp, tiles
+
+
+Entry = TypeVar("Entry", "Selected", "Outside", "Sum")
 
 
 @dataclass
@@ -49,6 +52,12 @@ class Sum:
     grad: Tensor
 
 
+def _join(entries: tuple[Entry, ...]) -> Entry:
+    """The same entry of successive chunks, its tensors one after the other."""
+    names = [f.name for f in fields(entries[0]) if isinstance(getattr(entries[0], f.name), Tensor)]
+    return replace(entries[0], **{name: torch.cat([getattr(e, name) for e in entries]) for name in names})
+
+
 @dataclass
 class Tape:
     """Cotangents of everything that an objective took from the student, and the normalisers to redo it."""
@@ -62,77 +71,51 @@ class Tape:
     @classmethod
     def join(cls, parts: list[Tape]) -> Tape:
         """Tapes of successive chunks as one; they were written by the same objective, so they match entry by entry."""
-
-        def cat(pick: Callable[[Tape], Tensor]) -> Tensor:
-            return torch.cat([pick(part) for part in parts])
-
-        first = parts[0]
         return cls(
-            {T: cat(lambda p, T=T: p.student[T]) for T in first.student},
-            {T: cat(lambda p, T=T: p.teacher[T]) for T in first.teacher},
-            [
-                Selected(e.temperature, cat(lambda p, i=i: p.selected[i].ids), cat(lambda p, i=i: p.selected[i].grad))
-                for i, e in enumerate(first.selected)
-            ],
-            [
-                Outside(
-                    e.temperature,
-                    cat(lambda p, i=i: p.outside[i].ids),
-                    cat(lambda p, i=i: p.outside[i].value),
-                    cat(lambda p, i=i: p.outside[i].grad),
-                )
-                for i, e in enumerate(first.outside)
-            ],
-            [
-                Sum(
-                    e.temperature,
-                    e.divergence,
-                    cat(lambda p, i=i: p.sums[i].psi_total),
-                    cat(lambda p, i=i: p.sums[i].grad),
-                )
-                for i, e in enumerate(first.sums)
-            ],
+            {T: torch.cat([part.student[T] for part in parts]) for T in parts[0].student},
+            {T: torch.cat([part.teacher[T] for part in parts]) for T in parts[0].teacher},
+            [_join(entries) for entries in zip(*(part.selected for part in parts), strict=True)],
+            [_join(entries) for entries in zip(*(part.outside for part in parts), strict=True)],
+            [_join(entries) for entries in zip(*(part.sums for part in parts), strict=True)],
         )
 
     def gradient(self, student: Tensor, teacher: Tensor | None, start: int, stop: int) -> Tensor:
         """∂L/∂z on a slice [start, stop) of the vocabulary, from both sides' logits (n, stop-start) there."""
-        total = torch.zeros_like(student)
-        for temperature, normaliser in self.student.items():
-            sums = [e for e in self.sums if e.temperature == temperature]
-            selected = [e for e in self.selected if e.temperature == temperature]
-            outside = [e for e in self.outside if e.temperature == temperature]
-            if not (sums or selected or outside):
-                continue
-            log_s = scaled(student, temperature) - normaliser[:, None]
-            log_t = log_s
-            if sums:
-                assert teacher is not None
-                log_t = scaled(teacher, temperature) - self.teacher[temperature][:, None]
-            tile = Tile(log_s, log_t)
-            share = torch.zeros_like(normaliser)  # what every entry gives back in proportion to s
-            for entry in sums:
-                share -= entry.grad * entry.psi_total
-            for e in selected:
-                share -= e.grad.sum(-1)
-            for o in outside:
-                share -= o.grad
-            part = tile.student * share[:, None]
-            for entry in sums:
-                part.addcmul_(entry.divergence.psi(tile), entry.grad[:, None])
-            for o in outside:
-                tail = (log_s - o.value[:, None]).exp_().mul_(o.grad[:, None])
-                rows, columns, _ = inside(o.ids, start, stop)
-                tail[rows, columns] = 0.0
-                part += tail
-            for e in selected:
-                rows, columns, places = inside(e.ids, start, stop)
-                part.index_put_((rows, columns), e.grad[rows, places], accumulate=True)
-            total += scaled(part, temperature)
-        return total
+        total: Tensor | None = None
+        for temperature in self.student:
+            part = self._at(temperature, student, teacher, start, stop)
+            if part is not None:
+                total = part if total is None else total.add_(part)
+        return torch.zeros_like(student) if total is None else total
 
-    @property
-    def needs_teacher(self) -> bool:
-        return bool(self.sums)
+    def _at(self, temperature: float, student: Tensor, teacher: Tensor | None, start: int, stop: int) -> Tensor | None:
+        """The part of the gradient that was read at one temperature."""
+        sums = [entry for entry in self.sums if entry.temperature == temperature]
+        selected = [entry for entry in self.selected if entry.temperature == temperature]
+        outside = [entry for entry in self.outside if entry.temperature == temperature]
+        if not (sums or selected or outside):
+            return None
+        log_s = scaled(student, temperature) - self.student[temperature][:, None]
+        log_t = log_s
+        if sums:
+            assert teacher is not None
+            log_t = scaled(teacher, temperature) - self.teacher[temperature][:, None]
+        tile = Tile(log_s, log_t)
+        # what every entry gives back in proportion to its probability
+        share = -sum(entry.grad * entry.psi_total for entry in sums)
+        share = share - sum(entry.grad.sum(-1) for entry in selected) - sum(entry.grad for entry in outside)
+        part = tile.student * share[:, None]
+        for entry in sums:
+            part.addcmul_(entry.divergence.psi(tile), entry.grad[:, None])
+        for tail in outside:
+            mass = (log_s - tail.value[:, None]).exp_().mul_(tail.grad[:, None])
+            rows, columns, _ = inside(tail.ids, start, stop)
+            mass[rows, columns] = 0.0
+            part += mass
+        for ids in selected:
+            rows, columns, places = inside(ids.ids, start, stop)
+            part.index_put_((rows, columns), ids.grad[rows, places], accumulate=True)
+        return part if temperature == 1.0 else part.div_(temperature)
 
 
 class ChunkStudent(Student):

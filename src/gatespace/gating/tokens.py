@@ -324,7 +324,7 @@ class TopKTeacher(Teacher):
         """How many tokens the teacher sent per position."""
         return self.ids.shape[-1]
 
-    def rows(self, span: slice) -> TopKTeacher:
+    def part(self, span: slice) -> TopKTeacher:
         """The same teacher for some of the tokens."""
         sampled = None if self.sampled_log_probs is None else self.sampled_log_probs[span]
         return TopKTeacher(self.ids[span], self.log_probs[span], sampled, self.vocab_size)
