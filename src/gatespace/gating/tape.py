@@ -11,14 +11,13 @@ make a `Tape`, and with it the gradient at any slice of the vocabulary:
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from gatespace.gating.divergences import Divergence, Tile
 from gatespace.gating.tokens import Student, Teacher, full_teacher, inside, scaled, tiled_logsumexp, tiles
-
 
 Entry = TypeVar("Entry", "Selected", "Outside", "Sum")
 
@@ -55,7 +54,8 @@ class Sum:
 def _join(entries: tuple[Entry, ...]) -> Entry:
     """The same entry of successive chunks, its tensors one after the other."""
     names = [f.name for f in fields(entries[0]) if isinstance(getattr(entries[0], f.name), Tensor)]
-    return replace(entries[0], **{name: torch.cat([getattr(e, name) for e in entries]) for name in names})
+    joined: dict[str, Any] = {name: torch.cat([getattr(e, name) for e in entries]) for name in names}
+    return replace(entries[0], **joined)
 
 
 @dataclass
@@ -102,8 +102,13 @@ class Tape:
             log_t = scaled(teacher, temperature) - self.teacher[temperature][:, None]
         tile = Tile(log_s, log_t)
         # what every entry gives back in proportion to its probability
-        share = -sum(entry.grad * entry.psi_total for entry in sums)
-        share = share - sum(entry.grad.sum(-1) for entry in selected) - sum(entry.grad for entry in outside)
+        share = torch.zeros_like(self.student[temperature])
+        for entry in sums:
+            share -= entry.grad * entry.psi_total
+        for ids in selected:
+            share -= ids.grad.sum(-1)
+        for tail in outside:
+            share -= tail.grad
         part = tile.student * share[:, None]
         for entry in sums:
             part.addcmul_(entry.divergence.psi(tile), entry.grad[:, None])

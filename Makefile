@@ -1,0 +1,72 @@
+# Every target makes what it needs: an empty clone, python3 and make are enough.
+PYTHON ?= python3
+VENV   ?= .venv
+BENCH_VENV ?= .venv-bench
+
+BIN   := $(VENV)/bin
+READY := $(VENV)/.ready
+BENCH_READY := $(BENCH_VENV)/.ready
+
+# Two workers with one thread each: more threads than cores make the tests slower, and sums depend on thread count.
+TEST_ARGS ?= -n 2
+DEMO_DIR  := build/demo
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench docs wheel clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY) ## see the family and its loss at work
+	@mkdir -p $(DEMO_DIR)
+	@$(BIN)/gatespace gate G5 H2 static:0.388 --plot $(DEMO_DIR)/gates.svg
+	@$(BIN)/python examples/first_loss.py
+
+test: $(READY) ## run every test and docstring example
+	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: $(READY) ## ruff, mypy and the import rules of the rooms
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: $(READY) ## rewrite the code in the house style
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(BENCH_READY) ## measure the loss beside its peers (large: several GiB of memory)
+	@$(BENCH_VENV)/bin/python benchmarks/loss.py $(BENCH_ARGS)
+
+docs: $(READY) ## build the site into build/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # not --quiet: it hides warnings from --strict too
+	@echo "site: build/site/index.html"
+
+wheel: $(READY) ## build the wheel into build/dist
+	@rm -rf build/dist
+	@$(BIN)/python -m build --wheel --no-isolation --outdir build/dist .
+
+clean: ## remove what was built; the environments stay
+	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# The stamp is written last, so an interrupted installation is taken up again; it is renewed when the dependencies change.
+$(READY): pyproject.toml
+	$(call install,$(VENV),dev)
+
+$(BENCH_READY): pyproject.toml
+	$(call install,$(BENCH_VENV),bench)
+
+# $(call install,ENVIRONMENT,EXTRA)
+define install
+	@command -v "$(PYTHON)" >/dev/null || { echo "gatespace needs Python 3.11 or newer; there is no '$(PYTHON)' here." >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "gatespace needs Python 3.11 or newer; '$(PYTHON)' is $$("$(PYTHON)" --version 2>&1)." >&2; \
+	  echo "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "Installing gatespace into $(1) (a few minutes the first time)"
+	@"$(PYTHON)" -m venv $(1) || { echo "Python's venv module is not usable (on Debian: apt install python3-venv)." >&2; exit 1; }
+	@$(1)/bin/python -m pip install -qq --no-input -e '.[$(2)]'
+	@touch $@
+endef

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from gatespace.cli import app as app_module
+from gatespace.cli.app import app
+from gatespace.errors import RunError, UsageError
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+sys.argv = ["gatespace", *{args!r}]
+from gatespace.cli.app import main
+try:
+    main()
+except SystemExit as stop:
+    code = stop.code or 0
+heavy = [name for name in ("torch", "numpy", "matplotlib") if sys.modules.get(name) is not None]
+print("HEAVY", heavy, file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def failing_app(error: BaseException) -> typer.Typer:
+    broken = typer.Typer(cls=app_module._Group, pretty_exceptions_enable=False)
+
+    @broken.callback()
+    def root() -> None: ...
+
+    @broken.command()
+    def fail() -> None:
+        raise error
+
+    return broken
+
+
+def test_version(run):
+    result = run("--version")
+    assert result.exit_code == 0
+    assert re.fullmatch(r"gatespace \S+\n", result.stdout)
+
+
+def test_version_is_the_distributions(run, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: {"gatespace": "9.8.7"}[name])
+    assert run("--version").stdout == "gatespace 9.8.7\n"
+
+
+def test_help_teaches_with_examples(run):
+    root, gate, doctor = run("--help"), run("gate", "--help"), run("doctor", "--help")
+    assert root.exit_code == gate.exit_code == doctor.exit_code == 0
+    assert "gatespace gate G5 H2 static:0.388" in root.stdout
+    assert "-4,0,0,0 entropy-only:4" in gate.stdout
+    assert '"gate": [a, b, c, d]' in gate.stdout
+    assert "[{name, installed, missing [requirement], command}]" in doctor.stdout
+
+
+def test_unknown_command_suggests_the_nearest(run):
+    result = run("gat")
+    assert result.exit_code == 2
+    assert result.stderr == "error: unknown command 'gat'\n  instead: did you mean 'gate'? known: doctor, gate\n"
+
+
+def test_unknown_option_exits_2(run):
+    result = run("gate", "--jsno")
+    assert result.exit_code == 2
+    assert "--json" in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("error, code", [(UsageError("bad"), 2), (RunError("broke"), 1)])
+def test_exit_code_is_the_errors(error, code):
+    result = CliRunner().invoke(failing_app(error), ["fail"])
+    assert result.exit_code == code
+    assert result.stderr == f"error: {error.what}\n"
+
+
+def test_error_prints_all_parts_and_takes_text_literally():
+    error = UsageError("[red]what[/red]", got="[/] \x1b[2J", why="because", instead="pip install 'x[y]'")
+    result = CliRunner().invoke(failing_app(error), ["fail"])
+    assert result.stderr.splitlines() == [
+        "error: [red]what[/red]",
+        "  got: [/] \\x1b[2J",
+        "  why: because",
+        "  instead: pip install 'x[y]'",
+    ]
+
+
+def test_error_on_a_terminal_is_styled_and_literal(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    app_module.print_error(UsageError("[red]what[/red] :smile:", instead="x[y]"))
+    text = capsys.readouterr().err
+    assert "\x1b[" in text
+    assert "[red]what[/red] :smile:" in text
+    assert "x[y]" in text
+
+
+def test_interrupt_is_quiet():
+    result = CliRunner().invoke(failing_app(KeyboardInterrupt()), ["fail"])
+    assert (result.exit_code, result.output) == (130, "")
+
+
+def test_a_bug_keeps_its_traceback(python):
+    script = (
+        "import gatespace.cli.gate as g, gatespace.cli.app as a, sys\n"
+        "def boom(texts): raise ZeroDivisionError('a bug')\n"
+        "g.summary.read_points = boom\n"
+        "sys.argv = ['gatespace', 'gate']\n"
+        "a.main()\n"
+    )
+    result = python("-c", script)
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+    assert "ZeroDivisionError: a bug" in result.stderr
+
+
+@pytest.mark.parametrize("args", [["--version"], ["--help"], ["gate", "G5", "H2"], ["gate", "--json"], ["gat"]])
+def test_nothing_heavy_is_imported(python, args):
+    result = python("-c", WITHOUT_TORCH.format(args=args))
+    assert result.returncode == (2 if args == ["gat"] else 0), result.stderr
+    assert result.stderr.endswith("HEAVY []\n")
+
+
+def test_importing_the_app_loads_neither_rich_nor_torch(python):
+    script = (
+        "import sys, gatespace.cli.app; print([m for m in ('rich.table', 'torch', 'matplotlib') if m in sys.modules])"
+    )
+    result = python("-c", script)
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_module_and_errors_in_a_real_process(gatespace):
+    assert gatespace("--version").stdout.startswith("gatespace ")
+    result = gatespace("gate", "G55")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: unknown gate 'G55'\n")
+    assert "Traceback" not in result.stderr
+
+
+def test_a_narrow_encoding_costs_characters_not_the_command(gatespace):
+    result = gatespace("gate", "G5", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert result.returncode == 0, result.stderr
+    assert "0.731" in result.stdout
+    assert json.loads(gatespace("gate", "G5", "--json", PYTHONIOENCODING="ascii").stdout)
+
+
+def test_the_console_script_is_main():
+    assert callable(app_module.main)
+    assert app is app_module.app

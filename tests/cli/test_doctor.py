@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from gatespace.cli import environment, extras
+from gatespace.cli.doctor import loss_check
+
+ROOT = Path(__file__).resolve().parents[2]
+KEYS = {
+    "gatespace": {"version", "installed", "missing"},
+    "python": {"version", "implementation", "executable"},
+    "platform": {"system", "release", "machine"},
+    "cpu": {"cores", "usable", "container_limit"},
+    "memory": {"total_bytes", "available_bytes", "container_limit_bytes"},
+    "torch": {"usable", "version", "error", "threads", "cpu_capability", "bf16"},
+}
+ENGINES = ["native", "transformers", "vllm", "accelerate", "ray", "trl", "verl"]
+METADATA = """\
+Metadata-Version: 2.4
+Name: gatespace
+Version: 1.2.3
+Provides-Extra: fast
+Provides-Extra: all
+Provides-Extra: elsewhere
+Provides-Extra: dev
+Requires-Dist: typer>=0.15
+Requires-Dist: rich>=999
+Requires-Dist: no-such-package-a<3,>=2; extra == 'fast'
+Requires-Dist: vllm[audio]>=0.1; (sys_platform != 'nowhere') and extra == "fast"
+Requires-Dist: gatespace[fast]; extra == 'all'
+Requires-Dist: no-such-package-b; sys_platform == 'nowhere' and extra == 'elsewhere'
+Requires-Dist: no-such-package-c ; extra == 'dev'
+Requires-Dist: trl ; extra == 'dev'
+"""
+
+
+@pytest.fixture
+def fake_distribution(tmp_path, monkeypatch):
+    """A gatespace whose metadata is METADATA, before any that is really installed."""
+    folder = tmp_path / "gatespace-1.2.3.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(METADATA)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_doctor_passes_here_and_its_json_is_stable(gatespace):
+    result = gatespace("doctor", "--json")
+    data = json.loads(result.stdout)
+    assert data["checks"] == [
+        {
+            "name": "loss self-check",
+            "status": "ok",
+            "detail": "value and gradient of a gated loss agree with the formula",
+        }
+    ]
+    assert data["usable"] is True
+    assert result.returncode == 0, result.stderr
+    assert set(data) == {*KEYS, "devices", "engines", "extras", "checks", "usable"}
+    for name, keys in KEYS.items():
+        assert set(data[name]) == keys
+    assert [engine["name"] for engine in data["engines"]] == ENGINES
+    assert all(set(engine) == {"name", "installed", "version", "for", "command"} for engine in data["engines"])
+    assert data["devices"][0]["kind"] == "cpu"
+    assert 1 <= data["cpu"]["usable"] <= data["cpu"]["cores"]
+    assert data["python"]["executable"] == sys.executable
+
+
+def test_text_report(run):
+    result = run("doctor")
+    assert result.exit_code == 0, result.output
+    for words in ("usable of", "GiB", "bf16 on CPU", "native", "loss self-check: ok", "The core is usable."):
+        assert words in result.stdout
+
+
+def test_without_torch_the_core_is_not_usable(python):
+    script = "import sys; sys.modules['torch'] = None; sys.argv = ['gatespace', 'doctor', *sys.argv[1:]]\n"
+    script += "from gatespace.cli.app import main; main()"
+    result = python("-c", script, "--json")
+    assert result.returncode == 1
+    data = json.loads(result.stdout)
+    assert data["usable"] is False
+    assert data["torch"]["usable"] is False
+    assert data["torch"]["error"].startswith("ModuleNotFoundError")
+    assert data["checks"][0]["status"] == "skipped"
+    text = python("-c", script)
+    assert text.returncode == 1
+    assert "The core is not usable." in text.stdout
+    assert "Traceback" not in text.stderr
+
+
+def test_engines_are_found_without_being_imported(python):
+    script = (
+        "import sys\n"
+        "from gatespace.cli.environment import ENGINES, engine_facts\n"
+        "engine_facts({'usable': True, 'version': '2'})\n"
+        "print([name for name in ('torch', *ENGINES) if name in sys.modules])\n"
+    )
+    assert python("-c", script).stdout.strip() == "[]"
+
+
+def test_extras_come_from_the_metadata(fake_distribution):
+    found = {extra.name: extra for extra in extras.extras()}
+    assert list(found) == ["fast", "all", "elsewhere", "dev"]
+    assert found["fast"].missing == ("no-such-package-a<3,>=2", "vllm[audio]>=0.1")
+    assert found["all"].missing == found["fast"].missing
+    assert found["fast"].command == "pip install 'gatespace[fast]'"
+    assert found["dev"].missing[0] == "no-such-package-c"
+
+
+def test_markers_decide_what_is_missing_here(fake_distribution):
+    pytest.importorskip("packaging")
+    found = {extra.name: extra for extra in extras.extras()}
+    assert found["elsewhere"].missing == ()
+
+
+def test_a_wrong_version_of_a_core_requirement_is_named(fake_distribution):
+    pytest.importorskip("packaging")
+    facts = environment.gatespace_facts()
+    assert facts["version"] == "1.2.3"
+    assert facts["missing"] == [f"rich>=999 (found {metadata.version('rich')})"]
+
+
+def test_an_engine_is_added_by_an_extra_for_use_else_by_its_name(fake_distribution, monkeypatch):
+    monkeypatch.setattr(environment, "_found", lambda module: False)
+    commands = {e["name"]: e["command"] for e in environment.engine_facts({"usable": True, "version": "2"})}
+    assert commands["vllm"] == "pip install 'gatespace[fast]'"
+    assert commands["trl"] == "pip install trl"
+    assert commands["native"] is None
+
+
+def test_without_an_installed_gatespace_there_are_no_extras(monkeypatch):
+    def absent(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", absent)
+    assert extras.requirements() is None
+    assert extras.extras() == []
+
+
+def test_commands_name_the_real_extras():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    try:
+        metadata.version("gatespace")
+    except metadata.PackageNotFoundError:
+        pytest.skip("gatespace is not installed here")
+    assert {extra.name for extra in extras.extras()} == set(declared)
+    assert {extra.command for extra in extras.extras()} == {f"pip install 'gatespace[{name}]'" for name in declared}
+    assert "plot" in declared  # what `gatespace gate --plot` tells its user to install
+
+
+def test_self_check_finds_a_wrong_value_and_a_wrong_gradient(monkeypatch):
+    import gatespace
+
+    right = gatespace.gated_kl
+
+    def scaled(*args, **kwargs):
+        return SimpleNamespace(loss=right(*args, **kwargs).loss * 1.01)
+
+    def detached(student, teacher, **kwargs):
+        return SimpleNamespace(loss=right(student, teacher, **kwargs).loss.detach() + 0 * student.sum())
+
+    monkeypatch.setattr(gatespace, "gated_kl", scaled)
+    assert "the formula" in loss_check(True)["detail"]
+    monkeypatch.setattr(gatespace, "gated_kl", detached)
+    assert "gradient" in loss_check(True)["detail"]
+    monkeypatch.setattr(gatespace, "gated_kl", right)
+    assert loss_check(True)["status"] == "ok"
+
+
+def test_probes_of_an_older_torch():
+    class OldCpu:
+        @staticmethod
+        def _is_amx_tile_supported():
+            return True
+
+        @staticmethod
+        def _is_avx512_bf16_supported():
+            raise RuntimeError
+
+    class OldTorch:
+        cpu = OldCpu
+
+    assert environment._bf16(OldTorch) == {"amx_tile": True}

@@ -1,0 +1,340 @@
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import struct
+import xml.etree.ElementTree as ET
+import zlib
+
+import pytest
+
+from gatespace.cli import gate_summary as summary
+from gatespace.gating.coefficients import Gate, named_points
+
+CUBE = [*itertools.product((0.0, 1.0), repeat=3), (0.5, 0.5, 0.5)]
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def read(run, *args):
+    result = run("gate", *args, "--json")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    return json.loads(result.stdout)
+
+
+# ---------------------------------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize(
+    "text, abcd",
+    [
+        ("G5", (4, 0, -1, 0)),
+        ("H2", (4, 4, -1.5, 4)),
+        ("HG5,d+4", (4, 0, -1, 4)),
+        ("hg4d-2", (0, 4, -1, -2)),
+        ("4,0,-1,0", (4, 0, -1, 0)),
+        ("-4,0,0,0", (-4, 0, 0, 0)),
+        ("-.5,-1e1,2,-0.25", (-0.5, -10, 2, -0.25)),
+        ("entropy-only(4)", (-4, 0, 0, 0)),
+        ("gap-only:-2", (0, 0, 0, -2)),
+    ],
+)
+def test_table_equals_the_formula(run, text, abcd):
+    (point,) = read(run, text)["points"]
+    a, b, c, d = abcd
+    assert point["input"] == text
+    assert point["gate"] == list(abcd)
+    assert [(row["h"], row["u"], row["gap"]) for row in point["table"]] == CUBE
+    for row in point["table"]:
+        expected = sigmoid(a * row["h"] + b * row["u"] + c + d * row["gap"])
+        assert row["lam"] == pytest.approx(expected, rel=1e-14)
+    lams = [row["lam"] for row in point["table"]]
+    assert point["lam_range"] == pytest.approx([min(lams), max(lams)], rel=1e-14)
+
+
+def test_json_schema(run):
+    data = read(run, "G5", "static:0.388", "4,0,-1,0,jsd=2")
+    assert set(data) == {"points", "at", "grid", "plot"}
+    assert data["plot"] is None
+    keys = {
+        "input",
+        "name",
+        "gate",
+        "extra",
+        "lam_range",
+        "entropy_only",
+        "gap_only",
+        "table",
+        "saturation",
+        "mean_lam",
+    }
+    for point in data["points"]:
+        assert set(point) == keys | {"notes"}
+        assert len(point["gate"]) == 4
+        assert 0 <= point["saturation"] <= 1
+        assert set(point["table"][0]) == {"h", "u", "gap", "lam"}
+    g5, static, extra = data["points"]
+    assert (g5["name"], static["name"], extra["name"]) == ("G5", "static:0.388", None)
+    assert static["gate"][2] == pytest.approx(math.log(0.388 / 0.612), rel=1e-14)
+    assert static["mean_lam"] == pytest.approx(0.388, rel=1e-12)
+    assert extra["extra"] == {"jsd": 2.0}
+
+
+def test_restrictions_or_the_reason_why_not(run):
+    g5, h2, g4, static = read(run, "G5", "H2", "G4", "static:0.5")["points"]
+    assert g5["entropy_only"] == {"gate": [-4.0, 0.0, 0.0, 0.0]}
+    assert g5["gap_only"] == {"na": "gap-only keeps d, and d = 0 here"}
+    assert h2["gap_only"] == {"gate": [0.0, 0.0, 0.0, 4.0]}
+    assert g4["entropy_only"] == {"na": "entropy-only keeps a, and a = 0 here"}
+    assert static["entropy_only"].keys() == static["gap_only"].keys() == {"na"}
+
+
+def test_an_infinite_bias_is_still_json(run):
+    zero, one = read(run, "static:0", "static:1")["points"]
+    assert (zero["gate"][2], one["gate"][2]) == ("-inf", "inf")
+    assert (zero["mean_lam"], one["mean_lam"]) == (0.0, 1.0)
+    assert zero["saturation"] == one["saturation"] == 1.0
+    assert Gate(*map(float, one["gate"])) == Gate.static(1)
+
+
+@pytest.mark.parametrize("text", ["G3", "H2", "G4", "-4,0,0,0", "static:0.99", "static:0.7"])
+def test_cube_statistics_equal_a_plain_loop_over_the_whole_grid(text):
+    gate, n = Gate.parse(text), summary.GRID
+    middle = [(i + 0.5) / n for i in range(n)]
+    a, b, c, d = gate.abcd
+    lams = [sigmoid(a * h + b * u + c + d * gap) for h in middle for u in middle for gap in middle]
+    found = summary.cube_statistics(gate)
+    assert found.mean_lam == pytest.approx(math.fsum(lams) / n**3, rel=1e-10)
+    assert found.saturation == pytest.approx(sum(lam <= 0.02 or lam >= 0.98 for lam in lams) / n**3, abs=1e-12)
+
+
+def test_mean_over_the_cube_is_near_the_integral():
+    # ∫ σ(4h-1) dh over [0, 1] = [log(1 + e^(4h-1))]/4
+    exact = (math.log1p(math.exp(3)) - math.log1p(math.exp(-1))) / 4
+    assert summary.cube_statistics(Gate.named("G5")).mean_lam == pytest.approx(exact, abs=1e-4)
+
+
+def test_at_adds_a_row(run):
+    data = read(run, "4,0,-1,0,jsd=2", "G2", "--at", "h=.3, gap=1,jsd=.5")
+    assert data["at"] == {"h": 0.3, "u": summary.TYPICAL, "gap": 1.0, "jsd": 0.5}
+    first, second = (point["table"] for point in data["points"])
+    assert len(first) == len(CUBE) + 1
+    assert first[-1] == {**data["at"], "lam": pytest.approx(sigmoid(4 * 0.3 - 1 + 2 * 0.5))}
+    assert second[-1]["lam"] == pytest.approx(sigmoid(4 * 0.3 + 4 * summary.TYPICAL - 1.5))
+
+
+def test_without_points_all_named_points(run):
+    points = read(run)["points"]
+    assert [point["name"] for point in points] == list(named_points())
+
+
+# ---------------------------------------------------------------------------------------------- text
+
+
+def test_report(run):
+    result = run("gate", "G5", "H2", "static:0.388")
+    assert result.exit_code == 0
+    text = result.stdout
+    assert "0.269 .. 0.953" in text
+    assert "N/A (gap-only keeps d, and d = 0 here)" in " ".join(text.split())
+    assert "R 0.731" in text  # G5 at the centre, σ(4·.5 - 1)
+    assert "F 0.388" in text
+    assert "RR 0.998" in text  # H2 at (0, 1, 1), σ(6.5)
+    assert "constant λ" in text
+    assert "uniform grid" in text
+
+
+@pytest.mark.parametrize(
+    "text, notes",
+    [
+        ("G5", ["λ rises with h"]),
+        ("entropy-only:4", ["λ falls with h", "λ ≤ 0.5 always"]),
+        ("gap-only:2", ["λ rises with gap", "λ ≥ 0.5 always", "gradient"]),
+        ("G4", ["every token of a response shares one λ", "needs u"]),
+        ("H3", ["λ rises with h and u, falls with gap", "needs u"]),
+        ("static:.3", ["constant λ"]),
+        ("-4,0,0,0,jsd=2", ["λ rises with jsd, falls with h", "jsd counted as 0"]),
+    ],
+)
+def test_notes(text, notes):
+    found = summary.notes(Gate.parse(text))
+    for note in notes:
+        assert any(note in sentence for sentence in found), found
+    assert any("0.5 always" in sentence for sentence in found) == any("0.5 always" in note for note in notes)
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "200"])
+def test_all_points_fit_the_width(gatespace, columns):
+    result = gatespace("gate", COLUMNS=columns)
+    assert result.returncode == 0
+    assert max(map(len, result.stdout.splitlines())) <= int(columns)
+    assert "…" not in result.stdout
+
+
+def test_markup_in_a_point_is_text(run):
+    result = run("gate", "[red]G5[/red]")
+    assert result.exit_code == 2
+    assert "'[red]G5[/red]'" in result.stderr
+
+
+# ---------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["G55"], ["unknown gate 'G55'", "did you mean 'G5'?"]),
+        (["static:1.5"], ["a static λ lies in [0, 1]", "got: 1.5"]),
+        (["1,2,3"], ["four coefficients", "4,0,-1,0"]),
+        (["-4"], ["unknown gate '-4'"]),
+        (["-1,2"], ["four coefficients"]),
+        (["4,0,-1,0,jsd"], ["signal=coefficient"]),
+        (["nan,0,0,0"], ["NaN"]),
+        ([""], ["unknown gate"]),
+        (["G5", "--at", "h=2"], ["h lies in [0, 1]"]),
+        (["G5", "--at", "h"], ["signal=value"]),
+        (["G5", "--at", "gpa=.5"], ["unknown signal 'gpa'", "did you mean 'gap'?"]),
+        (["G5", "--at", "jsd=.5"], ["unknown signal 'jsd'"]),
+        (["0,0,0,0,jsd=1", "--at", "jsd=inf"], ["finite"]),
+        (["G5", "--plot", "x.jpg"], [".png, .svg, .pdf", "got: x.jpg"]),
+        (["G5", "--plot", "x"], [".png, .svg, .pdf"]),
+    ],
+)
+def test_bad_input_exits_2_and_says_why(run, args, words):
+    result = run("gate", *args)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    for word in words:
+        assert word in result.stderr
+
+
+@pytest.mark.parametrize("args", [["-4,0,0,0", "--json"], ["--json", "-4,0,0,0"], ["--json", "--", "-4,0,0,0"]])
+def test_a_point_may_start_with_a_dash(gatespace, args):
+    result = gatespace("gate", *args)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["points"][0]["gate"] == [-4.0, 0.0, 0.0, 0.0]
+
+
+# ---------------------------------------------------------------------------------------------- plots
+
+
+def png_size(content: bytes) -> tuple[int, int]:
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    assert content[12:16] == b"IHDR"
+    assert zlib.crc32(content[12:29]) == struct.unpack(">I", content[29:33])[0]
+    assert content.endswith(b"IEND\xaeB`\x82")
+    return struct.unpack(">II", content[16:24])
+
+
+def test_png(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "new" / "folder" / "gates.PNG"
+    result = run("gate", "G5", "H2", "static:0.388", "--plot", str(path))
+    assert result.exit_code == 0, result.output
+    assert f"wrote {path}" in result.stdout.replace("\n", "")
+    width, height = png_size(path.read_bytes())
+    assert width > 2 * height > 600
+    assert os.listdir(path.parent) == ["gates.PNG"]
+
+
+def test_svg_is_accessible_and_the_same_each_time(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    paths = [tmp_path / "a.svg", tmp_path / "b.svg"]
+    for path in paths:
+        assert run("gate", "G5", "4,0,-1,0,jsd=2", "--at", "u=.125", "--plot", str(path)).exit_code == 0
+    content = paths[0].read_bytes()
+    assert content == paths[1].read_bytes()
+    root = ET.fromstring(content)
+    svg = "{http://www.w3.org/2000/svg}"
+    assert root.tag == f"{svg}svg"
+    assert root.get("role") == "img"
+    assert root.findtext(f"{svg}title") == "λ against each signal for G5, 4,0,-1,0,jsd=2"
+    assert "u = 0.125" in root.findtext(f"{svg}desc")
+    assert b"<dc:date>" not in content
+
+
+def test_pdf(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert run("gate", "G5", "--plot", str(tmp_path / "g.pdf")).exit_code == 0
+    content = (tmp_path / "g.pdf").read_bytes()
+    assert content.startswith(b"%PDF-")
+    assert b"CreationDate" not in content
+
+
+def test_plot_with_json_leaves_standard_output_to_json(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "g.svg"
+    result = run("gate", "G5", "--json", "--plot", str(path))
+    assert json.loads(result.stdout)["plot"] == str(path)
+    assert result.stderr == f"wrote {path}\n"
+
+
+def test_lines_are_the_gates(tmp_path):
+    pytest.importorskip("matplotlib")
+    from gatespace.cli.gate_plot import draw
+
+    points = summary.read_points(["H2", "static:0.388", "1,0,0,0,jsd=-3"])
+    at = summary.read_signals("h=.1,u=.2,gap=.4,jsd=.5", points)
+    axes = {axis.get_xlabel().partition(":")[0]: axis for axis in draw(points, at).axes}
+    assert list(axes) == ["h", "u", "gap", "jsd"]
+    h2, static, extra = axes["gap"].lines[-3:]
+    for x, y in zip(*h2.get_data(), strict=True):
+        assert y == pytest.approx(sigmoid(4 * 0.1 + 4 * 0.2 - 1.5 + 4 * x))
+    assert list(static.get_ydata()) == pytest.approx([0.388] * len(static.get_ydata()))
+    assert extra.get_ydata()[0] == pytest.approx(sigmoid(0.1 - 1.5))
+    for x, y in zip(*axes["jsd"].lines[-1].get_data(), strict=True):
+        assert y == pytest.approx(sigmoid(0.1 - 3 * x))
+    assert "h = 0.1, u = 0.2, jsd = 0.5" in axes["gap"].get_title(loc="left").replace("\u00a0", " ")
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 17])
+def test_no_text_of_a_plot_overlaps_or_leaves_the_page(count):
+    pytest.importorskip("matplotlib")
+    from gatespace.cli.gate_plot import draw, style
+
+    points = summary.read_points([])[:count]
+    with style():
+        figure = draw(points, summary.read_signals(None, points))
+        figure.canvas.draw()
+    texts = [text for axis in figure.axes for text in (axis.xaxis.label, axis._left_title)]
+    texts += figure.legends[0].get_texts()
+    boxes = [text.get_window_extent() for text in texts]
+    for box in boxes:
+        assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
+        assert figure.bbox.y0 <= box.y0 < box.y1 <= figure.bbox.y1
+    for one, other in itertools.combinations(boxes, 2):
+        assert not one.overlaps(other)
+    styles = {
+        (line.get_color(), str(line._unscaled_dash_pattern), line.get_marker()) for line in figure.axes[0].lines[1:]
+    }
+    assert len(styles) == count
+
+
+def test_plot_that_cannot_be_written_exits_1(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").write_text("")
+    result = run("gate", "G5", "--plot", str(tmp_path / "file" / "g.png"))
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: the plot could not be written")
+    (tmp_path / "folder.png").mkdir()
+    assert run("gate", "G5", "--plot", str(tmp_path / "folder.png")).exit_code == 2
+
+
+def test_plot_without_matplotlib_names_the_extra(python, tmp_path):
+    script = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        f"sys.argv = ['gatespace', 'gate', 'G5', '--plot', {str(tmp_path / 'g.png')!r}]\n"
+        "from gatespace.cli.app import main; main()\n"
+    )
+    result = python("-c", script)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert "pip install 'gatespace[plot]'" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "g.png").exists()

@@ -1,0 +1,339 @@
+"""Bad input is a clear error: what, what was got, where, and what to do instead; never a wrong number."""
+
+from __future__ import annotations
+
+import math
+import pickle  # noqa: TID251 - errors cross the border between worker processes by pickle, whoever runs them
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gatespace import Gate, fused_gated_kl, gated_kl, signals
+from gatespace.errors import GatespaceError, MissingExtraError, RunError, UsageError, missing_extra, unknown_name
+from gatespace.gating import (
+    EOPD,
+    Head,
+    SampledReverseKL,
+    TeacherTopK,
+    ToDi,
+    distillation_loss,
+    forward_kl,
+    objective,
+    reverse_kl,
+)
+
+from .compare import top_k_of
+
+B, T, V, H = 2, 3, 10, 4
+GATE = Gate.named("H1")
+INF, NAN = math.inf, math.nan
+
+
+def z(*shape: int) -> torch.Tensor:
+    shape = shape or (B, T, V)
+    return torch.as_tensor(np.random.default_rng(len(shape)).normal(size=shape))
+
+
+def fails(call: Callable[[], Any], *words: str) -> UsageError:
+    """The call is a UsageError whose text has all the words, and which survives a trip between processes."""
+    with pytest.raises(UsageError) as caught:
+        call()
+    error = caught.value
+    text = str(error).lower()
+    for word in words:
+        assert word.lower() in text, f"{word!r} is not in: {error}"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert error.exit_code == 2
+    return error
+
+
+# ---------------------------------------------------------------------------------------------- shapes
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "words"),
+    [
+        ((B, T, V), (B, T + 1, V), []),
+        ((B, T, V), (B + 1, T, V), []),
+        ((T, V), (T, V), []),
+        ((V,), (V,), []),
+        ((B, T, V, 1), (B, T, V, 1), []),
+        ((B, T, V), (B, T, V + 2), ["vocab", "10", "12"]),
+    ],
+)
+def test_shapes_of_logits(student: tuple[int, ...], teacher: tuple[int, ...], words: list[str]) -> None:
+    fails(lambda: gated_kl(z(*student), z(*teacher), gate=GATE), *words)
+    fails(lambda: distillation_loss(z(*student), z(*teacher), objective=ToDi()), *words)
+
+
+def test_per_token_functions_check_shapes() -> None:
+    for kl in (forward_kl, reverse_kl):
+        fails(lambda kl=kl: kl(z(B, T, V), z(B, T, V + 1)), "vocab")
+        fails(lambda kl=kl: kl(z(B, T, V), z(B, T + 1, V)))
+
+
+def test_vocab_size_beyond_the_logits() -> None:
+    fails(lambda: gated_kl(z(), z(), gate=GATE, vocab_size=V + 1), "vocab_size")
+    fails(lambda: gated_kl(z(), z(), gate=GATE, vocab_size=0), "vocab_size")
+    fails(lambda: gated_kl(z(B, T, V + 5), z(B, T, V), gate=GATE, vocab_size=V + 2), "vocab_size")
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.ones(B, T + 1),
+        torch.ones(T, B),
+        torch.ones(B),
+        torch.full((B, T), 0.5),
+        torch.full((B, T), 2),
+        torch.full((B, T), -1),
+        torch.full((B, T), NAN),
+    ],
+)
+def test_masks(mask: torch.Tensor) -> None:
+    fails(lambda: gated_kl(z(), z(), gate=GATE, mask=mask), "mask")
+    fails(lambda: fused_gated_kl(z(B, T, H), z(V, H), z(B, T, H), z(V, H), gate=GATE, mask=mask), "mask")
+    fails(lambda: distillation_loss(z(), z(), objective=ToDi(), mask=mask), "mask")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("segment_ids", torch.zeros(B, T + 1, dtype=torch.long)),
+        ("u", torch.zeros(B + 1)),
+        ("u", torch.zeros(B, T, 1)),
+        ("coefficients", torch.zeros(3)),
+        ("coefficients", torch.zeros(5)),
+        ("coefficients", torch.zeros(4, 1)),
+    ],
+)
+def test_other_arrays_of_a_wrong_shape(name: str, value: torch.Tensor) -> None:
+    fails(lambda: gated_kl(z(), z(), gate=GATE, **{name: value}), name)
+    fails(lambda: fused_gated_kl(z(B, T, H), z(V, H), z(B, T, H), z(V, H), gate=GATE, **{name: value}), name)
+
+
+def test_heads_and_hidden_states_that_do_not_fit() -> None:
+    fails(lambda: fused_gated_kl(z(B, T, H), z(V, H + 1), z(B, T, H), z(V, H), gate=GATE), "student", "5", "4")
+    fails(lambda: fused_gated_kl(z(B, T, H), z(V, H), z(B, T, H + 2), z(V, H), gate=GATE), "teacher", "6", "4")
+    fails(lambda: fused_gated_kl(z(B, T, H), z(V, H), z(B, T, H), z(V + 1, H), gate=GATE), "vocab", "10", "11")
+    fails(lambda: fused_gated_kl(z(B, T, H), z(V, H), z(B, T + 1, H), z(V, H), gate=GATE))
+    fails(lambda: fused_gated_kl(z(T, H), z(V, H), z(T, H), z(V, H), gate=GATE))
+    fails(lambda: fused_gated_kl(z(B, T, H), z(V), z(B, T, H), z(V, H), gate=GATE))
+    fails(lambda: fused_gated_kl(z(B, T, H), Head(z(V, H), bias=z(V + 1)), z(B, T, H), z(V, H), gate=GATE), "bias")
+    fails(lambda: fused_gated_kl(z(B, T, H), "head", z(B, T, H), z(V, H), gate=GATE), "head")
+    fails(lambda: fused_gated_kl(z(B, T, H), z(V, H), z(B, T, H), None, gate=GATE), "head")
+    fails(lambda: fused_gated_kl(z(B, T, H), z(V, H), z(B, T, H), z(V, H), gate=GATE, vocab_size=V + 1), "vocab_size")
+
+
+# ---------------------------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_logits_that_are_not_numbers_say_where(side: str, bad: float) -> None:
+    student, teacher = z(), z() + 1
+    (student if side == "student" else teacher)[1, 2, 7] = bad
+    fails(lambda: gated_kl(student, teacher, gate=GATE), side, "[1, 2, 7]")
+    fails(lambda: distillation_loss(student, teacher, objective=ToDi()), side, "[1, 2, 7]")
+    mask = torch.ones(B, T)
+    mask[1, 2] = 0
+    assert torch.isfinite(gated_kl(student, teacher, gate=GATE, mask=mask).loss)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_fused_inputs_that_are_not_numbers_say_where(side: str, bad: float) -> None:
+    student, teacher = z(B, T, H), z(B, T, H) + 1
+    (student if side == "student" else teacher)[1, 2, 3] = bad
+    fails(lambda: fused_gated_kl(student, z(V, H), teacher, z(V, H), gate=GATE), side, "1, 2")
+
+
+def test_a_teacher_that_forbids_what_the_student_gives() -> None:
+    """Reverse KL is infinite: say so, rather than drop terms."""
+    teacher = z()
+    teacher[0, 1, 4] = -INF
+    fails(lambda: gated_kl(z(), teacher, gate=GATE), "reverse KL is infinite", "[0, 1")
+    fails(lambda: gated_kl(z(), teacher, gate=Gate.static(0.5)), "reverse KL is infinite", "[0, 1")
+    assert torch.isfinite(gated_kl(z(), teacher, gate=Gate.static(0)).loss)
+    assert torch.isfinite(gated_kl(z(), teacher, gate=GATE, support="bucket", top_k=3).loss)
+
+
+def test_a_student_that_forbids_what_the_teacher_gives() -> None:
+    student = z()
+    student[1, 0, 2] = -INF
+    fails(lambda: gated_kl(student, z(), gate=GATE), "forward KL is infinite", "[1, 0")
+    fails(lambda: gated_kl(student, z(), gate=Gate.static(0)), "forward KL is infinite", "[1, 0")
+    assert torch.isfinite(gated_kl(student, z(), gate=Gate.static(1)).loss)
+
+
+def test_a_fused_teacher_that_forbids_what_the_student_gives() -> None:
+    bias = torch.zeros(V, dtype=torch.float64)
+    bias[3] = -INF
+    teacher = Head(z(V, H), bias=bias)
+    fails(lambda: fused_gated_kl(z(B, T, H), z(V, H), z(B, T, H), teacher, gate=GATE), "reverse KL is infinite")
+    assert torch.isfinite(fused_gated_kl(z(B, T, H), z(V, H), z(B, T, H), teacher, gate=Gate.static(0)).loss)
+
+
+def test_a_row_without_any_possible_token() -> None:
+    teacher = z()
+    teacher[0, 2] = -INF
+    fails(lambda: gated_kl(z(), teacher, gate=GATE), "teacher", "[0, 2")
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, NAN, INF])
+def test_temperature(temperature: float) -> None:
+    fails(lambda: gated_kl(z(), z(), gate=GATE, temperature=temperature), "temperature")
+    fails(lambda: forward_kl(z(), z(), temperature=temperature), "temperature")
+    fails(lambda: distillation_loss(z(), z(), objective=ToDi(), temperature=temperature), "temperature")
+    fails(
+        lambda: fused_gated_kl(z(B, T, H), z(V, H), z(B, T, H), z(V, H), gate=GATE, temperature=temperature),
+        "temperature",
+    )
+
+
+@pytest.mark.parametrize("k", [V + 1, 0, -1])
+def test_k_outside_the_vocabulary(k: int) -> None:
+    fails(lambda: gated_kl(z(), z(), gate=GATE, top_k=k), "top_k", str(k))
+    fails(lambda: gated_kl(z(), z(), gate=GATE, support="bucket", support_k=k, top_k=2), "support_k", str(k))
+    fails(lambda: signals.teacher_entropy(z(), top_k=k), "top_k", str(k))
+    fails(lambda: forward_kl(z(), z(), support="renorm", support_k=k), "support_k", str(k))
+    fails(lambda: fused_gated_kl(z(B, T, H), z(V, H), z(B, T, H), z(V, H), gate=GATE, top_k=k), "top_k", str(k))
+
+
+def test_k_is_measured_against_the_cut_vocabulary() -> None:
+    fails(lambda: gated_kl(z(), z(), gate=GATE, top_k=8, vocab_size=6), "top_k", "6")
+
+
+def test_total_tokens() -> None:
+    for bad in (0, -3, NAN):
+        fails(lambda bad=bad: gated_kl(z(), z(), gate=GATE, total_tokens=bad), "total_tokens")
+
+
+def test_sampled_tokens() -> None:
+    fails(lambda: gated_kl(z(), z(), gate=GATE, support="hybrid"), "sampled")
+    fails(lambda: forward_kl(z(), z(), support="hybrid"), "sampled")
+    fails(lambda: distillation_loss(z(), z(), objective=EOPD(top_k=4)), "sampled")
+    fails(lambda: distillation_loss(z(), z(), objective=SampledReverseKL()), "sampled")
+    for bad in (torch.full((B, T), V), torch.full((B, T), -1), torch.zeros(B, T + 1, dtype=torch.long)):
+        fails(lambda bad=bad: gated_kl(z(), z(), gate=GATE, support="hybrid", sampled=bad), "sampled")
+
+
+def test_a_teacher_known_by_its_top_k_only() -> None:
+    known = top_k_of(z().numpy(), 4)
+    fails(lambda: gated_kl(z(), known, gate=GATE, top_k=4), "full")  # the default support
+    fails(lambda: gated_kl(z(), known, gate=GATE, top_k=8, support="bucket"), "top_k", "4")
+    fails(lambda: gated_kl(z(), known, gate=GATE, top_k=4, support="bucket", support_k=6), "support_k", "4")
+    fails(lambda: gated_kl(z(), known, gate=GATE, top_k=4, support="bucket", entropy="full"), "entropy")
+    sampled = torch.zeros(B, T, dtype=torch.long)
+    fails(lambda: gated_kl(z(), known, gate=GATE, top_k=4, support="hybrid", sampled=sampled), "sampled_log_probs")
+    fails(lambda: gated_kl(z(), known, gate=Gate(extra={"jsd": 1.0}), top_k=4, support="bucket"))
+    fails(lambda: distillation_loss(z(), known, objective=ToDi()))
+    fails(lambda: gated_kl(z(), known, gate=GATE, top_k=4, support="bucket", temperature=2.0), "temperature")
+
+
+@pytest.mark.parametrize(
+    ("ids", "log_probs", "words"),
+    [
+        ([0, V], [-1.0, -2.0], ["id"]),
+        ([0, -1], [-1.0, -2.0], ["id"]),
+        ([0, 1], [3.0, 1.0], ["log_probs"]),
+        ([0, 1], [NAN, -1.0], ["teacher"]),
+        ([0, 1], [-1.0, -2.0, -3.0], ["log_probs"]),
+    ],
+)
+def test_what_a_server_must_not_send(ids: list[int], log_probs: list[float], words: list[str]) -> None:
+    sent = TeacherTopK(
+        ids=torch.tensor(ids).expand(B, T, -1), log_probs=torch.tensor(log_probs, dtype=torch.float64).expand(B, T, -1)
+    )
+    fails(lambda: gated_kl(z(), sent, gate=GATE, top_k=2, support="bucket"), *words)
+
+
+# ---------------------------------------------------------------------------------------------- names and types
+
+
+@pytest.mark.parametrize(
+    ("call", "nearest"),
+    [
+        (lambda: gated_kl(z(), z(), gate=GATE, support="buckt"), "bucket"),
+        (lambda: gated_kl(z(), z(), gate=GATE, support="renormalised"), "renorm"),
+        (lambda: gated_kl(z(), z(), gate=GATE, entropy="topk"), "top_k"),
+        (lambda: forward_kl(z(), z(), support="fulll"), "full"),
+        (lambda: reverse_kl(z(), z(), support="hybrit"), "hybrid"),
+        (lambda: signals.teacher_entropy(z(), entropy="bukket"), "bucket"),
+        (lambda: objective("tody"), "todi"),
+        (lambda: objective("eodp"), "eopd"),
+        (lambda: objective("todi", betta=1.0), "beta"),
+        (lambda: SampledReverseKL(estimator="k2"), "k"),
+        (lambda: EOPD(pg="exakt"), "exact"),
+        (lambda: signals.get("gapp"), "gap"),
+        (lambda: gated_kl(z(), z(), gate=Gate(extra={"jsdd": 1.0})), "jsd"),
+    ],
+)
+def test_unknown_names_suggest_the_nearest(call: Callable[[], Any], nearest: str) -> None:
+    fails(call, f"did you mean '{nearest}")
+
+
+@pytest.mark.parametrize("gate", ["H1", (4, 0, -1, 0), None, 0.5, {"a": 1}])
+def test_a_gate_of_a_wrong_type(gate: Any) -> None:
+    fails(lambda: gated_kl(z(), z(), gate=gate), "gate", "Gate")
+    fails(lambda: fused_gated_kl(z(B, T, H), z(V, H), z(B, T, H), z(V, H), gate=gate), "gate", "Gate")
+
+
+@pytest.mark.parametrize("made", ["todi", None, 3, ToDi])
+def test_an_objective_of_a_wrong_type(made: Any) -> None:
+    fails(lambda: distillation_loss(z(), z(), objective=made), "objective")
+
+
+def test_gate_not_applicable_is_not_a_gate() -> None:
+    fails(lambda: gated_kl(z(), z(), gate=Gate.named("G5").gap_only()), "gate", "NotApplicable")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: objective("static", lam=1.5),
+        lambda: objective("static", lam=-0.1),
+        lambda: objective("jsd", beta=1.5),
+        lambda: objective("jsd", beta=-0.5),
+        lambda: objective("skl", alpha=1.5),
+        lambda: objective("srkl", alpha=-0.1),
+        lambda: objective("akl", mass=1.5),
+        lambda: objective("akl", mass=0.0),
+        lambda: objective("abkd", alpha=0.5, beta=-0.5),
+        lambda: distillation_loss(z(), z(), objective=objective("eopd", pg="exact", top_k=0)),
+        lambda: distillation_loss(z(), z(), objective=objective("eopd", pg="exact", top_k=V + 1)),
+    ],
+)
+def test_settings_of_the_published_methods(call: Callable[[], Any]) -> None:
+    fails(call)
+
+
+def test_integer_logits_are_an_error() -> None:
+    fails(lambda: gated_kl(torch.zeros(B, T, V, dtype=torch.long), z(), gate=GATE))
+
+
+# ---------------------------------------------------------------------------------------------- the family of errors
+
+
+@pytest.mark.parametrize("kind", [GatespaceError, UsageError, RunError, MissingExtraError])
+def test_errors_survive_a_trip_between_processes(kind: type[GatespaceError]) -> None:
+    error = kind("the thing is wrong", got=3, why="because", instead="do that")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is kind
+    assert str(again) == str(error)
+    assert (again.what, again.got, again.why, again.instead) == ("the thing is wrong", "3", "because", "do that")
+    assert again.exit_code == error.exit_code
+
+
+def test_errors_are_of_the_kinds_that_callers_catch() -> None:
+    assert issubclass(UsageError, ValueError)
+    assert issubclass(RunError, RuntimeError)
+    assert issubclass(MissingExtraError, ImportError)
+    assert UsageError("x").exit_code == 2
+    assert RunError("x").exit_code == 1
+    assert "gatespace[plot]" in str(missing_extra("drawing", module="matplotlib", extra="plot"))
+    assert "did you mean 'full'" in str(unknown_name("support", "ful", ["full", "bucket"]))
+    assert "did you mean" not in str(unknown_name("support", "xyzzy", ["full", "bucket"]))
