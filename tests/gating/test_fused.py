@@ -239,6 +239,50 @@ def test_any_chunk_size_gives_the_same(b: int, t: int, v: int, chunk_mb: float) 
     assert_same(plain, fused)
 
 
+class WidestProduct(TorchDispatchMode):
+    """Remembers the most rows that a product into logits gives out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = func(*args, **(kwargs or {}))
+        if func.__name__.startswith("mm") and isinstance(given, torch.Tensor):
+            self.rows = max(self.rows, given.shape[0])  # logits are laid out vocabulary first
+        return given
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("support", SUPPORTS)
+def test_many_tokens_cut_the_vocabulary_into_slices(support: str, recompute: bool) -> None:
+    """Enough tokens in one chunk that the vocabulary does not fit: slices that do not divide it."""
+    x = inputs(29, 4, 310, 150)
+    options: dict[str, Any] = {
+        "bias": True,
+        "coefficients": [2.0, -1.0, 0.3, 3.0, 1.0, -1.5],
+        "support": support,
+        "support_k": 5,
+        "entropy": "full",
+        "temperature": 1.5,
+        "softcap": 9.0,
+        **needs(support, x),
+    }
+    gate = Gate(extra={"jsd": 1.0, "student_entropy": 1.0})
+    assert_same(*plain_and_fused(x, gate, fused={"chunk_mb": 6.0, "recompute": recompute}, **options))
+    with WidestProduct() as seen:
+        fused_gated_kl(
+            leaf(x.hidden),
+            leaf(x.weight),
+            fixed(x.teacher_hidden),
+            fixed(x.teacher_weight),
+            gate=Gate.named("H1"),
+            recompute=recompute,
+            chunk_mb=6.0,
+        ).loss.backward()
+    assert 0 < seen.rows < 150, "the vocabulary was not cut: the case shows nothing"
+
+
 @pytest.mark.parametrize("support", SUPPORTS)
 def test_against_the_definition_itself(support: str) -> None:
     """Not only equal to the plain form: both equal what is written in probability space."""
@@ -633,7 +677,14 @@ def test_bf16_inputs_lose_nothing_but_their_own_rounding(support: str, recompute
 
     z, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     out = fused_gated_kl(
-        z, w, teacher_hidden, teacher_weight, gate=Gate.named("H1"), support=support, recompute=recompute, chunk_mb=0.05
+        z,
+        w,
+        teacher_hidden,
+        teacher_weight,
+        gate=Gate.named("H1"),
+        support=support,
+        recompute=recompute,
+        chunk_mb=0.003,
     )
     out.loss.backward()
     assert out.loss.dtype == torch.float32
@@ -645,6 +696,32 @@ def test_bf16_inputs_lose_nothing_but_their_own_rounding(support: str, recompute
     # One rounding to bf16 at the end is at most 2^-9 per element; chunks must not be summed in bf16.
     assert relative(z.grad, expected.grad @ numbers(weight)) < 4e-3
     assert relative(w.grad, np.einsum("btv,bth->vh", expected.grad, numbers(hidden))) < 4e-3
+
+
+@pytest.mark.parametrize("recompute", [True, False, None])
+def test_many_small_chunks_are_not_summed_in_bf16(recompute: bool | None) -> None:
+    """400 equal parts, one chunk each: a bf16 sum stops growing at 256 of them."""
+    x = inputs(30, 1, 1, 16)
+    hidden = torch.as_tensor(np.repeat(x.hidden, 400, axis=1)).to(torch.bfloat16)
+    teacher_hidden = torch.as_tensor(np.repeat(x.teacher_hidden, 400, axis=1)).to(torch.bfloat16)
+    weight = leaf(x.weight, torch.bfloat16)
+    bias = leaf(x.bias, torch.bfloat16)
+    out = fused_gated_kl(
+        hidden,
+        Head(weight, bias=bias),
+        teacher_hidden,
+        fixed(x.teacher_weight, torch.bfloat16),
+        gate=Gate.named("H1"),
+        recompute=recompute,
+        chunk_mb=0.0001,
+    )
+    out.loss.backward()
+    h, w = rounded_to_bf16(x.hidden), rounded_to_bf16(x.weight)
+    teacher = rounded_to_bf16(x.teacher_hidden) @ rounded_to_bf16(x.teacher_weight).T
+    one = oracle.gated(h @ w.T + rounded_to_bf16(x.bias), teacher, abcd=(4, 4, -1.5, 2))
+    assert_close(out.loss, one.loss, rtol=1e-4)
+    assert relative(weight.grad, np.einsum("btv,bth->vh", one.grad, h)) < 1e-2
+    assert relative(bias.grad, one.grad.sum((0, 1))) < 1e-2
 
 
 def rounded_to_bf16(array: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,14 +33,16 @@ from gatespace.gating.loss import (
     top_k_teacher,
 )
 from gatespace.gating.objectives import Gated, Objective
-from gatespace.gating.projection import Head, Projection
+from gatespace.gating.projection import Head, Projection, logits_buffer
 from gatespace.gating.tape import ChunkStudent, Tape
 from gatespace.gating.tokens import LogitsTeacher, Teacher, TeacherTopK, Tokens, TopKTeacher, tiles
 
-CHUNK_MB = 96
+CHUNK_MB = 80
 """Default size of the two logit buffers together, in MB."""
 _CPU_TILE = 1 << 17
 """Elements of a slice on a CPU: a few slices of this size stay in the second-level cache."""
+_LANES = 16
+"""Tokens that fill a vector register; products are fastest at multiples of it."""
 _GPU_TILE = 1 << 24
 """Elements of a slice elsewhere: large enough that launching kernels costs nothing."""
 
@@ -229,6 +232,12 @@ class _Gradients:
             _accumulate(self.weight[start:stop], grad.t(), hidden)
 
 
+def _narrow(buffer: Tensor, tokens: int) -> Tensor:
+    """A logits buffer for fewer tokens at the start of the same memory."""
+    width = buffer.shape[1]
+    return buffer.t().reshape(-1)[: width * tokens].view(width, tokens).t()
+
+
 def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right."""
     if total.dtype == left.dtype:
@@ -275,11 +284,14 @@ class _Work:
     # -- sizes -----------------------------------------------------------
 
     def _chunk(self) -> int:
-        """Tokens per chunk, evenly filled."""
+        """Tokens per chunk, evenly filled, in whole vector registers where there is room for them."""
         n = self.context.layout.count
         buffers = 2 if isinstance(self.source, Projection) else 1
-        row = buffers * self.context.vocab_size * self.student.dtype.itemsize
-        return math.ceil(n / math.ceil(n / max(1, int(self.chunk_bytes // row))))
+        most = max(1, int(self.chunk_bytes // (buffers * self.context.vocab_size * self.student.dtype.itemsize)))
+        if most > _LANES:
+            most -= most % _LANES
+        even = math.ceil(n / math.ceil(n / most))
+        return min(n, math.ceil(even / _LANES) * _LANES) if most >= _LANES else even
 
     def _tile(self, tokens: int) -> int:
         """Width of a slice of the vocabulary."""
@@ -292,19 +304,21 @@ class _Work:
         """The loss, with its gradient added to `gradients`, or with tapes kept for `replay`."""
         n, step = self.context.layout.count, self._chunk()
         width = self._tile(step)
-        z_s = self.student.hidden.new_empty(step, self.context.vocab_size, dtype=self.student.dtype)
+        z_s = logits_buffer(self.student.hidden, step, self.context.vocab_size, self.student.dtype)
         z_t = torch.empty_like(z_s) if isinstance(self.source, Projection) else None
         seen: dict[str, Tensor] = {}
         self.per_token, self.telemetry, self.tapes, self.learned_grad = [], {}, [], None
         for start in range(0, n, step):
             span = slice(start, min(start + step, n))
             count = span.stop - span.start
-            student = ChunkStudent(self._logits(self.student, "student", z_s[:count], span, width), width)
+            if count < step:  # the last chunk: a smaller buffer in the same memory
+                z_s, z_t = _narrow(z_s, count), None if z_t is None else _narrow(z_t, count)
+            student = ChunkStudent(self._logits(self.student, "student", z_s, span, width), width)
             if z_t is None:
                 assert isinstance(self.source, TopKTeacher)
                 teacher: Teacher = self.source.part(span)
             else:
-                teacher = LogitsTeacher(self._logits(self.source, "teacher", z_t[:count], span, width), width)
+                teacher = LogitsTeacher(self._logits(self.source, "teacher", z_t, span, width), width)
             tokens = self._tokens(student, teacher, span, seen)
             with torch.set_grad_enabled(keep_tape or gradients is not None):
                 result = self.objective(tokens)
@@ -321,7 +335,7 @@ class _Work:
                 continue
             for first, last in tiles(self.context.vocab_size, width):
                 logits = student.logits[:, first:last]
-                grad = tape.gradient(logits, None if z_t is None else z_t[:count, first:last], first, last)
+                grad = tape.gradient(logits, None if z_t is None else z_t[:, first:last], first, last)
                 gradients.add(self.student.pull_back(grad, logits), self.student, span, first, last)
         return torch.cat(self.per_token).sum() / self.context.total_tokens
 
@@ -367,7 +381,7 @@ class _Work:
         # about eight slices are alive at once
         width = min(size, max(64, int(self.chunk_bytes // (8 * n * self.student.dtype.itemsize)) // 64 * 64))
         for start, stop in tiles(size, min(width, max(self._tile(n), 1024))):
-            out = self.student.hidden.new_empty(n, stop - start, dtype=self.student.dtype)
+            out = logits_buffer(self.student.hidden, n, stop - start, self.student.dtype)
             logits = self.student.into(out, everything, start, stop)
             teacher = None
             if tape.sums:
@@ -375,6 +389,17 @@ class _Work:
                 teacher = self.source.into(torch.empty_like(logits), everything, start, stop)
             grad = self.student.pull_back(tape.gradient(logits, teacher, start, stop), logits)
             gradients.add(grad, self.student, everything, start, stop)
+
+
+@cache
+def _keep_pages() -> None:
+    """Let the C library keep the pages of freed slices, once per process.
+
+    glibc hands the top of its heap back to the kernel beyond a threshold, so that every temporary of half a megabyte
+    is paged in again: a tenth of the time of this module. The threshold rises by itself with the largest block that
+    was ever freed (up to 32 MiB), and a block that is never written to costs nothing.
+    """
+    torch.empty(31 << 20, dtype=torch.uint8)
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -393,6 +418,8 @@ class _FusedLoss(torch.autograd.Function):
         _, _, *needed = ctx.needs_input_grad
         if recompute is None:
             recompute = needed[1] and weight.dtype.itemsize < 4
+        if hidden.device.type == "cpu":
+            _keep_pages()
         work.bind(hidden)
         ctx.work, ctx.recompute, ctx.gradients = work, recompute, None
         ctx.save_for_backward(hidden, weight, bias)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gatespace.gating.divergences import Divergence, Tile
-from gatespace.gating.tokens import Student, Teacher, full_teacher, inside, scaled, tiled_logsumexp, tiles
+from gatespace.gating.tokens import Student, Teacher, full_teacher, inside, scaled, tiled_logsumexp, tiles, top_entries
 
 Entry = TypeVar("Entry", "Selected", "Outside", "Sum")
 
@@ -143,7 +143,7 @@ class ChunkStudent(Student):
         return self._normaliser[temperature]
 
     def top_ids(self, k: int) -> Tensor:
-        return self.logits.topk(k, dim=-1).indices
+        return top_entries(self.logits, k)[1]
 
     def at(self, ids: Tensor, temperature: float) -> Tensor:
         value = scaled(self.logits.gather(-1, ids), temperature) - self.normaliser(temperature)[:, None]

@@ -281,13 +281,13 @@ class LogitsTeacher(Teacher):
 
     def top(self, k: int) -> Top:
         if k not in self._top:
-            values, ids = self.logits.topk(k, dim=-1)
+            values, ids = top_entries(self.logits, k)
             self._top[k] = Top(ids, values - self.normaliser(1.0)[:, None])
         return self._top[k]
 
     def choice(self) -> Tensor:
         if self._choice is None:
-            self._choice = self.logits.argmax(-1)
+            self._choice = top_entry(self.logits)
         return self._choice
 
     def at(self, ids: Tensor, temperature: float) -> Tensor:
@@ -434,6 +434,52 @@ def entropy_of(log_probs: Tensor) -> Tensor:
     value = -(normalised.exp() * normalised).sum(-1) / math.log(k)
     # straight through the clamp: rounding may pass the ends by an ulp, and there the gradient is still wanted
     return not_negative(value) - (value - 1).clamp(min=0).detach()
+
+
+_BLOCK = 64
+
+
+def _block_maxima(logits: Tensor) -> Tensor:
+    """(N, ⌈V/64⌉) the largest logit of each block of 64 ids."""
+    whole = logits.shape[-1] // _BLOCK * _BLOCK
+    if logits.stride(0) == 1:  # vocabulary first: say so, or the reduction goes against the grain (40 times slower)
+        maxima = logits[:, :whole].t().unflatten(0, (-1, _BLOCK)).amax(1).t()
+    else:
+        maxima = logits[:, :whole].unflatten(-1, (-1, _BLOCK)).amax(-1)
+    if whole < logits.shape[-1]:
+        maxima = torch.cat([maxima, logits[:, whole:].amax(-1, keepdim=True)], -1)
+    return maxima.contiguous()
+
+
+def _block_members(logits: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and logits of the entries of `blocks` (N, M), both (N, 64·M); past the vocabulary's end the logit is -inf."""
+    ids = (blocks[:, :, None] * _BLOCK + torch.arange(_BLOCK, device=blocks.device)).flatten(1)
+    beyond = ids >= logits.shape[-1]
+    ids = ids.clamp(max=logits.shape[-1] - 1)
+    return ids, logits.gather(-1, ids).masked_fill(beyond, -torch.inf)
+
+
+def top_entries(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Values and ids (N, k) of the largest logits, largest first.
+
+    The k largest entries lie in the k blocks with the largest maxima, so that after one sweep for maxima only 64·k
+    entries are looked at. (A plain topk walks a vocabulary-first buffer against its grain.)
+    """
+    if logits.shape[-1] <= 2 * _BLOCK * k:
+        values, ids = logits.topk(k, dim=-1)
+        return values, ids
+    blocks = _block_maxima(logits).topk(k, dim=-1).indices
+    ids, members = _block_members(logits, blocks)
+    values, places = members.topk(k, dim=-1)
+    return values, ids.gather(-1, places)
+
+
+def top_entry(logits: Tensor) -> Tensor:
+    """(N,) id of the largest logit, the lowest among equals."""
+    if logits.shape[-1] <= 2 * _BLOCK:
+        return logits.argmax(-1)
+    ids, members = _block_members(logits, _block_maxima(logits).argmax(-1, keepdim=True))
+    return ids.gather(-1, members.argmax(-1, keepdim=True)).squeeze(-1)
 
 
 def computable(logits: Tensor) -> Tensor:
