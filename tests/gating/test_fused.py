@@ -239,25 +239,26 @@ def test_any_chunk_size_gives_the_same(b: int, t: int, v: int, chunk_mb: float) 
     assert_same(plain, fused)
 
 
-class WidestProduct(TorchDispatchMode):
-    """Remembers the most rows that a product into logits gives out."""
+class ProductSizes(TorchDispatchMode):
+    """Remembers every dimension of every result of a matrix product."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows = 0
+        self.sizes: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = func(*args, **(kwargs or {}))
-        if func.__name__.startswith("mm") and isinstance(given, torch.Tensor):
-            self.rows = max(self.rows, given.shape[0])  # logits are laid out vocabulary first
+        if "mm" in func.__name__ and isinstance(given, torch.Tensor):
+            self.sizes.update(given.shape)
         return given
 
 
+@pytest.mark.usefixtures("narrow_slices")
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("support", SUPPORTS)
-def test_many_tokens_cut_the_vocabulary_into_slices(support: str, recompute: bool) -> None:
-    """Enough tokens in one chunk that the vocabulary does not fit: slices that do not divide it."""
-    x = inputs(29, 4, 310, 150)
+def test_slices_of_the_vocabulary(support: str, recompute: bool) -> None:
+    """Slices that do not divide the vocabulary, beside chunks that do not divide the tokens."""
+    x = inputs(29, 2, 50, 150)
     options: dict[str, Any] = {
         "bias": True,
         "coefficients": [2.0, -1.0, 0.3, 3.0, 1.0, -1.5],
@@ -269,8 +270,8 @@ def test_many_tokens_cut_the_vocabulary_into_slices(support: str, recompute: boo
         **needs(support, x),
     }
     gate = Gate(extra={"jsd": 1.0, "student_entropy": 1.0})
-    assert_same(*plain_and_fused(x, gate, fused={"chunk_mb": 6.0, "recompute": recompute}, **options))
-    with WidestProduct() as seen:
+    assert_same(*plain_and_fused(x, gate, fused={"chunk_mb": 0.1, "recompute": recompute}, **options))
+    with ProductSizes() as seen:
         fused_gated_kl(
             leaf(x.hidden),
             leaf(x.weight),
@@ -278,9 +279,10 @@ def test_many_tokens_cut_the_vocabulary_into_slices(support: str, recompute: boo
             fixed(x.teacher_weight),
             gate=Gate.named("H1"),
             recompute=recompute,
-            chunk_mb=6.0,
+            chunk_mb=0.1,
         ).loss.backward()
-    assert 0 < seen.rows < 150, "the vocabulary was not cut: the case shows nothing"
+    assert 150 % 64 in seen.sizes, "the vocabulary was not cut: the case shows nothing"
+    assert 150 not in seen.sizes
 
 
 @pytest.mark.parametrize("support", SUPPORTS)
@@ -602,6 +604,47 @@ def test_ties_of_the_teacher_across_vocabulary_tiles() -> None:
     assert np.all((x.teacher_hidden @ x.teacher_weight.T).argmax(-1) == 4)
     assert_matches(out, expected)
     assert_close(h.grad, expected.grad @ x.weight)
+
+
+@pytest.mark.parametrize("form", ["plain", "fused"])
+@pytest.mark.parametrize("support", ["full", "bucket", "renorm"])
+@pytest.mark.parametrize("shape", ["spread", "crowded", "tied", "forbidden"])
+def test_the_top_k_of_a_large_vocabulary(shape: str, support: str, form: str) -> None:
+    """First choices spread over 1500 ids, side by side, equal, or few; V is no multiple of anything."""
+    rng = np.random.default_rng(31)
+    v = 1501
+    student, teacher = rng.normal(size=(1, 6, v)), rng.normal(size=(1, 6, v))
+    if shape == "crowded":
+        teacher[..., 1491:] += 9.0  # the best ten are the last ids
+        student[..., 640:650] += 9.0
+    if shape == "tied":
+        teacher[..., [1500, 700, 130, 129]] = 9.0
+    if shape == "forbidden":
+        keep = [5, 64, 700, 1500]
+        for side in (student, teacher):
+            side[..., np.setdiff1d(np.arange(v), keep)] = -np.inf
+    k = 3 if shape == "forbidden" else 4
+    extra = {"student_entropy": 1.5}
+    expected = oracle.gated(student, teacher, abcd=(4, 4, -1.5, 2), extra=extra, top_k=k, support=support)
+    options: dict[str, Any] = {"gate": Gate(4, 4, -1.5, 2, extra=extra), "top_k": k, "support": support}
+    z = leaf(student)
+    if form == "plain":
+        out = gated_kl(z, fixed(teacher), **options)
+    else:  # one-hot hidden states: each token picks its own column of the head, which holds its logits
+        one_hot = fixed(np.eye(6)[None])
+        bias = np.where(np.isinf(student[0, 0]), -np.inf, 0.0)
+        finite = [torch.nan_to_num(side[0].T, neginf=0.0) for side in (z, fixed(teacher))]
+        out = fused_gated_kl(
+            one_hot,
+            Head(finite[0], bias=fixed(bias)),
+            one_hot,
+            Head(finite[1], bias=fixed(bias)),
+            chunk_mb=0.05,
+            **options,
+        )
+    out.loss.backward()
+    assert_matches(out, expected)
+    assert_close(z.grad, expected.grad)
 
 
 # ---------------------------------------------------------------------------------------------- teacher by top-K

@@ -552,13 +552,14 @@ def test_fused_equals_plain(name: str, off_policy: bool, temperature: float) -> 
     assert (fw.grad[V - 2 :] == 0).all()
 
 
+@pytest.mark.usefixtures("narrow_slices")
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_over_slices_of_the_vocabulary(name: str, recompute: bool) -> None:
-    """Enough tokens that the vocabulary is cut; the head of AKL and the top-16 of EOPD span the cuts."""
+    """The head of AKL and the top-16 of EOPD span the cuts."""
     method = FUSED[name]
     rng = np.random.default_rng(22)
-    v, shape = 150, (4, 310)
+    v, shape = 150, (2, 50)
     hidden, weight = rng.normal(size=(*shape, H)), rng.normal(size=(v, H)) * 0.5
     teacher_hidden, teacher_weight = rng.normal(size=(*shape, HT)) * 0.5, rng.normal(size=(v, HT))
     options = {"objective": method, **needs(method, rng.integers(0, v, size=shape))}
@@ -567,7 +568,7 @@ def test_fused_over_slices_of_the_vocabulary(name: str, recompute: bool) -> None
     plain.loss.backward()
     fh, fw = leaf(hidden), leaf(weight)
     fused = fused_distillation_loss(
-        fh, fw, fixed(teacher_hidden), fixed(teacher_weight), recompute=recompute, chunk_mb=6.0, **options
+        fh, fw, fixed(teacher_hidden), fixed(teacher_weight), recompute=recompute, chunk_mb=0.1, **options
     )
     fused.loss.backward()
     assert_close(fused.per_token, plain.per_token)

@@ -40,7 +40,7 @@ from gatespace.gating.tokens import LogitsTeacher, Teacher, TeacherTopK, Tokens,
 CHUNK_MB = 80
 """Default size of the two logit buffers together, in MB."""
 _CPU_TILE = 1 << 17
-"""Elements of a slice on a CPU: a few slices of this size stay in the second-level cache."""
+"""Elements of a slice on a CPU: a few slices of this size stay in the cache, and calling costs little beside them."""
 _LANES = 16
 """Tokens that fill a vector register; products are fastest at multiples of it."""
 _GPU_TILE = 1 << 24
@@ -229,21 +229,23 @@ class _Gradients:
         if self.hidden is not None:
             _accumulate(self.hidden[tokens], grad, projection.rows(start, stop))
         if self.weight is not None:
-            _accumulate(self.weight[start:stop], grad.t(), hidden)
+            # the first tokens write, so that so large a tensor need not be filled with zeros before
+            _accumulate(self.weight[start:stop], grad.t(), hidden, begin=tokens.start == 0)
+
+
+def _accumulate(total: Tensor, left: Tensor, right: Tensor, begin: bool = False) -> None:
+    """total += left @ right, or total = left @ right at the beginning."""
+    if total.dtype != left.dtype:
+        product = left @ right
+        _ = total.copy_(product) if begin else total.add_(product)
+    else:
+        total.addmm_(left, right, beta=0 if begin else 1)
 
 
 def _narrow(buffer: Tensor, tokens: int) -> Tensor:
     """A logits buffer for fewer tokens at the start of the same memory."""
     width = buffer.shape[1]
     return buffer.t().reshape(-1)[: width * tokens].view(width, tokens).t()
-
-
-def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
 
 
 class _Work:
@@ -391,6 +393,13 @@ class _Work:
             gradients.add(grad, self.student, everything, start, stop)
 
 
+def _unwritten(weight: Tensor, dtype: torch.dtype, vocab_size: int) -> Tensor:
+    """Room for a head's gradient; only the rows that no token will write are 0."""
+    room = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
+    room[vocab_size:] = 0
+    return room
+
+
 @cache
 def _keep_pages() -> None:
     """Let the C library keep the pages of freed slices, once per process.
@@ -433,13 +442,13 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def _blank(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> _Gradients:
-        """Zeros to accumulate into: in float32 or wider, except a head gradient whose rows are each written once."""
+        """What to accumulate into: float32 or wider, except for a head gradient whose rows are each written once."""
         _, _, need_hidden, need_weight, need_bias, _ = ctx.needs_input_grad
         wide = ctx.work.student.dtype
         rows = weight.dtype if ctx.recompute or weight.dtype.itemsize >= 4 else wide
         return _Gradients(
             torch.zeros_like(hidden, dtype=wide) if need_hidden else None,
-            torch.zeros_like(weight, dtype=rows) if need_weight else None,
+            _unwritten(weight, rows, ctx.work.context.vocab_size) if need_weight else None,
             torch.zeros_like(bias, dtype=wide) if need_bias and bias is not None else None,
         )
 

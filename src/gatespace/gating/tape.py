@@ -172,6 +172,7 @@ class ChunkStudent(Student):
                     totals[i] += divergence.term(tile).sum(-1)
                     if wanted[i]:
                         psi[i] += divergence.psi(tile).sum(-1)
+                del log_s, tile  # before the next slice is made, so that two are never alive
             if graph:
                 self._teacher[temperature] = source.normaliser(temperature)
                 for i, divergence in enumerate(divergences):

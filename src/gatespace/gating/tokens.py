@@ -442,6 +442,7 @@ _BLOCK = 64
 def _block_maxima(logits: Tensor) -> Tensor:
     """(N, ⌈V/64⌉) the largest logit of each block of 64 ids."""
     whole = logits.shape[-1] // _BLOCK * _BLOCK
+    maxima: Tensor
     if logits.stride(0) == 1:  # vocabulary first: say so, or the reduction goes against the grain (40 times slower)
         maxima = logits[:, :whole].t().unflatten(0, (-1, _BLOCK)).amax(1).t()
     else:
