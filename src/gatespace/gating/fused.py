@@ -39,7 +39,7 @@ from gatespace.gating.tokens import LogitsTeacher, Teacher, TeacherTopK, Tokens,
 
 CHUNK_MB = 80
 """Default size of the two logit buffers together, in MB."""
-_CPU_TILE = 1 << 17
+_CPU_TILE = 1 << 18
 """Elements of a slice on a CPU: a few slices of this size stay in the cache, and calling costs little beside them."""
 _LANES = 16
 """Tokens that fill a vector register; products are fastest at multiples of it."""

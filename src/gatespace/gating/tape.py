@@ -16,8 +16,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gatespace.gating.divergences import Divergence, Tile
+from gatespace.gating.divergences import LOWEST_RATIO, Divergence, ForwardKL, ReverseKL, Tile, both_kls
 from gatespace.gating.tokens import Student, Teacher, full_teacher, inside, scaled, tiled_logsumexp, tiles, top_entries
+
+_BOTH_KLS = (ReverseKL(), ForwardKL())
 
 Entry = TypeVar("Entry", "Selected", "Outside", "Sum")
 
@@ -168,6 +170,10 @@ class ChunkStudent(Student):
             for start, stop in tiles(self.vocab_size, self.tile):
                 log_s = scaled(self.logits[:, start:stop], temperature) - self.normaliser(temperature)[:, None]
                 tile = Tile(log_s, source.log_probs(start, stop, temperature))
+                if divergences == _BOTH_KLS and bool(tile.ratio.amin() > LOWEST_RATIO):
+                    for total, part in zip(totals, both_kls(log_s, tile.ratio), strict=True):
+                        total += part
+                    continue
                 for i, divergence in enumerate(divergences):
                     totals[i] += divergence.term(tile).sum(-1)
                     if wanted[i]:

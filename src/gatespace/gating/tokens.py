@@ -514,7 +514,9 @@ def tiled_logsumexp(logits: Tensor, temperature: float, width: int, without: Ten
             rows, columns, _ = inside(without, start, stop)
             part = part.clone()
             part[rows, columns] = LOWEST
-        parts.append(part.logsumexp(-1))
+        # not Tensor.logsumexp, which looks for infinite maxima in two more sweeps; there are none here
+        most = part.amax(-1)
+        parts.append((part - most[:, None]).exp_().sum(-1).log_().add_(most))
     return torch.stack(parts, -1).logsumexp(-1) if len(parts) > 1 else parts[0]
 
 
