@@ -337,3 +337,10 @@ def test_errors_are_of_the_kinds_that_callers_catch() -> None:
     assert "gatespace[plot]" in str(missing_extra("drawing", module="matplotlib", extra="plot"))
     assert "did you mean 'full'" in str(unknown_name("support", "ful", ["full", "bucket"]))
     assert "did you mean" not in str(unknown_name("support", "xyzzy", ["full", "bucket"]))
+
+
+def test_a_top_k_teacher_that_names_an_id_twice() -> None:
+    sent = top_k_of(z(), 4)
+    ids = sent.ids.clone()
+    ids[1, 2, 3] = ids[1, 2, 0]
+    fails(lambda: gated_kl(z(), TeacherTopK(ids, sent.log_probs), gate=GATE, support="bucket"), "twice")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -875,3 +875,46 @@ def test_the_plain_form_would_be_seen() -> None:
             gate=Gate.named("H1"),
         ).loss.backward()
     assert seen.elements >= 2 * 8 * 64
+
+
+@pytest.mark.parametrize("student", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("teacher", [torch.bfloat16, torch.float32, torch.float64])
+def test_each_side_in_its_own_precision(student: torch.dtype, teacher: torch.dtype) -> None:
+    """A float32 teacher is not rounded because the student is in half precision, nor the other way round."""
+    x = inputs(31, 2, 6, 90, 12, 10)
+    parts = [fixed(x.hidden, student), fixed(x.weight, student), fixed(x.teacher_hidden, teacher)]
+    hidden, weight, teacher_hidden = parts
+    teacher_weight = fixed(x.teacher_weight, teacher)
+    out = fused_gated_kl(hidden, weight, teacher_hidden, teacher_weight, gate=Gate.named("H1"), chunk_mb=0.01)
+    exact = [part.double().numpy() for part in (hidden, weight, teacher_hidden, teacher_weight)]
+    expected = oracle.gated(exact[0] @ exact[1].T, exact[2] @ exact[3].T, abcd=(4, 4, -1.5, 2))
+    assert_close(out.loss, expected.loss, rtol=1e-4 if torch.bfloat16 in (student, teacher) else 1e-5)
+
+
+def test_near_the_teacher_in_float32() -> None:
+    """Where student and teacher nearly agree both KLs keep their digits and never fall below 0."""
+    rng = np.random.default_rng(5)
+    hidden, weight = rng.normal(size=(1, 6, 16)), rng.normal(size=(20_000, 16))
+    close = hidden + 2e-5 * rng.normal(size=hidden.shape)
+    exact = [array.astype(np.float32).astype(np.float64) for array in (close, weight, hidden)]
+    expected = oracle.gated(exact[0] @ exact[1].T, exact[2] @ exact[1].T, abcd=(0, 0, 0, 0))
+    w = fixed(weight, torch.float32)
+    out = fused_gated_kl(
+        fixed(close, torch.float32), w, fixed(hidden, torch.float32), w, gate=Gate.static(0.5), chunk_mb=0.3
+    )
+    assert float(expected.reverse_kl.max()) < 1e-7
+    for found, wanted in ((out.reverse_kl, expected.reverse_kl), (out.forward_kl, expected.forward_kl)):
+        assert bool((found >= 0).all())
+        np.testing.assert_allclose(found.double().numpy(), wanted, rtol=2e-2)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_log_ratios_beyond_what_an_exponential_holds(recompute: bool) -> None:
+    """A student that is e^-200 sure where the teacher is certain: finite, and equal to the plain path."""
+    x = inputs(32, 1, 5, 40, 6, 6)
+    weight = x.weight.copy()
+    weight[3] *= 60.0
+    x = replace(x, weight=weight, teacher_weight=-weight)
+    plain, fused = plain_and_fused(x, Gate.named("H3"), fused={"chunk_mb": 0.001, "recompute": recompute})
+    assert float(plain.out.reverse_kl.max()) > 100
+    assert_same(plain, fused)

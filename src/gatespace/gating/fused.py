@@ -220,6 +220,11 @@ class _Gradients:
     weight: Tensor | None = None
     bias: Tensor | None = None
 
+    @property
+    def wanted(self) -> bool:
+        """Whether there is anything to accumulate."""
+        return not (self.hidden is None and self.weight is None and self.bias is None)
+
     def add(self, grad: Tensor, projection: Projection, tokens: slice, start: int, stop: int) -> None:
         """Take in ∂L/∂(hidden @ weightᵀ + bias) of a slice of tokens and vocabulary."""
         hidden = projection.hidden[tokens]
@@ -270,17 +275,20 @@ class _Work:
         self.learned_grad: Tensor | None = None
 
     def bind(self, hidden: Tensor) -> None:
-        """Take the student's hidden states (N, H), in the precision of the products."""
+        """Take the student's hidden states (N, H), and both sides in the precision of their products."""
         size, kind = self.context.vocab_size, hidden.device.type
-        precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        self.student = Projection(hidden.to(precision), self.head, size)
+        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self.student = Projection(hidden.to(cast or hidden.dtype), self.head, size)
         self.source: Projection | TopKTeacher
         self.infinite: tuple[Tensor, Tensor] | None = None
         if isinstance(self.teacher, TeacherTopK):
             self.source = top_k_teacher(self.teacher, self.context, self.student.dtype)
         else:
             states, head = self.teacher
-            self.source = Projection(self.context.layout.select(states.detach()).to(precision), head, size)
+            # the teacher's own precision, unless one side is in float64: the logits of both have one type
+            wide = self.student.dtype
+            own = wide if torch.float64 in (wide, states.dtype) else states.dtype
+            self.source = Projection(self.context.layout.select(states.detach()).to(cast or own), head, size)
             self.infinite = forbidden(self.head.forbids(size), head.forbids(size))
 
     # -- sizes -----------------------------------------------------------
@@ -334,6 +342,8 @@ class _Work:
             tape = self._tape(student, total)
             if keep_tape or gradients is None:
                 self.tapes.append(tape)
+                continue
+            if not gradients.wanted:  # only the objective's own tensor is learned
                 continue
             for first, last in tiles(self.context.vocab_size, width):
                 logits = student.logits[:, first:last]

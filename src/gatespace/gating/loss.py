@@ -380,6 +380,9 @@ def top_k_teacher(teacher: TeacherTopK, context: Context, dtype: torch.dtype) ->
     check_rows("teacher top-K", log_probs, layout)
     if ids.numel() and not bool(((ids >= 0) & (ids < context.vocab_size)).all()):
         raise UsageError("TeacherTopK holds an id outside the vocabulary", got=f"V={context.vocab_size}")
+    ordered = ids.sort(-1).values
+    if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
+        raise UsageError("TeacherTopK holds an id twice at one position", why="its probability would count twice")
     if bool((log_probs > 1e-3).any()):
         raise UsageError(
             "TeacherTopK.log_probs must be log-probabilities, at most 0",
@@ -432,10 +435,10 @@ def check_finite(result: TokenLoss, layout: Layout) -> None:
         return
     token = int((~(loss.isfinite() & (loss.abs() < bound))).nonzero()[0])
     reverse = float(result.telemetry["reverse_kl"][token])
-    which = "reverse KL" if not reverse < bound else "forward KL"
+    which, zero, other = ("reverse", "teacher", "student") if not reverse < bound else ("forward", "student", "teacher")
     raise UsageError(
-        f"{which} is infinite at {layout.place(token)}",
-        why="one side gives probability 0 (a logit of -inf) to a token that the other allows",
+        f"{which} KL is infinite at {layout.place(token)}",
+        why=f"the {zero} gives probability 0 (a logit of -inf) to a token that the {other} allows",
         instead="support='bucket', or forbid the same ids on both sides, or a gate with λ = 0 (reverse) or 1 (forward)",
     )
 

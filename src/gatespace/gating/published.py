@@ -97,6 +97,8 @@ class EOPD(Objective):
     def __post_init__(self) -> None:
         if self.pg not in ("sampled", "exact"):
             raise unknown_name("policy-gradient term of EOPD", self.pg, ("sampled", "exact"))
+        if not 0 <= self.clip < 1:
+            raise UsageError("clip of EOPD lies in [0, 1)", got=self.clip)
 
     def divergence(self, tokens: Tokens) -> Terms:
         return Terms(self._policy_gradient(tokens), self._forward(tokens))
@@ -259,8 +261,9 @@ class ABKD(Objective):
 class SampledReverseKL(Objective):
     """Reverse KL by policy gradient on the sampled token: ρ·sg[k], ρ = s(y)/s_old(y), read at temperature 1.
 
-    k1 = log s_old(y) - log t(y) makes the mean gradient that of reverse KL. k3 = t/s_old - 1 + k1 has less variance
-    as an estimate of the value, but as an advantage its mean gradient is ∇R - ∇F: offered to re-create results.
+    k1 = log s_old(y) - log t(y) makes the mean gradient that of reverse KL while s_old is the current student.
+    k3 = t/s_old - 1 + k1 has less variance as an estimate of the value, but as an advantage its mean gradient is
+    ∇R - ∇F: offered to re-create results.
 
     Args:
         estimator: k1 or k3.
