@@ -84,11 +84,16 @@ def make_inputs(*, tokens: int, vocab: int, hidden: int, teacher_hidden: int, dt
 # The contenders: each is the forward pass, a loss from inputs. Its gradient is asked of autograd for all alike.
 
 
-def naive(x: Inputs) -> Tensor:
-    """What one writes first: whole logits, log_softmax in float32, and autograd."""
-    student = F.log_softmax((x.student_hidden @ x.student_head.T).float(), dim=-1)
+def naive(x: Inputs, *, exact: bool = False) -> Tensor:
+    """What one writes first: whole logits, log_softmax in float32, and autograd. `exact`: logits of float32 factors."""
+
+    def log_probs(hidden: Tensor, head: Tensor) -> Tensor:
+        logits = hidden.float() @ head.float().T if exact else (hidden @ head.T).float()
+        return F.log_softmax(logits, dim=-1)
+
+    student = log_probs(x.student_hidden, x.student_head)
     with torch.no_grad():
-        teacher = F.log_softmax((x.teacher_hidden @ x.teacher_head.T).float(), dim=-1)
+        teacher = log_probs(x.teacher_hidden, x.teacher_head)
         top, ids = teacher.topk(TOP_K, dim=-1)
         h = torch.special.entr(top.softmax(-1)).sum(-1) / math.log(TOP_K)
         u = h.view(x.rows, -1)[:, :1].expand(x.rows, h.numel() // x.rows).reshape(-1)

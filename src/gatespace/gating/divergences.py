@@ -259,15 +259,23 @@ class AbsoluteDifference(Divergence):
 
 
 def both_kls(log_student: Tensor, ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ of the terms of reverse and of forward KL over the last dimension, in half the work of each on its own.
+    """Σ of the terms of reverse and of forward KL over the last dimension, in half the work; takes its arguments over.
 
     With p = s·expm1(-l) = t - s the terms are p + s·l and -(p + s·l) - p·l. Exact where they are close, like
     `Tile.reverse_term`. Where l is below about -60 the exponential may overflow beside an s of 0: not for those.
     """
-    student = log_student.exp()
-    difference = torch.expm1(-ratio).mul_(student)
-    reverse = torch.addcmul(difference, student, ratio)
+    student = log_student.exp_()
+    difference = torch.neg(ratio).expm1_().mul_(student)
+    reverse = student.mul_(ratio).add_(difference)
     return reverse.sum(-1), -difference.mul_(ratio).add_(reverse).sum(-1)
+
+
+def both_kls_gradient(
+    log_student: Tensor, log_teacher: Tensor, reverse: Tensor, forward: Tensor, share: Tensor
+) -> Tensor:
+    """reverse·ψ_R + forward·ψ_F + share·s = s·(reverse·l + share) - forward·t, (N, 1) weights; takes the rest over."""
+    total = (log_student - log_teacher).mul_(reverse).add_(share).mul_(log_student.exp_())
+    return total.addcmul_(log_teacher.exp_(), forward, value=-1)
 
 
 LOWEST_RATIO = -60.0

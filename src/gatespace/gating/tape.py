@@ -16,7 +16,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gatespace.gating.divergences import LOWEST_RATIO, Divergence, ForwardKL, ReverseKL, Tile, both_kls
+from gatespace.gating.divergences import (
+    LOWEST_RATIO,
+    Divergence,
+    ForwardKL,
+    ReverseKL,
+    Tile,
+    both_kls,
+    both_kls_gradient,
+)
 from gatespace.gating.tokens import Student, Teacher, full_teacher, inside, scaled, tiled_logsumexp, tiles, top_entries
 
 _BOTH_KLS = (ReverseKL(), ForwardKL())
@@ -102,22 +110,28 @@ class Tape:
         if sums:
             assert teacher is not None
             log_t = scaled(teacher, temperature) - self.teacher[temperature][:, None]
-        tile = Tile(log_s, log_t)
         # what every entry gives back in proportion to its probability
         share = torch.zeros_like(self.student[temperature])
         for entry in sums:
             share -= entry.grad * entry.psi_total
         for ids in selected:
             share -= ids.grad.sum(-1)
+        masses = []
         for tail in outside:
             share -= tail.grad
-        part = tile.student * share[:, None]
-        for entry in sums:
-            part.addcmul_(entry.divergence.psi(tile), entry.grad[:, None])
-        for tail in outside:
             mass = (log_s - tail.value[:, None]).exp_().mul_(tail.grad[:, None])
             rows, columns, _ = inside(tail.ids, start, stop)
             mass[rows, columns] = 0.0
+            masses.append(mass)
+        if tuple(entry.divergence for entry in sums) == _BOTH_KLS:
+            weights = [weight[:, None] for weight in (sums[0].grad, sums[1].grad, share)]
+            part = both_kls_gradient(log_s, log_t, *weights)
+        else:
+            tile = Tile(log_s, log_t)
+            part = tile.student * share[:, None]
+            for entry in sums:
+                part.addcmul_(entry.divergence.psi(tile), entry.grad[:, None])
+        for mass in masses:
             part += mass
         for ids in selected:
             rows, columns, places = inside(ids.ids, start, stop)
@@ -169,16 +183,21 @@ class ChunkStudent(Student):
             wanted = [graph and d.psi_total(total) is None for d, total in zip(divergences, totals, strict=True)]
             for start, stop in tiles(self.vocab_size, self.tile):
                 log_s = scaled(self.logits[:, start:stop], temperature) - self.normaliser(temperature)[:, None]
-                tile = Tile(log_s, source.log_probs(start, stop, temperature))
-                if divergences == _BOTH_KLS and bool(tile.ratio.amin() > LOWEST_RATIO):
-                    for total, part in zip(totals, both_kls(log_s, tile.ratio), strict=True):
-                        total += part
-                    continue
+                log_t = source.log_probs(start, stop, temperature)
+                if divergences == _BOTH_KLS:
+                    ratio = log_s - log_t
+                    if bool(ratio.amin() > LOWEST_RATIO):
+                        del log_t
+                        for total, part in zip(totals, both_kls(log_s, ratio), strict=True):
+                            total += part
+                        del log_s, ratio
+                        continue
+                tile = Tile(log_s, log_t)
                 for i, divergence in enumerate(divergences):
                     totals[i] += divergence.term(tile).sum(-1)
                     if wanted[i]:
                         psi[i] += divergence.psi(tile).sum(-1)
-                del log_s, tile  # before the next slice is made, so that two are never alive
+                del log_s, log_t, tile  # before the next slice is made, so that two are never alive
             if graph:
                 self._teacher[temperature] = source.normaliser(temperature)
                 for i, divergence in enumerate(divergences):

@@ -1,0 +1,215 @@
+"""A classification task as a value: labels, what they mean, and three lists of examples."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+from gatespace.errors import UsageError, unknown_name
+from gatespace.seeding import permutation
+from gatespace.tasks.parser import label_key
+
+SPLITS = ("train", "val", "test")
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A text and its gold label."""
+
+    text: str
+    label: str
+
+
+class Baseline(NamedTuple):
+    """A label that is given to every text, and the accuracy of doing so."""
+
+    label: str
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """Texts to be given one label each.
+
+    Args:
+        name: E.g. ``tweeteval/hate``.
+        labels: The canonical label strings, in the order of the data's integers.
+        definitions: A brief sentence for every label, or nothing at all.
+        train: Rows to learn from.
+        val: Rows to choose by.
+        test: Rows to report on.
+        dropped: How many rows with an empty text each split has lost.
+        question: What is asked about a text.
+        source: Where the rows come from.
+    """
+
+    name: str
+    labels: tuple[str, ...]
+    definitions: Mapping[str, str]
+    train: list[Example]
+    val: list[Example]
+    test: list[Example]
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    question: str = "Which label fits the text best?"
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        check_labels(self.labels, self.definitions)
+        legal = set(self.labels)
+        for split in SPLITS:
+            for index, row in enumerate(self.rows(split)):
+                if row.label not in legal:
+                    raise UsageError(
+                        f"row {index} of {self.name}'s {split} has an unknown label",
+                        got=repr(row.label),
+                        instead=f"one of: {', '.join(self.labels)}",
+                    )
+        if not self.train:
+            raise UsageError(f"{self.name} has no training rows", got=self.source or None)
+
+    def rows(self, split: str) -> list[Example]:
+        """The examples of ``train``, ``val`` or ``test``."""
+        if split not in SPLITS:
+            raise unknown_name("split", split, SPLITS)
+        rows: list[Example] = getattr(self, split)
+        return rows
+
+    @cached_property
+    def test_in_train(self) -> tuple[int, ...]:
+        """Indices of the test rows whose text also stands, character for character, in train."""
+        known = {row.text for row in self.train}
+        return tuple(index for index, row in enumerate(self.test) if row.text in known)
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of all that a run can see of this task, wherever the rows were loaded from."""
+        parts = [self.question, *self.labels, *(self.definitions.get(label, "") for label in self.labels)]
+        for split in SPLITS:
+            parts.append(f"{split} {len(self.rows(split))}")
+            parts.extend(part for row in self.rows(split) for part in (row.text, row.label))
+        state = hashlib.blake2b(digest_size=16, person=b"gatespace.task.1")
+        for part in parts:
+            body = part.encode("utf-8", "surrogatepass")
+            state.update(str(len(body)).encode("ascii") + b":" + body)
+        return state.hexdigest()
+
+    def majority(self, split: str = "test") -> Baseline:
+        """The most frequent label of train, and its accuracy on `split`: what a model without any skill gets."""
+        counts = Counter(row.label for row in self.train)
+        label = max(self.labels, key=counts.__getitem__)
+        rows = self.rows(split)
+        right = sum(row.label == label for row in rows)
+        return Baseline(label, right / len(rows) if rows else float("nan"))
+
+    def describe(self) -> str:
+        """One line: sizes, what was dropped, what is in both test and train, and the majority baseline."""
+        sizes = "/".join(str(len(self.rows(split))) for split in SPLITS)
+        lost = {split: count for split, count in self.dropped.items() if count}
+        rows_lost = ", ".join(f"{split} {count}" for split, count in lost.items()) or "none"
+        parts = [
+            f"{self.name}: train/val/test {sizes}",
+            f"labels {', '.join(self.labels)}",
+            f"empty rows dropped: {rows_lost}",
+            f"test texts also in train: {len(self.test_in_train)}",
+        ]
+        if self.test:
+            label, accuracy = self.majority()
+            parts.append(f"majority {label} {accuracy:.3f}")
+        return "; ".join(parts)
+
+
+def check_labels(labels: Sequence[str], definitions: Mapping[str, str]) -> None:
+    """Raise if the labels cannot be told apart by the parser, or are not the ones that are defined."""
+    if isinstance(labels, str) or len(labels) < 2:
+        raise UsageError("a task has at least two labels", got=repr(labels))
+    seen: dict[str, str] = {}
+    for label in labels:
+        key = label_key(label) if isinstance(label, str) else ""
+        if not key or '"' in label or "\n" in label:
+            raise UsageError(
+                "a label is one line of text without quotation marks",
+                got=repr(label),
+                why="the model writes it as a JSON string on one line",
+            )
+        if key in seen:
+            raise UsageError(
+                "two labels differ in case, spaces, underscores or hyphens only",
+                got=f"{seen[key]!r} and {label!r}",
+                why="the parser reads them as one",
+            )
+        seen[key] = label
+    for label in definitions:
+        if label not in labels:
+            raise unknown_name("label in the definitions", str(label), labels)
+    missing = [label for label in labels if label not in definitions]
+    if definitions and missing:
+        raise UsageError(
+            "some labels have a definition and others have none",
+            got=f"no definition of {', '.join(missing)}",
+            instead="define every label, or none with definitions={}",
+        )
+
+
+def split_rows(
+    examples: Sequence[Example], fractions: Mapping[str, float], seed: int, *, stratify: bool = False
+) -> dict[str, list[Example]]:
+    """Divide rows into named parts that have no text in common.
+
+    Rows with the same text (but for white space at its ends) stay together, because a teacher that has learnt a row
+    knows its double as well. Sizes are therefore exact only up to such groups. Rows keep their order.
+
+    Args:
+        examples: The rows.
+        fractions: Part → share of the rows, e.g. ``{"teacher": 0.6, "distill": 0.4}``. Shares that sum to less than 1
+            leave rows unused.
+        seed: The same rows, fractions and seed give the same parts.
+        stratify: Divide the rows of each label by itself, so that all parts have the same mix of labels.
+
+    Example:
+        >>> rows = [Example(f"text {i}", "ab"[i % 2]) for i in range(10)]
+        >>> parts = split_rows(rows, {"teacher": 0.6, "distill": 0.4}, seed=1)
+        >>> len(parts["teacher"]), len(parts["distill"])
+        (6, 4)
+    """
+    _check_fractions(fractions)
+    groups: dict[str, list[int]] = {}
+    for index, row in enumerate(examples):
+        groups.setdefault(row.text.strip(), []).append(index)
+    strata: dict[str, list[list[int]]] = {}
+    for group in groups.values():
+        strata.setdefault(examples[group[0]].label if stratify else "", []).append(group)
+
+    chosen: dict[str, list[int]] = {part: [] for part in fractions}
+    for stratum, members in strata.items():
+        size = sum(map(len, members))
+        ends = [round(share * size) for share in accumulate(fractions.values())]
+        placed = 0
+        for position in permutation(len(members), seed, "tasks", "split_rows", stratum):
+            for part, end in zip(fractions, ends, strict=True):
+                if placed < end:
+                    chosen[part].extend(members[position])
+                    break
+            placed += len(members[position])
+    empty = [part for part, indices in chosen.items() if not indices]
+    if empty:
+        raise UsageError(
+            f"no row is left for {', '.join(empty)}",
+            got=f"{len(examples)} rows with {len(groups)} different texts, {dict(fractions)}",
+            instead="more rows or a larger share",
+        )
+    return {part: [examples[index] for index in sorted(indices)] for part, indices in chosen.items()}
+
+
+def _check_fractions(fractions: Mapping[str, float]) -> None:
+    total = sum(fractions.values())
+    if not fractions or not all(share > 0 for share in fractions.values()) or not total <= 1 + 1e-9:
+        raise UsageError(
+            "the shares of a split are above 0 and sum to 1 at most",
+            got=dict(fractions),
+            instead='e.g. {"teacher": 0.6, "distill": 0.4}',
+        )

@@ -1,0 +1,73 @@
+"""Rows of a dataset on the Hugging Face Hub, through the package `datasets`, imported when it is first needed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from gatespace.errors import MissingExtraError, UsageError, missing_extra
+
+EXTRA = "tasks"
+SPLIT_NAMES = {"train": "train", "validation": "val", "valid": "val", "val": "val", "dev": "val", "test": "test"}
+
+
+@dataclass(frozen=True)
+class HubSplit:
+    """The two columns of one split, and the names of integer labels where the dataset has them."""
+
+    texts: list[Any]
+    labels: list[Any]
+    names: tuple[str, ...] | None
+
+
+def optional_module(name: str, *, feature: str, otherwise: str = "") -> Any:
+    """Import a package of the extra `tasks`, or raise the error that says how to get it or do without it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        missing = missing_extra(feature, module=name, extra=EXTRA)
+        instead = f"{missing.instead}; or {otherwise}" if otherwise else missing.instead
+        raise MissingExtraError(missing.what, instead=instead) from error
+
+
+def hub_splits(
+    name: str, config: str | None, *, text_column: str, label_column: str, otherwise: str
+) -> dict[str, HubSplit]:
+    """All splits of a Hub dataset that are named like train, val or test."""
+    datasets = optional_module("datasets", feature=f"loading {name} from the Hugging Face Hub", otherwise=otherwise)
+    shown = f"{name} ({config})" if config else name
+    try:
+        loaded = datasets.load_dataset(name, config)
+    except Exception as error:  # whatever the network, the Hub's client or the dataset's own format may raise
+        raise UsageError(
+            f"{shown} could not be loaded from the Hugging Face Hub",
+            got=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
+            why="the Hub is out of reach from here, or has no such dataset",
+            instead=otherwise,
+        ) from error
+    found: dict[str, HubSplit] = {}
+    for split in loaded:
+        ours = SPLIT_NAMES.get(split)
+        if ours is None or ours in found:
+            continue
+        rows = loaded[split]
+        for column in (text_column, label_column):
+            check_column(column, rows.column_names, where=f"{shown}, split {split}")
+        names = getattr(rows.features[label_column], "names", None)
+        found[ours] = HubSplit(list(rows[text_column]), list(rows[label_column]), tuple(names) if names else None)
+    if "train" not in found:
+        raise UsageError(f"{shown} has no split named train", got=", ".join(map(str, loaded)))
+    return found
+
+
+def check_column(column: str, columns: Iterable[str], *, where: str) -> None:
+    """Raise if `column` is not among `columns`."""
+    present = list(columns)
+    if column not in present:
+        raise UsageError(
+            f"{where} has no column {column!r}",
+            got=f"columns {', '.join(map(repr, present))}",
+            instead="name the columns with text_column= and label_column=",
+        )

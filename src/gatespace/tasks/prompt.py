@@ -1,0 +1,156 @@
+"""What the model is shown and how its answer begins: the writing end of the contract that `parser` reads.
+
+Everything that is the same for all texts stands first and the text last, so that the tokens in common, whose keys and
+values are computed once, are as many as can be.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from gatespace.errors import UsageError
+from gatespace.tasks.data import Task
+from gatespace.tasks.parser import parse_label
+
+PREFILL = '{"label": "'
+"""The assistant's turn is opened with this, so that the first decoded token is the first token of a label."""
+
+# Different first characters of different kinds, so that what these renderings share is what all share.
+_PROBES = ("a", "Zebra", "@user", "7 days", '"quoted"', "#tag", "…", "😀", "(", "é", ":", "文")
+
+
+class Tokenizer(Protocol):
+    """What is needed of a tokenizer. A chat template is used where there is one; Hugging Face tokenizers fit."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of `text`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The prompt of a task.
+
+    Args:
+        fixed: What stands before every text.
+        labels: The legal labels.
+        prefill: How the assistant's turn begins; "" leaves all of it to the model.
+    """
+
+    fixed: str
+    labels: tuple[str, ...]
+    prefill: str = PREFILL
+
+    def __post_init__(self) -> None:
+        for label in self.labels:
+            if not _answer(label).startswith(self.prefill):
+                raise UsageError(
+                    "a prefill is the beginning of every right answer",
+                    got=repr(self.prefill),
+                    why=f"the right answer for {label!r} is {_answer(label)}",
+                    instead=f"{PREFILL!r} or ''",
+                )
+
+    @classmethod
+    def of(cls, task: Task, prefill: str = PREFILL, *, brief: bool = False) -> Prompt:
+        """The prompt for `task`.
+
+        Args:
+            task: Gives the question, the labels and their definitions.
+            prefill: How the assistant's turn begins.
+            brief: Only the labels, for models that are trained from nothing and cannot read instructions.
+        """
+        if brief:
+            return cls(f"{' | '.join(task.labels)}\n", task.labels, prefill)
+        defined = [
+            f"- {label}: {task.definitions[label]}" if label in task.definitions else f"- {label}"
+            for label in task.labels
+        ]
+        fixed = "\n".join(
+            [
+                f"{task.question} Choose exactly one label.",
+                "",
+                "Labels:",
+                *defined,
+                "",
+                "Answer with one line of strict JSON and nothing else:",
+                _answer(f"<{'|'.join(task.labels)}>"),
+                "",
+                "Format examples:",
+                _answer(task.labels[0]),
+                _answer(task.labels[-1]),
+                "",
+                "Text: ",
+            ]
+        )
+        return cls(fixed, task.labels, prefill)
+
+    def messages(self, text: str) -> list[dict[str, str]]:
+        """The chat for `text`: one turn of the user."""
+        return [{"role": "user", "content": self.fixed + text.strip()}]
+
+    def render(self, tokenizer: Tokenizer, text: str) -> list[int]:
+        """The token ids after which the model goes on: chat template (thinking disabled), text, prefill."""
+        chat: Any = tokenizer
+        messages = self.messages(_harmless(text, getattr(chat, "all_special_tokens", ())))
+        template = _template(getattr(chat, "chat_template", None))
+        if template is None:
+            plain = f"{messages[0]['content']}\n\nAnswer: {self.prefill}".rstrip(" ")
+            ids = list(tokenizer.encode(plain))
+            # Some tokenizers close what they encode, and nothing can be continued after an end.
+            closed = len(ids) > 1 and ids[-1] == getattr(chat, "eos_token_id", None)
+            return ids[:-1] if closed else ids
+        options = {"enable_thinking": False} if "enable_thinking" in template else {}
+        opened: str = chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        # The template has written the special tokens already.
+        return list(tokenizer.encode(opened + self.prefill, add_special_tokens=False))
+
+    def prefix(self, tokenizer: Tokenizer, texts: Iterable[str] = ()) -> list[int]:
+        """The longest token prefix that the renderings of different texts have in common.
+
+        It is computed, not assumed: where the fixed part ends need not be the end of a token. `texts` joins the texts
+        of the comparison to the built-in ones; with all texts of a task, every one of them begins with the result.
+        """
+        shared: list[int] | None = None
+        for text in (*_PROBES, *texts):
+            ids = self.render(tokenizer, text)
+            shared = ids if shared is None else shared[: _common(shared, ids)]
+        return shared or []
+
+    def gold_response(self, label: str) -> str:
+        """What a perfect answer writes after the prefill, e.g. ``hate"}``."""
+        if label not in self.labels:
+            raise UsageError("not a label of this prompt", got=repr(label), instead=", ".join(self.labels))
+        return _answer(label).removeprefix(self.prefill)
+
+    def parse(self, response: str) -> str | None:
+        """The label in what the model wrote after the prefill, or None."""
+        return parse_label(self.prefill + response, self.labels)
+
+
+def _answer(label: str) -> str:
+    return json.dumps({"label": label}, ensure_ascii=False)
+
+
+def _template(template: object) -> str | None:
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _harmless(text: str, special_tokens: Sequence[str]) -> str:
+    # A tweet that spells the end of a turn must not end the turn.
+    for token in special_tokens:
+        if len(token) > 2:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+    return text
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return min(len(left), len(right))

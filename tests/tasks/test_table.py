@@ -1,0 +1,216 @@
+"""Data of one's own: every format, every way in which a row can be bad."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gatespace.errors import MissingExtraError, UsageError
+from gatespace.tasks import Example, Task, load_table
+from gatespace.tasks.hub import hub_splits
+
+LABELS = ("not spam", "spam")
+DEFINITIONS = {"not spam": "Wanted.", "spam": "Unwanted."}
+
+
+def load(source: object, **options: object) -> Task:
+    return load_table(source, **({"labels": LABELS, "definitions": DEFINITIONS} | options))  # type: ignore[arg-type]
+
+
+def jsonl(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def many(count: int) -> list[dict[str, object]]:
+    return [{"text": f"mail {index}", "label": index % 2} for index in range(count)]
+
+
+def test_one_file_is_carved(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "mails.jsonl", many(100))
+    task = load(path)
+    assert (len(task.train), len(task.val), len(task.test)) == (70, 10, 20)
+    assert task.name == str(path)
+    assert sorted(row.text for split in ("train", "val", "test") for row in task.rows(split)) == sorted(
+        f"mail {index}" for index in range(100)
+    )
+    assert all(row.label == LABELS[int(row.text.split()[1]) % 2] for row in task.train + task.val + task.test)
+    assert task == load(str(path))
+    assert task.test != load(path, seed=1).test
+    other = load(path, split={"val": 0.3, "test": 0.3}, name="mails", question="Is it spam?")
+    assert (len(other.train), len(other.val), len(other.test), other.name) == (40, 30, 30, "mails")
+    assert other.question == "Is it spam?"
+
+
+@pytest.mark.parametrize(
+    "split, message",
+    [
+        ({"val": 0.1}, "there are no test rows"),
+        ({"val": 0.5, "test": 0.5}, "leave nothing of train"),
+        ({"val": 0.1, "tset": 0.1}, "did you mean 'test'"),
+    ],
+)
+def test_shares_are_checked(split: dict[str, float], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        load(jsonl(tmp_path / "mails.jsonl", many(20)), split=split)
+
+
+def test_folder_and_mapping(tmp_path: Path) -> None:
+    jsonl(tmp_path / "train.jsonl", many(20))
+    jsonl(tmp_path / "validation.jsonl", many(4))
+    (tmp_path / "README.md").write_text("about", encoding="utf-8")
+    task = load(tmp_path)
+    assert (len(task.train), len(task.val), len(task.test)) == (16, 4, 4)
+    files = {"train": tmp_path / "train.jsonl", "val": tmp_path / "validation.jsonl", "test": tmp_path / "train.jsonl"}
+    task = load(files)
+    assert (len(task.train), len(task.val), len(task.test)) == (20, 4, 20)
+    assert len(task.test_in_train) == 20
+    with pytest.raises(UsageError, match="unknown split 'dev'"):
+        load({"train": tmp_path / "train.jsonl", "dev": tmp_path / "validation.jsonl"})
+    with pytest.raises(UsageError, match="names train"):
+        load({"test": tmp_path / "train.jsonl"})
+    jsonl(tmp_path / "dev.jsonl", many(4))
+    with pytest.raises(UsageError, match=r"two files for val in .*\n  got: dev.jsonl and validation.jsonl"):
+        load(tmp_path)
+    (tmp_path / "dev.jsonl").unlink()
+    (tmp_path / "train.jsonl").unlink()
+    with pytest.raises(UsageError, match="no training file"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("label", ["spam", "SPAM", " Spam ", 1, "1"])
+def test_labels_by_string_or_index(label: object, tmp_path: Path) -> None:
+    task = load(
+        {split: jsonl(tmp_path / "a.jsonl", [{"text": "x", "label": label}]) for split in ("train", "val", "test")}
+    )
+    assert task.train == [Example("x", "spam")]
+
+
+def test_digits_that_are_labels_are_no_indices(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [{"text": "x", "label": "1"}, {"text": "y", "label": 1}])
+    task = load(dict.fromkeys(("train", "val", "test"), path), labels=("1", "0"), definitions={})
+    assert task.train == [Example("x", "1"), Example("y", "0")]
+
+
+def test_csv_and_tsv(tmp_path: Path) -> None:
+    rows = 'id,body,kind\n1,"hello, you",spam\n2,"two\nlines ""quoted""",not_spam\n\n3,   ,spam\n4,a\u2028b,0\n'
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbf" + rows.encode())
+    (tmp_path / "a.tsv").write_text("body\tkind\nhello, you\tspam\n", encoding="utf-8")
+    task = load(
+        {"train": tmp_path / "a.csv", "val": tmp_path / "a.tsv", "test": tmp_path / "a.tsv"},
+        text_column="body",
+        label_column="kind",
+    )
+    assert task.train == [
+        Example("hello, you", "spam"),
+        Example('two\nlines "quoted"', "not spam"),
+        Example("a\u2028b", "not spam"),
+    ]
+    assert task.val == [Example("hello, you", "spam")]
+    assert task.dropped == {"train": 1, "val": 0, "test": 0}
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.jsonl", '{"text": "x", "label": 0}\n\n{"text": "x", "label": 2}\n', r"a.jsonl:3: 'label' is not a label"),
+        ("a.jsonl", '{"text": "x", "label": "span"}\n', r"a.jsonl:1: 'label' is not a label\n  got: 'span'"),
+        ("a.jsonl", '{"text": "x", "label": true}\n', r"a.jsonl:1: 'label' is not a label\n  got: True"),
+        ("a.jsonl", '{"text": "x", "label": -1}\n', r"a.jsonl:1: 'label' is not a label\n  got: -1"),
+        ("a.jsonl", '{"text": "x", "label": 0}\n{"text": null, "label": 0}\n', r"a.jsonl:2: 'text' is not a string"),
+        ("a.jsonl", '{"text": "x", "label": 0}\n{"body": "x", "label": 0}\n', r"a.jsonl:2 has no column 'text'"),
+        ("a.jsonl", '{"text": "x", "label": 0}\n{"text": \n', r"a.jsonl:2: not JSON"),
+        ("a.jsonl", "[" * 100_000 + "\n", r"a.jsonl:1: not JSON"),
+        ("a.jsonl", '["x", 0]\n', r"a.jsonl:1: not a JSON object"),
+        ("a.jsonl", '{"text": " ", "label": 0}\n', r"no rows with text for train"),
+        ("a.jsonl", "", r"no rows with text for train"),
+        ("a.csv", 'text,label\n"two\nlines",spam\nx,span\n', r"a.csv:4: 'label' is not a label\n  got: 'span'"),
+        ("a.csv", "text,label\nx,spam\na, b,spam\n", r"a.csv:3: 3 cells under 2 columns"),
+        ("a.csv", 'text,label\n"x,spam\n', r"a.csv:2: not a row of a table"),
+        ("a.csv", "body,label\nx,spam\n", r"a.csv:2 has no column 'text'"),
+        ("a.xlsx", "", r"a.xlsx has an ending that is not known"),
+    ],
+)  # fmt: skip
+def test_bad_rows_are_named_by_file_and_line(name: str, content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8", newline="")
+    with pytest.raises(UsageError, match=message):
+        load(tmp_path / name)
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_bytes_that_are_not_utf8_are_named(mark: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(mark + b"text,label\nx,spam\n\xe9t\xe9,spam\n")
+    with pytest.raises(UsageError, match=r"a.csv:3: not UTF-8\n  got: byte 0xe9"):
+        load(tmp_path / "a.csv")
+
+
+def test_sources_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such file"):
+        load(tmp_path / "none.csv")
+    with pytest.raises(UsageError, match="neither a file, a folder nor the name of a Hub dataset"):
+        load("owner/name/more")
+    with pytest.raises(UsageError, match="no definition of spam"):
+        load(tmp_path, definitions={"not spam": "Wanted."})
+
+
+def test_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        path.write_bytes(b"PAR1")
+        with pytest.raises(MissingExtraError, match=r"reading Parquet needs .*\n.*gatespace\[tasks\]'; or give JSONL"):
+            load(path)
+        return
+    columns = {"text": ["x", "", "y"], "label": [0, 1, 1]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    task = load(dict.fromkeys(("train", "val", "test"), path))
+    assert task.train == [Example("x", "not spam"), Example("y", "spam")]
+    assert task.dropped["train"] == 1
+    pyarrow.parquet.write_table(pyarrow.table(columns | {"label": [0, 1, 7]}), path)
+    with pytest.raises(UsageError, match=r"a.parquet, row 3: 'label' is not a label"):
+        load(path)
+    path.write_bytes(b"PAR1")
+    with pytest.raises(UsageError, match="cannot be read as Parquet"):
+        load(path)
+
+
+def test_a_hub_dataset_without_the_package() -> None:
+    try:
+        import datasets  # noqa: F401
+    except ImportError:
+        with pytest.raises(MissingExtraError, match=r"loading owner/name from the Hugging Face Hub needs"):
+            load("owner/name:config")
+    else:
+        pytest.skip("the package datasets is here")
+
+
+def test_hub_integers_go_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real dataset of the package `datasets`, from a folder in place of the network."""
+    datasets = pytest.importorskip("datasets", reason="the package datasets is not installed")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["Spam", "not_spam"])}
+    )
+    data = tmp_path / "owner" / "name"
+    data.mkdir(parents=True)
+    for split, texts in {"train": [f"mail {i}" for i in range(10)], "test": ["x", "y"]}.items():
+        rows = datasets.Dataset.from_dict(
+            {"text": texts, "label": [i % 2 for i in range(len(texts))]}, features=features
+        )
+        rows.to_parquet(str(data / f"{split}.parquet"))
+    found = hub_splits(str(data), None, text_column="text", label_column="label", otherwise="")
+    assert found["test"].texts == ["x", "y"]
+    assert found["test"].labels == [0, 1]
+    assert found["test"].names == ("Spam", "not_spam")
+
+    load_dataset = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, config: load_dataset(str(tmp_path / name), config))
+    task = load("owner/name")
+    assert task.test == [Example("x", "spam"), Example("y", "not spam")]
+    assert (len(task.train), len(task.val), task.name) == (9, 1, "owner/name")
+    with pytest.raises(UsageError, match="has no column 'body'"):
+        load("owner/name", text_column="body")
