@@ -37,7 +37,7 @@ from gatespace.gating.projection import Head, Projection, logits_buffer
 from gatespace.gating.tape import ChunkStudent, Tape
 from gatespace.gating.tokens import LogitsTeacher, Teacher, TeacherTopK, Tokens, TopKTeacher, tiles
 
-CHUNK_MB = 80
+CHUNK_MB = 60
 """Default size of the two logit buffers together, in MB."""
 _CPU_TILE = 1 << 18
 """Elements of a slice on a CPU: a few slices of this size stay in the cache, and calling costs little beside them."""
