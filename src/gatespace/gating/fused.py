@@ -35,7 +35,8 @@ from gatespace.gating.loss import (
 from gatespace.gating.objectives import Gated, Objective
 from gatespace.gating.projection import Head, Projection, logits_buffer
 from gatespace.gating.tape import ChunkStudent, Tape
-from gatespace.gating.tokens import LogitsTeacher, Teacher, TeacherTopK, Tokens, TopKTeacher, tiles
+from gatespace.gating.tokens import LogitsTeacher, Teacher, TeacherTopK, Tokens, TopKTeacher
+from gatespace.gating.vocabulary import tiles
 
 CHUNK_MB = 60
 """Default size of the two logit buffers together, in MB."""

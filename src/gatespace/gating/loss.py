@@ -14,7 +14,6 @@ from gatespace.gating.layout import Layout
 from gatespace.gating.objectives import Gated, Objective, TokenLoss
 from gatespace.gating.supports import KLPair, check_support, kl_pair
 from gatespace.gating.tokens import (
-    LOWEST,
     LogitsStudent,
     LogitsTeacher,
     SignalSettings,
@@ -22,8 +21,8 @@ from gatespace.gating.tokens import (
     TeacherTopK,
     Tokens,
     TopKTeacher,
-    computable,
 )
+from gatespace.gating.vocabulary import LOWEST, computable
 
 _FIELDS = ("lam", "weight", "forward_kl", "reverse_kl", "h", "u", "gap", "tail_mass")
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gatespace.errors import UsageError
-from gatespace.gating.tokens import LOWEST
+from gatespace.gating.vocabulary import LOWEST
 
 
 @dataclass(frozen=True)

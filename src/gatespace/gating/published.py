@@ -26,7 +26,8 @@ from gatespace.gating.divergences import (
 )
 from gatespace.gating.objectives import Gated, Objective, Static, Terms
 from gatespace.gating.supports import KLPair, kl_pair
-from gatespace.gating.tokens import Tokens, check_k
+from gatespace.gating.tokens import Tokens
+from gatespace.gating.vocabulary import check_k
 
 
 @dataclass(frozen=True)

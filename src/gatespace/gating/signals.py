@@ -29,16 +29,8 @@ from gatespace.errors import UsageError, unknown_name
 from gatespace.gating.coefficients import COEFFICIENTS
 from gatespace.gating.divergences import JSDDivergence
 from gatespace.gating.layout import Layout
-from gatespace.gating.tokens import (
-    LOWEST,
-    LogitsTeacher,
-    SignalSettings,
-    Teacher,
-    Tokens,
-    check_k,
-    computable,
-    entropy_of,
-)
+from gatespace.gating.tokens import LogitsTeacher, SignalSettings, Teacher, Tokens
+from gatespace.gating.vocabulary import LOWEST, check_k, computable, entropy_of
 
 SignalFunction = Callable[[Tokens], Tensor]
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from gatespace.errors import unknown_name
 from gatespace.gating.divergences import ForwardKL, ReverseKL, Tile, not_negative
-from gatespace.gating.tokens import LOWEST, TAIL_FLOOR, Tokens, TopKTeacher, check_k
+from gatespace.gating.tokens import TAIL_FLOOR, Tokens, TopKTeacher
+from gatespace.gating.vocabulary import LOWEST, check_k
 
 SUPPORTS = ("full", "bucket", "hybrid", "renorm", "recipe")
 _REVERSE, _FORWARD = ReverseKL(), ForwardKL()

@@ -25,7 +25,8 @@ from gatespace.gating.divergences import (
     both_kls,
     both_kls_gradient,
 )
-from gatespace.gating.tokens import Student, Teacher, full_teacher, inside, scaled, tiled_logsumexp, tiles, top_entries
+from gatespace.gating.tokens import Student, Teacher, full_teacher
+from gatespace.gating.vocabulary import inside, scaled, tiled_logsumexp, tiles, top_entries
 
 _BOTH_KLS = (ReverseKL(), ForwardKL())
 

@@ -1,0 +1,119 @@
+"""Sweeps over a vocabulary: reductions of (N, V) logits in slices, so that no second tensor of that size is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gatespace.errors import UsageError
+from gatespace.gating.divergences import not_negative
+
+LOWEST = -1e30
+"""Stands for a logit of -inf inside the computation: its probability is exactly 0 and nothing becomes NaN."""
+
+
+def entropy_of(log_probs: Tensor) -> Tensor:
+    """Entropy of K entries renormalised over themselves, divided by log K.
+
+    An entry of probability 0 adds 0, and K = 1 is 0.
+    """
+    k = log_probs.shape[-1]
+    if k == 1:
+        return log_probs.new_zeros(log_probs.shape[:-1])
+    normalised = log_probs.clamp(min=LOWEST).log_softmax(-1)
+    value = -(normalised.exp() * normalised).sum(-1) / math.log(k)
+    # straight through the clamp: rounding may pass the ends by an ulp, and there the gradient is still wanted
+    return not_negative(value) - (value - 1).clamp(min=0).detach()
+
+
+_BLOCK = 64
+
+
+def _block_maxima(logits: Tensor) -> Tensor:
+    """(N, ⌈V/64⌉) the largest logit of each block of 64 ids."""
+    whole = logits.shape[-1] // _BLOCK * _BLOCK
+    maxima: Tensor
+    if logits.stride(0) == 1:  # vocabulary first: say so, or the reduction goes against the grain (40 times slower)
+        maxima = logits[:, :whole].t().unflatten(0, (-1, _BLOCK)).amax(1).t()
+    else:
+        maxima = logits[:, :whole].unflatten(-1, (-1, _BLOCK)).amax(-1)
+    if whole < logits.shape[-1]:
+        maxima = torch.cat([maxima, logits[:, whole:].amax(-1, keepdim=True)], -1)
+    return maxima.contiguous()
+
+
+def _block_members(logits: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and logits of the entries of `blocks` (N, M), both (N, 64·M); past the vocabulary's end the logit is -inf."""
+    ids = (blocks[:, :, None] * _BLOCK + torch.arange(_BLOCK, device=blocks.device)).flatten(1)
+    beyond = ids >= logits.shape[-1]
+    ids = ids.clamp(max=logits.shape[-1] - 1)
+    return ids, logits.gather(-1, ids).masked_fill(beyond, -torch.inf)
+
+
+def top_entries(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Values and ids (N, k) of the largest logits, largest first.
+
+    The k largest entries lie in the k blocks with the largest maxima, so that after one sweep for maxima only 64·k
+    entries are looked at. (A plain topk walks a vocabulary-first buffer against its grain.)
+    """
+    if logits.shape[-1] <= 2 * _BLOCK * k:
+        values, ids = logits.topk(k, dim=-1)
+        return values, ids
+    blocks = _block_maxima(logits).topk(k, dim=-1).indices
+    ids, members = _block_members(logits, blocks)
+    values, places = members.topk(k, dim=-1)
+    return values, ids.gather(-1, places)
+
+
+def top_entry(logits: Tensor) -> Tensor:
+    """(N,) id of the largest logit, the lowest among equals."""
+    if logits.shape[-1] <= 2 * _BLOCK:
+        return logits.argmax(-1)
+    ids, members = _block_members(logits, _block_maxima(logits).argmax(-1, keepdim=True))
+    return ids.gather(-1, members.argmax(-1, keepdim=True)).squeeze(-1)
+
+
+def computable(logits: Tensor) -> Tensor:
+    """Half precision is upcast before any softmax: bfloat16 log_softmax errs by a tenth of a nat."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def check_k(k: int, vocab_size: int, name: str = "K") -> None:
+    """K must be between 1 and V."""
+    if not 1 <= k <= vocab_size:
+        raise UsageError(f"{name} must lie between 1 and the vocabulary size", got=f"{name}={k}, V={vocab_size}")
+
+
+def tiles(size: int, width: int) -> Iterator[tuple[int, int]]:
+    """Slices of [0, size) of the given width."""
+    for start in range(0, size, width):
+        yield start, min(start + width, size)
+
+
+def scaled(logits: Tensor, temperature: float) -> Tensor:
+    """logits / T, and the logits themselves at T = 1."""
+    return logits if temperature == 1.0 else logits / temperature
+
+
+def tiled_logsumexp(logits: Tensor, temperature: float, width: int, without: Tensor | None = None) -> Tensor:
+    """(N,) logsumexp of (N, V) logits at a temperature, slice by slice; ids in `without` (N, K) are left out."""
+    parts = []
+    for start, stop in tiles(logits.shape[-1], width):
+        part = scaled(logits[:, start:stop], temperature)
+        if without is not None:
+            rows, columns, _ = inside(without, start, stop)
+            part = part.clone()
+            part[rows, columns] = LOWEST
+        # not Tensor.logsumexp, which looks for infinite maxima in two more sweeps; there are none here
+        most = part.amax(-1)
+        parts.append((part - most[:, None]).exp_().sum(-1).log_().add_(most))
+    return torch.stack(parts, -1).logsumexp(-1) if len(parts) > 1 else parts[0]
+
+
+def inside(ids: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, columns within the slice, and places in `ids` (N, K) of the ids that fall into [start, stop)."""
+    rows, places = ((ids >= start) & (ids < stop)).nonzero(as_tuple=True)
+    return rows, ids[rows, places] - start, places
