@@ -239,7 +239,8 @@ class SRKL(Objective):
 class ABKD(Objective):
     """α-β divergence -1/(αβ) Σ [t^α s^β - α/(α+β)·t^(α+β) - β/(α+β)·s^(α+β)].
 
-    (1, 0) is forward KL and (0, 1) reverse KL. The defaults are those of instruction following in the paper.
+    (1, 0) is forward KL and (0, 1) reverse KL. The authors tune α and β per task; the defaults lie between the two KLs
+    and are a place to start, not a figure of theirs.
     """
 
     name: ClassVar[str] = "abkd"
