@@ -1,7 +1,13 @@
-"""Settings for every test: Hypothesis repeats the same examples on every machine and never judges by time."""
+"""Settings for every test: Hypothesis repeats the same examples on every machine and never judges by time.
+
+And the real model, for those who need one.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -13,3 +19,20 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct in the user's own cache, so that it is fetched and converted once for ever.
+
+    Workers that ask at the same time wait for the first of them.
+    """
+    from gatespace.errors import RunError
+    from gatespace.models import smollm2_folder
+
+    try:
+        return smollm2_folder(report=print)
+    except RunError as error:
+        if "neither on a Hub" not in error.what:
+            raise
+        pytest.skip(str(error))

@@ -117,7 +117,7 @@ class Prompt:
         shared: list[int] | None = None
         for text in (*_PROBES, *texts):
             ids = self.render(tokenizer, text)
-            shared = ids if shared is None else shared[: _common(shared, ids)]
+            shared = ids if shared is None else shared[: shared_length(shared, ids)]
         return shared or []
 
     def gold_response(self, label: str) -> str:
@@ -125,6 +125,18 @@ class Prompt:
         if label not in self.labels:
             raise UsageError("not a label of this prompt", got=repr(label), instead=", ".join(self.labels))
         return _answer(label).removeprefix(self.prefill)
+
+    def closed(self, response: str) -> bool:
+        """Whether the JSON object is complete."""
+        answer = self.prefill + response
+        start = answer.find("{")
+        if start < 0 or "}" not in answer:
+            return False
+        try:
+            json.JSONDecoder().raw_decode(answer, start)
+        except (json.JSONDecodeError, RecursionError):
+            return False
+        return True
 
     def parse(self, response: str) -> str | None:
         """The label in what the model wrote after the prefill, or None."""
@@ -149,7 +161,8 @@ def _harmless(text: str, special_tokens: Sequence[str]) -> str:
     return text
 
 
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
+def shared_length(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many ids two sequences have in common at their beginning."""
     for index, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return index

@@ -1,0 +1,63 @@
+"""Settings as values: checked when they are made, frozen, written out in full, and hashed into a run's identity.
+
+This room knows neither torch nor the rooms that use the settings. What only those can judge (whether a gate's name is
+known, whether a file is there) is checked by `gatespace.training.objective` and `gatespace.tasks.configured`.
+"""
+
+from __future__ import annotations
+
+from gatespace.config.describe import Setting, describe
+from gatespace.config.identity import identity
+from gatespace.config.load import dump_config, dump_yaml, load_config, parse_config
+from gatespace.config.objective import ObjectiveConfig
+from gatespace.config.problems import in_setting
+from gatespace.config.runs import TeachConfig, TrainConfig
+from gatespace.config.sections import (
+    CheckpointConfig,
+    EngineConfig,
+    EvaluationConfig,
+    LoraConfig,
+    OptimizerConfig,
+    PairConfig,
+    RolloutConfig,
+    SourceConfig,
+    TeachEngineConfig,
+    TeacherConfig,
+    TeachEvaluationConfig,
+    TeachOptimizerConfig,
+    TeachTraceConfig,
+    TraceConfig,
+)
+from gatespace.config.task import CarveConfig, SplitConfig, TableConfig, TaskConfig
+
+__all__ = [
+    "CarveConfig",
+    "CheckpointConfig",
+    "EngineConfig",
+    "EvaluationConfig",
+    "LoraConfig",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "PairConfig",
+    "RolloutConfig",
+    "Setting",
+    "SourceConfig",
+    "SplitConfig",
+    "TableConfig",
+    "TaskConfig",
+    "TeachConfig",
+    "TeachEngineConfig",
+    "TeachEvaluationConfig",
+    "TeachOptimizerConfig",
+    "TeachTraceConfig",
+    "TeacherConfig",
+    "TraceConfig",
+    "TrainConfig",
+    "describe",
+    "dump_config",
+    "dump_yaml",
+    "identity",
+    "in_setting",
+    "load_config",
+    "parse_config",
+]

@@ -1,0 +1,94 @@
+"""The identity of a run: a hash of everything that can change its numbers, and of nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from gatespace.config.base import Section, key_of
+from gatespace.errors import unknown_name
+
+_VERSION = "gatespace.config.1"  # to change it is to give every run a new identity
+
+LEFT_OUT: Mapping[str, str] = MappingProxyType(
+    {
+        "output": "where the run is written",
+        "engine.device": "where it is computed; recorded with the run's environment",
+        "engine.threads": "where it is computed; recorded with the run's environment",
+        "teacher.cache": "where scores are kept; a score does not depend on being kept",
+        "teacher.cache_mb": "how many scores are kept",
+        "evaluation.every": "when one looks at the student on the way, which leaves it as it is",
+        "evaluation.split": "what one looks at on the way",
+        "checkpoint.every": "how much of a killed run is computed again",
+        "checkpoint.keep": "how many checkpoints stay",
+        "trace.tokens_every": "what is written down",
+        "trace.rollouts": "what is written down",
+        "trace.trackers": "where it is written down",
+    }
+)
+"""Setting → why it cannot change a run's numbers. Every setting that is not here counts.
+
+That includes the speed-ups of `engine`: they are exact but for the order of sums, and a run is promised to the bit.
+"""
+
+CONTENT: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "task": ("task.name", "task.root", "task.table"),
+        "student": ("pair.student", "pair.student_revision"),
+        "teacher": ("pair.teacher", "pair.teacher_revision"),
+        "model": ("model", "revision"),
+        "gate": ("objective.gate",),
+        "precision": ("engine.precision",),
+    }
+)
+"""What was found → the settings that only said where or how to find it."""
+
+
+def identity(config: Section, *, content: Mapping[str, str] | None = None) -> str:
+    """SHA-256, in hexadecimal, of all settings that can change the run's numbers (all but `LEFT_OUT`).
+
+    Args:
+        config: A whole configuration.
+        content: What was found where the settings pointed, by the names of `CONTENT`: ``task`` a digest of the rows,
+            ``student``, ``teacher`` and ``model`` fingerprints of weights, ``gate`` the coefficients, ``precision``
+            what auto became. It stands in place of those settings, so that a model has one identity in every folder,
+            a point by every name, and another one when its content changes.
+
+    Example:
+        >>> from gatespace.config import PairConfig, TrainConfig
+        >>> here, there = (TrainConfig(pair=PairConfig(teacher=place)) for place in ("here", "there"))
+        >>> identity(here) == identity(there)
+        False
+        >>> identity(here, content={"teacher": "f00d"}) == identity(there, content={"teacher": "f00d"})
+        True
+    """
+    found = dict(content or {})
+    replaced: list[str] = []
+    for name in found:
+        if name not in CONTENT:
+            raise unknown_name("content of a configuration", name, CONTENT)
+        replaced += CONTENT[name]
+    settings = {
+        path: value
+        for path, value in settings_of(config).items()
+        if path not in LEFT_OUT and not any(path == other or path.startswith(f"{other}.") for other in replaced)
+    }
+    whole = {"version": _VERSION, "kind": type(config).__name__, "settings": settings, "content": found}
+    text = json.dumps(whole, sort_keys=True, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def settings_of(config: Section) -> dict[str, Any]:
+    """Dotted path → value that JSON knows, of all settings. A section that is null is one setting."""
+    flat: dict[str, Any] = {}
+    dumped = config.model_dump(mode="json", by_alias=True)
+    for name, field in type(config).model_fields.items():
+        key, value = key_of(name, field), getattr(config, name)
+        if isinstance(value, Section):
+            flat |= {f"{key}.{path}": inner for path, inner in settings_of(value).items()}
+        else:
+            flat[key] = dumped[key]
+    return flat

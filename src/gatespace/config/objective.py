@@ -1,0 +1,119 @@
+"""The section `objective`: what is minimised at a token.
+
+A gate is kept as it was written, in a form that JSON knows. What it means is for `gatespace.gating`, which this room
+does not see: `gatespace.training.objective.build_objective` reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AllowInfNan, BeforeValidator, Field, Strict, model_validator
+
+from gatespace.config.base import Count, Fault, Section, Switch
+
+Method = Literal["gated", "static", "todi", "eopd", "akl", "jsd", "skl", "srkl", "abkd", "sampled_reverse_kl"]
+Parameter = bool | int | float | str
+GateValue = str | tuple[float, float, float, float] | dict[str, float]
+
+
+def _gate(value: Any) -> GateValue | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        if value.strip():
+            return value.strip()
+    elif isinstance(value, list | tuple):
+        if len(value) != 4:
+            raise ValueError(f"must have four coefficients a, b, c, d, not {len(value)}")
+        a, b, c, d = (_coefficient(f"coefficient {index}", part) for index, part in enumerate(value))
+        return (a, b, c, d)
+    elif isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value):
+        return {key: _coefficient(key, part) for key, part in value.items()}
+    raise ValueError(
+        "must be a name such as G5 or static:0.5, four numbers a,b,c,d, or a mapping such as {a: 4, c: -1}"
+    )
+
+
+def _coefficient(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
+        raise ValueError(f"{name} of the gate must be a finite number")
+    return float(value) + 0.0  # -0.0 becomes 0.0, which JSON would tell apart
+
+
+def _is_finite(value: object) -> bool:
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:  # an integer beyond any float
+        return False
+
+
+def _parameters(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise ValueError("must be a mapping of parameter to value, such as {beta: 1.0}")
+    for name, part in value.items():
+        if not isinstance(name, str) or not (isinstance(part, str) or _is_finite(part)):
+            raise ValueError(f"the value of {name} must be a finite number, a text, true or false")
+    return dict(value)
+
+
+class ObjectiveConfig(Section):
+    """The loss: a gate of the family, or a published method."""
+
+    method: Method = "gated"
+    """gated: λ = σ(a·h + b·u + c + d·gap) mixes reverse and forward KL. static: a constant λ. The others are published
+    methods as their authors define them."""
+
+    gate: Annotated[GateValue | None, BeforeValidator(_gate)] = "G5"
+    """The point of the family, for the method gated: a name (G1 … G5, H1 … H4, HG4,d+2, entropy-only(4), gap-only(-2),
+    static:0.388), four numbers a,b,c,d as text or list, or a mapping such as {a: 4, c: -1, student_entropy: 2}."""
+
+    params: Annotated[dict[str, Parameter], BeforeValidator(_parameters)] = Field(default={})
+    """Parameters of the method by name, e.g. {lam: 0.388} for static, {beta: 1.0} for todi, {tau: 0.8, alpha: 1.0} for
+    eopd. What is not named has the published default."""
+
+    top_k: Count = 8
+    """K of the entropy signals h and u. The paper does not say its K; a two-label tie has h = log 2 / log K, so
+    coefficients are never compared across K."""
+
+    temperature: Annotated[float, Strict(), AllowInfNan(False), Field(gt=0)] = 1.0
+    """Divides the logits of both sides in the divergences. The signals are read at 1."""
+
+    stop_gradient: Switch = False
+    """Treat λ as a constant in the gradient. By default gradient flows through the gate, as in the paper."""
+
+    support: Literal["full", "bucket", "hybrid", "renorm", "recipe"] = "full"
+    """What both KLs sum over: full is all of the vocabulary; the others make do with the teacher's top-K."""
+
+    support_k: Count | None = None
+    """K of a support other than full; null: the teacher's K where it sends a top-K, else top_k."""
+
+    entropy: Literal["top_k", "full", "bucket"] = "top_k"
+    """How h and u are read: over the teacher's top-K renormalised (the family's definition), the full vocabulary, or
+    the top-K with the tail as one further outcome."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_gated_has_a_gate(cls, data: object) -> object:
+        if isinstance(data, Mapping) and data.get("method", "gated") != "gated" and "gate" not in data:
+            return {**data, "gate": None}
+        return data
+
+    @model_validator(mode="after")
+    def _nothing_without_effect(self) -> ObjectiveConfig:
+        if self.method == "gated" and self.gate is None:
+            raise Fault("gate", "the method gated needs a gate", instead="e.g. G5, or 4,0,-1,0")
+        if self.method == "gated" and self.params:
+            raise Fault("params", "the method gated has no parameters but its gate", instead="gate: {a: 4, c: -1}")
+        if self.method != "gated" and self.gate is not None:
+            hint = "params: {lam: 0.5}, or method: gated" if self.method == "static" else "gate: null, or method: gated"
+            raise Fault("gate", f"the method {self.method} has no gate", instead=hint)
+        if self.method != "gated" and self.stop_gradient:
+            raise Fault("stop_gradient", f"the method {self.method} has no gate to stop the gradient of")
+        if self.method not in ("gated", "static") and self.support != "full":
+            raise Fault("support", f"the method {self.method} defines its own support", instead="full")
+        if self.support == "full" and self.support_k is not None:
+            raise Fault("support_k", "the support full has no K", instead="support_k: null, or support: bucket")
+        return self

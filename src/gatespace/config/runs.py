@@ -1,0 +1,145 @@
+"""The two whole configurations: `TrainConfig` for `gatespace train`, `TeachConfig` for `gatespace teach`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import model_validator
+
+from gatespace.config.base import Count, Fault, Name, Place, Section, Seed, Switch
+from gatespace.config.objective import ObjectiveConfig
+from gatespace.config.sections import (
+    CheckpointConfig,
+    EngineConfig,
+    EvaluationConfig,
+    LoraConfig,
+    OptimizerConfig,
+    PairConfig,
+    RolloutConfig,
+    TeachEngineConfig,
+    TeacherConfig,
+    TeachEvaluationConfig,
+    TeachOptimizerConfig,
+    TeachTraceConfig,
+    TraceConfig,
+)
+from gatespace.config.task import TaskConfig
+
+
+class TrainConfig(Section):
+    """On-policy distillation of a teacher into a student. Defaults are the paper's where the paper says."""
+
+    task: TaskConfig = TaskConfig()
+    """Texts and labels, and how a model is asked."""
+
+    pair: PairConfig
+    """Student and teacher."""
+
+    objective: ObjectiveConfig = ObjectiveConfig()
+    """What is minimised at a token."""
+
+    rollout: RolloutConfig = RolloutConfig()
+    """How responses are obtained."""
+
+    teacher: TeacherConfig = TeacherConfig()
+    """What the teacher tells, and where its answers are kept."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW and its learning rate."""
+
+    engine: EngineConfig = EngineConfig()
+    """Where and how the numbers are computed."""
+
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Accuracy on held-out texts."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What a killed run goes on from."""
+
+    trace: TraceConfig = TraceConfig()
+    """What is written down on the way."""
+
+    steps: Count = 100
+    """Updates of the student: 100 on emotion, 200 on hate and offensive in the paper."""
+
+    batch_size: Count = 72
+    """Prompts per step."""
+
+    seed: Seed = 42
+    """Of the order of the prompts and of sampling. The paper's single runs have 42, its replications 42, 2 and 3."""
+
+    output: Place = Path("runs/train")
+    """The folder of the run."""
+
+    @model_validator(mode="after")
+    def _top_k_is_enough(self) -> TrainConfig:
+        """What a top-K cannot tell is found out here, not in the first step."""
+        if self.teacher.payload == "hidden":
+            return self
+        goal, k = self.objective, self.teacher.k
+        hidden = "teacher.payload: hidden"
+        if goal.method in ("gated", "static"):
+            if goal.support == "full":
+                raise Fault(
+                    "objective.support", "full needs the teacher's full distribution", instead=f"bucket, or {hidden}"
+                )
+            if goal.temperature != 1 and goal.support != "renorm":
+                what = f"with a top-K teacher the support {goal.support} is known at temperature 1 only"
+                raise Fault("objective.temperature", what, instead=f"1, objective.support: renorm, or {hidden}")
+        elif goal.method != "sampled_reverse_kl":
+            raise Fault("objective.method", f"{goal.method} needs the teacher's full distribution", instead=hidden)
+        if goal.entropy == "full":
+            raise Fault(
+                "objective.entropy", "full needs the teacher's full distribution", instead=f"top_k, or {hidden}"
+            )
+        for name, value in (("top_k", goal.top_k), ("support_k", goal.support_k)):
+            if value is not None and value > k:
+                raise Fault(f"objective.{name}", f"the teacher sends its top {k} only (teacher.k)")
+        return self
+
+
+class TeachConfig(Section):
+    """Supervised fine-tuning on a task's gold labels, so that there is a teacher to learn from."""
+
+    task: TaskConfig = TaskConfig()
+    """Texts and labels, and how a model is asked. Only the rows of `split.teacher` are learned from."""
+
+    model: Name = "smollm2"
+    """The model to start from: a folder, smollm2 (fetched and converted once), tiny (built for the task), or the name
+    of a model on the Hugging Face Hub."""
+
+    revision: Name | None = None
+    """Branch, tag or commit of a model from the Hub; null: its main branch."""
+
+    trust_remote_code: Switch = False
+    """Run Python code that comes with the model. Only for models whose code you have read."""
+
+    lora: LoraConfig | None = None
+    """Low-rank additions; null: all weights are trained. The teacher is written with the additions merged in."""
+
+    optimizer: TeachOptimizerConfig = TeachOptimizerConfig()
+    """AdamW and its learning rate."""
+
+    engine: TeachEngineConfig = TeachEngineConfig()
+    """Where and how the numbers are computed."""
+
+    evaluation: TeachEvaluationConfig = TeachEvaluationConfig()
+    """Accuracy on held-out texts."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What a killed run goes on from."""
+
+    trace: TeachTraceConfig = TeachTraceConfig()
+    """What is written down on the way."""
+
+    steps: Count = 120
+    """Updates of the model."""
+
+    batch_size: Count = 24
+    """Rows per step."""
+
+    seed: Seed = 42
+    """Of the order of the rows."""
+
+    output: Place = Path("runs/teach")
+    """The folder of the run, in which the teacher is written."""

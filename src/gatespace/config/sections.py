@@ -1,0 +1,263 @@
+"""The sections that say how a run is computed: models, rollout, teacher, optimizer, engine, what is written down."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, AllowInfNan, BeforeValidator, Field, Strict, model_validator
+
+from gatespace.config.base import Count, CountOrZero, Fault, Name, Section, Share, Split, Switch
+
+Positive = Annotated[float, Strict(), AllowInfNan(False), Field(gt=0)]
+NotNegative = Annotated[float, Strict(), AllowInfNan(False), Field(ge=0)]
+Beta = Annotated[float, Strict(), AllowInfNan(False), Field(ge=0, lt=1)]
+
+
+def _once(names: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(names)) < len(names):
+        raise ValueError("must not name anything twice")
+    return names
+
+
+def _targets(value: object) -> object:
+    if value == "all-linear":
+        return value
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(part, str) and part for part in value):
+        raise ValueError("must be all-linear, or a list of names of layers")
+    return _once(tuple(value))
+
+
+def _device(value: str) -> str:
+    if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", value):
+        raise ValueError("must be auto, cpu, cuda, cuda:1 and so on, mps or xpu")
+    return value
+
+
+class LoraConfig(Section):
+    """Train low-rank additions to the weights (LoRA) instead of the weights."""
+
+    r: Count = 16
+    """The rank of the additions."""
+
+    alpha: Positive = 32.0
+    """The additions are scaled by alpha / r."""
+
+    targets: Annotated[Literal["all-linear"] | tuple[str, ...], BeforeValidator(_targets)] = "all-linear"
+    """The layers that get additions: all-linear (all but the head), or a list of their names."""
+
+
+class PairConfig(Section):
+    """Student and teacher: two models with the same tokens."""
+
+    student: Name = "smollm2"
+    """The model that learns: a folder, smollm2 (fetched and converted once), tiny (built for the task), or the name of
+    a model on the Hugging Face Hub."""
+
+    teacher: Name
+    """The model that scores: the same choices, e.g. the folder that `gatespace teach` wrote."""
+
+    student_revision: Name | None = None
+    """Branch, tag or commit of a student from the Hub; null: its main branch."""
+
+    teacher_revision: Name | None = None
+    """Branch, tag or commit of a teacher from the Hub; null: its main branch."""
+
+    trust_remote_code: Switch = False
+    """Run Python code that comes with a model. Only for models whose code you have read."""
+
+    lora: LoraConfig | None = None
+    """Low-rank additions to the student; null: all its weights are trained."""
+
+
+class SourceConfig(Section):
+    """Whose responses are learned from. A source that is not named gives none; the shares sum to 1."""
+
+    student: Share = 0.0
+    """The share of responses that the student samples: 1 is on-policy distillation."""
+
+    teacher: Share = 0.0
+    """The share of responses that the teacher samples: 1 is offline distillation on the teacher's answers."""
+
+    gold: Share = 0.0
+    """The share of responses that are the right answers of the data."""
+
+    @model_validator(mode="after")
+    def _sums_to_one(self) -> SourceConfig:
+        total = self.student + self.teacher + self.gold
+        if abs(total - 1) > 1e-6:
+            raise Fault("", f"the shares must sum to 1, not {total:g}", instead="e.g. student: 0.5, teacher: 0.5")
+        return self
+
+    def shares(self) -> dict[str, float]:
+        """Source → share in a fixed order; a share of 0 is no source."""
+        given = (("student", self.student), ("teacher", self.teacher), ("gold", self.gold))
+        return {name: share for name, share in given if share > 0}
+
+
+class RolloutConfig(Section):
+    """How responses are obtained."""
+
+    source: SourceConfig = Field(default=SourceConfig(student=1.0), validation_alias="from", serialization_alias="from")
+    """Whose responses are learned from."""
+
+    temperature: NotNegative = 1.0
+    """Of sampling. 1 is the student's own distribution, which the divergences speak of; 0 takes the likeliest token."""
+
+    top_p: Annotated[float, Strict(), AllowInfNan(False), Field(gt=0, le=1)] = 1.0
+    """Sample from the most probable tokens with this mass in all; 1: from all."""
+
+    max_new_tokens: Count = 32
+    """The longest response, in tokens."""
+
+    per_prompt: Count = 1
+    """Responses per prompt."""
+
+    stop: Literal["json", "eos"] = "json"
+    """Where a response ends: json at the closed JSON object or the end token, eos at the end token only."""
+
+
+class TeacherConfig(Section):
+    """What the teacher tells of its distribution, and where its answers are kept."""
+
+    payload: Literal["hidden", "top_k"] = "hidden"
+    """hidden: the last hidden state of a position, from which the full distribution follows exactly. top_k: the k most
+    probable tokens only; needs an objective with a support other than full."""
+
+    k: Count = 64
+    """How many tokens the payload top_k holds per position."""
+
+    cache: Name | None = "auto"
+    """The folder that keeps scores over steps, seeds and runs: a path, auto (in the user's cache), or null for none."""
+
+    cache_mb: Count = 4096
+    """The largest size of that folder in MiB; the oldest scores go first."""
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning rate."""
+
+    lr: Positive = 1e-6
+    """Learning rate."""
+
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """How fast AdamW forgets: of the gradient's mean, of its square."""
+
+    eps: Positive = 1e-8
+    """Keeps AdamW's quotient finite."""
+
+    weight_decay: NotNegative = 0.0
+    """Decoupled weight decay. The paper does not name one; at its learning rate and length even 0.01 would shrink a
+    weight by two millionths, and 0 leaves the loss as all that moves the weights."""
+
+    clip: Positive | None = 1.0
+    """The largest norm of the gradient over all weights; null: not clipped."""
+
+    warmup_steps: CountOrZero = 0
+    """Steps over which the learning rate rises from 0."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """The course of the learning rate after the warm-up."""
+
+    min_lr_ratio: Share = 0.0
+    """Where the schedules linear and cosine end, as a share of lr."""
+
+
+class TeachOptimizerConfig(OptimizerConfig):
+    """AdamW for supervised fine-tuning."""
+
+    lr: Positive = 1e-4
+    """Learning rate."""
+
+
+class TeachEngineConfig(Section):
+    """Where and how the numbers are computed."""
+
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """fp32, or bf16 compute with fp32 master weights; auto: bf16 where the machine is fast at it."""
+
+    device: Annotated[str, Strict(), AfterValidator(_device)] = "auto"
+    """auto, cpu, cuda, cuda:1, mps or xpu; auto: a GPU where there is one."""
+
+    threads: Count | None = None
+    """Threads of the CPU; null: as many as torch takes."""
+
+    micro_tokens: Count | None = None
+    """Most tokens in a micro-batch of the update; null: as many as need about 6 GiB, by the model's sizes alone. Loss
+    and gradient do not depend on it but for rounding."""
+
+    packed: Switch | None = None
+    """Run networks over packed tokens without padding; null: where the architecture allows it. Exact; false is for
+    checking, and reads every prompt anew at every token."""
+
+    share_prefix: Switch = True
+    """Compute what all prompts have in common once per batch. Exact; false is for checking."""
+
+
+class EngineConfig(TeachEngineConfig):
+    """Where and how the numbers are computed, with the speed-ups of distillation."""
+
+    reuse_rollout: Switch = True
+    """Update through the very pass over the prompts that the rollout began with, instead of reading them again with
+    the same weights. Exact; false is for checking."""
+
+    fused: Switch = True
+    """Compute the loss from hidden states and heads in pieces, so that no logits of all tokens are in memory. Exact;
+    false is for checking."""
+
+
+class EvaluationConfig(Section):
+    """Greedy decoding of held-out texts, and the accuracy of the parsed labels."""
+
+    every: CountOrZero = 0
+    """Steps between two evaluations on the way; 0: none on the way."""
+
+    split: Split = "val"
+    """The rows of the evaluations on the way."""
+
+    limit: Count | None = None
+    """Evaluate on the first so many rows only; null: all. The first rows of TweetEval's tests are easier than the rest:
+    for a glance, not for figures."""
+
+    max_new_tokens: Count = 32
+    """The longest response, in tokens."""
+
+    batch_size: Count = 64
+    """Texts that are decoded together."""
+
+    final: Annotated[tuple[Split, ...], AfterValidator(_once)] = ("val", "test")
+    """The splits that are evaluated at the end."""
+
+
+class TeachEvaluationConfig(EvaluationConfig):
+    """Evaluation of a teacher that is being made."""
+
+    every: CountOrZero = 20
+    """Steps between two evaluations on the way; 0: none on the way."""
+
+
+class CheckpointConfig(Section):
+    """What a killed run goes on from."""
+
+    every: CountOrZero = 25
+    """Steps between two checkpoints; 0: none, a killed run starts again."""
+
+    keep: Count = 1
+    """How many of the latest checkpoints are kept."""
+
+
+class TeachTraceConfig(Section):
+    """What is written down on the way."""
+
+    trackers: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], AfterValidator(_once)] = ()
+    """Where metrics go beside metrics.jsonl: any of tensorboard, wandb, trackio."""
+
+
+class TraceConfig(TeachTraceConfig):
+    """What is written down on the way, down to single tokens."""
+
+    tokens_every: CountOrZero = 10
+    """Steps between two records of single tokens (λ, signals, divergences); 0: none."""
+
+    rollouts: Count = 8
+    """How many responses such a record holds."""

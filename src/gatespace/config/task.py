@@ -1,0 +1,156 @@
+"""The section `task`: where texts and labels come from, how the model is asked, and whose rows are whose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from gatespace.config.base import SPLITS, Fault, Name, Place, Section, Seed, Share, Switch, Text
+
+
+class CarveConfig(Section):
+    """Shares of the training rows that become val and test where the data has none."""
+
+    val: Share = 0.1
+    """The share of train that becomes val, where the data has no val rows."""
+
+    test: Share = 0.2
+    """The share of train that becomes test, where the data has no test rows."""
+
+    @model_validator(mode="after")
+    def _something_is_left(self) -> CarveConfig:
+        if self.val + self.test >= 1:
+            raise Fault("", "the shares of val and test leave nothing of train")
+        return self
+
+    def shares(self) -> dict[str, float]:
+        """Split → share; a share of 0 is no share."""
+        return {name: share for name, share in (("val", self.val), ("test", self.test)) if share > 0}
+
+
+def _source(value: object) -> object:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, str) and value:
+        return value
+    if not isinstance(value, Mapping) or not all(isinstance(part, str | Path) and str(part) for part in value.values()):
+        raise ValueError("must be a file, a folder, a mapping of split to file, or a dataset of the Hub")
+    files = {str(split): str(part) for split, part in value.items()}
+    for split in files:
+        if split not in SPLITS:
+            raise ValueError(f"{split!r} is not a split: train, val or test")
+    if "train" not in files:
+        raise ValueError("a mapping of split to file must name train")
+    return {split: files[split] for split in SPLITS if split in files}
+
+
+def _different(labels: tuple[str, ...]) -> tuple[str, ...]:
+    if len(labels) < 2:
+        raise ValueError("must have at least two labels")
+    if len(set(labels)) < len(labels):
+        raise ValueError("must not name a label twice")
+    return labels
+
+
+class TableConfig(Section):
+    """Classification data of one's own."""
+
+    source: Annotated[str | dict[str, str], BeforeValidator(_source)]
+    """A file (.jsonl, .csv, .tsv, .parquet; its rows are train), a folder with train, val and test files, a mapping of
+    split to file, or a Hub dataset as `owner/name` or `owner/name:config`."""
+
+    labels: Annotated[tuple[Name, ...], AfterValidator(_different)]
+    """All labels, in the order of the data's integers where it has integers."""
+
+    definitions: dict[Name, Text] = Field(default={})
+    """A brief sentence for each label, shown in the prompt; {} for none."""
+
+    text_column: Name = "text"
+    """The column or key of the text."""
+
+    label_column: Name = "label"
+    """The column or key of the label."""
+
+    carve: CarveConfig = CarveConfig()
+    """Shares of train that become val and test where the data has none."""
+
+    carve_seed: Seed = 0
+    """The seed of that choice. The run's seed has no part in it, so that all seeds are tested on the same rows."""
+
+    name: Name | None = None
+    """The name of the task in reports; null: made from the source."""
+
+    question: Name = "Which label fits the text best?"
+    """What the prompt asks about a text."""
+
+
+class SplitConfig(Section):
+    """Which share of the training rows the teacher learns from, and which share gives the prompts of distillation.
+
+    A part that is not named gets nothing. The parts never have a text in common: a teacher that has memorised the
+    prompts flatters its student.
+    """
+
+    teacher: Share = 0.0
+    """The share of the training rows that `gatespace teach` learns from."""
+
+    distill: Share = 0.0
+    """The share of the training rows whose texts are the prompts of `gatespace train`."""
+
+    @model_validator(mode="after")
+    def _is_a_split(self) -> SplitConfig:
+        total = self.teacher + self.distill
+        if not 0 < total <= 1 + 1e-9:
+            raise Fault("", "the shares must sum to more than 0 and at most 1", instead="teacher: 0.6, distill: 0.4")
+        return self
+
+    def shares(self) -> dict[str, float]:
+        """Part → share in a fixed order, on which the choice of rows depends; a share of 0 is no part."""
+        return {name: share for name, share in (("teacher", self.teacher), ("distill", self.distill)) if share > 0}
+
+
+class TaskConfig(Section):
+    """Texts to be given one label each, and how a model is asked for it."""
+
+    name: Name | None = "tweeteval/emotion"
+    """A task by name: tweeteval/emotion, tweeteval/hate, tweeteval/offensive, any other of TweetEval, or synthetic.
+    null where `table` says what the data is."""
+
+    root: Place | None = None
+    """The folder of TweetEval's files; null: $GATESPACE_TWEETEVAL, then the Hugging Face Hub."""
+
+    table: TableConfig | None = None
+    """Data of one's own, in place of a name."""
+
+    prefill: Text = '{"label": "'
+    """How the assistant's turn begins, so that the first decoded token is the first token of a label and u says
+    something about the text. "" leaves all of the answer to the model; u is then near 0 for every text."""
+
+    brief: Switch = False
+    """Show the labels only, without instructions: for models that are trained from nothing."""
+
+    split: SplitConfig | None = SplitConfig(teacher=0.6, distill=0.4)
+    """Disjoint parts of the training rows for the teacher and for distillation; null: all rows for both."""
+
+    split_seed: Seed = 0
+    """The seed of that split. It is not the run's seed: the teacher's rows stay the same over seeds."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_table_needs_no_name(cls, data: object) -> object:
+        if isinstance(data, Mapping) and data.get("table") is not None and "name" not in data:
+            return {**data, "name": None}
+        return data
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TaskConfig:
+        if self.table is None and self.name is None:
+            raise Fault("name", "a task has a name or a table", instead="e.g. tweeteval/emotion")
+        if self.table is not None and self.name is not None:
+            raise Fault("name", "a task has a name or a table, not both", instead="name: null; table.name is for show")
+        if self.table is not None and self.root is not None:
+            raise Fault("root", "root is TweetEval's folder, and the data is a table", instead="table.source")
+        return self

@@ -1,0 +1,207 @@
+"""A model's greedy answers to the texts of a split, what they are worth, and both as files.
+
+Importing this needs no torch: whoever reads results does not need what made them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gatespace.errors import RunError, UsageError
+from gatespace.evaluation.metrics import Metrics, measure
+from gatespace.tasks.data import Task
+from gatespace.tasks.prompt import Prompt
+
+if TYPE_CHECKING:
+    from gatespace.models.encode import Encoder
+    from gatespace.models.load import Model
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The answer to one text.
+
+    Args:
+        index: The row's place in its split.
+        text: The text.
+        gold: Its right label.
+        label: The label in the answer; None if there is no legal one.
+        raw: What the model wrote after the prefill.
+        ended: Whether it stopped by itself, not at the cap.
+    """
+
+    index: int
+    text: str
+    gold: str
+    label: str | None
+    raw: str
+    ended: bool
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What one evaluation has found.
+
+    Args:
+        task: The task's name.
+        task_digest: The hash of its rows, so that two evaluations can be seen to be of the same ones.
+        split: ``train``, ``val`` or ``test``.
+        available: Rows of the split; `metrics.count` of them, from the first, were evaluated.
+        max_new_tokens: The cap on an answer.
+        metrics: Over all evaluated rows.
+        duplicates: The evaluated test rows whose text also stands in train; 0 for another split.
+        without_duplicates: Over the other rows. None for another split than test, and if there are no others.
+        predictions: In the order of the rows.
+    """
+
+    task: str
+    task_digest: str
+    split: str
+    available: int
+    max_new_tokens: int
+    metrics: Metrics
+    duplicates: int
+    without_duplicates: Metrics | None
+    predictions: list[Prediction]
+
+    @property
+    def not_applicable(self) -> str:
+        """Why there is no `without_duplicates`; empty if there is."""
+        if self.without_duplicates is not None:
+            return ""
+        return "every text also stands in train" if self.duplicates else f"{self.split} is not held against train"
+
+    def as_json(self) -> dict[str, Any]:
+        """All but the predictions."""
+        without = self.without_duplicates
+        clean = {"status": "n/a", "reason": self.not_applicable} if without is None else without.as_json()
+        return {
+            "task": self.task,
+            "task_digest": self.task_digest,
+            "split": self.split,
+            "available": self.available,
+            "max_new_tokens": self.max_new_tokens,
+            "ended": sum(row.ended for row in self.predictions),
+            "metrics": self.metrics.as_json(),
+            "duplicates": self.duplicates,
+            "without_duplicates": clean,
+        }
+
+
+def evaluate(
+    model: Model,
+    task: Task,
+    prompt: Prompt,
+    *,
+    split: str = "test",
+    limit: int | None = None,
+    max_new_tokens: int = 32,
+    batch_size: int = 64,
+    encoder: Encoder | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Let a model label the texts of a split, greedily, and compare with the gold labels.
+
+    Args:
+        model: The model.
+        task: Gives the rows, the labels and the majority label of train.
+        prompt: Asks for a label and reads the answer.
+        split: ``train``, ``val`` or ``test``.
+        limit: Only the first so many rows. The first rows of a split need not be like the rest.
+        max_new_tokens: The cap on an answer.
+        batch_size: Texts that are decoded together.
+        encoder: The prompt in the ids of the model, if the caller has one that covers these texts.
+        progress: Is told how many texts of how many are done.
+    """
+    if limit is not None and limit < 1:
+        raise UsageError("limit is at least 1", got=limit, instead="None for all rows")
+    if batch_size < 1:
+        raise UsageError("batch_size is at least 1", got=batch_size)
+    available = task.rows(split)
+    if not available:
+        raise UsageError(f"{task.name} has no {split} rows to evaluate on", got=task.source or None)
+    if prompt.labels != task.labels:
+        raise UsageError(
+            "the prompt asks for other labels than the task has",
+            got=f"{', '.join(prompt.labels)}; {task.name} has {', '.join(task.labels)}",
+            instead="Prompt.of(task)",
+        )
+    if encoder is not None and encoder.prompt != prompt:
+        raise UsageError("the encoder was made for another prompt", instead="encoder=None")
+
+    from gatespace.models.encode import Encoder
+    from gatespace.rollout import greedy
+
+    rows = available[:limit]
+    texts = [row.text for row in rows]
+    answers = greedy(
+        model,
+        encoder or Encoder(prompt, model.tokenizer, texts),
+        texts,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        progress=progress,
+    )
+    predictions = [
+        Prediction(index, row.text, row.label, prompt.parse(answer.text), answer.text, answer.ended)
+        for index, (row, answer) in enumerate(zip(rows, answers, strict=True))
+    ]
+    held_against_train = split == "test"
+    known = {index for index in task.test_in_train if index < len(rows)} if held_against_train else set()
+    fresh = [row for row in predictions if row.index not in known]
+    constant = task.majority(split).label
+    return Evaluation(
+        task=task.name,
+        task_digest=task.digest,
+        split=split,
+        available=len(available),
+        max_new_tokens=max_new_tokens,
+        metrics=_measured(predictions, task, constant),
+        duplicates=len(known),
+        without_duplicates=_measured(fresh, task, constant) if held_against_train and fresh else None,
+        predictions=predictions,
+    )
+
+
+def write(evaluation: Evaluation, folder: str | Path) -> tuple[Path, Path]:
+    """Write ``predictions-<split>.jsonl`` and then ``evaluation-<split>.json``, each whole or not at all.
+
+    The same evaluation gives the same bytes.
+    """
+    place = Path(folder)
+    lines = [json.dumps(asdict(row), sort_keys=True) + "\n" for row in evaluation.predictions]
+    predictions = place / f"predictions-{evaluation.split}.jsonl"
+    summary = place / f"evaluation-{evaluation.split}.json"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        _replace(predictions, "".join(lines))
+        # The labels of a task have an order, so the keys stay in theirs.
+        _replace(summary, json.dumps(evaluation.as_json(), indent=2) + "\n")
+    except OSError as error:
+        raise RunError("the evaluation cannot be written", got=f"{place}: {error.strerror or error}") from error
+    return predictions, summary
+
+
+def _measured(predictions: list[Prediction], task: Task, constant: str) -> Metrics:
+    gold = [row.gold for row in predictions]
+    return measure(gold, [row.label for row in predictions], task.labels, majority=constant)
+
+
+def _replace(path: Path, content: str) -> None:
+    """Put `content` in the place of `path`. Whoever reads it meanwhile sees the old file or the new one."""
+    fresh = path.with_name(f".{path.name}.new-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+    try:
+        # JSON escapes what is not ASCII, so no text is beyond this encoding.
+        with fresh.open("x", encoding="ascii", newline="\n") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)

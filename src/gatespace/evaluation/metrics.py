@@ -1,0 +1,142 @@
+"""How well labels were predicted, as plain numbers beside the counts they come from.
+
+Accuracy alone can be had without any skill: the majority baseline and macro-F1 always stand beside it. An answer
+without a legal label is wrong, and is never left out of a denominator.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import fsum
+from typing import Any
+
+from gatespace.errors import UsageError, unknown_name
+from gatespace.tasks.data import Baseline
+
+
+@dataclass(frozen=True, slots=True)
+class LabelRow:
+    """One label.
+
+    Args:
+        label: The label.
+        precision: correct / predicted; 0 if it was never predicted.
+        recall: correct / support; 0 if no row has it.
+        f1: 2·correct / (support + predicted); 0 if it has neither.
+        support: Rows whose gold label it is.
+        predicted: Rows it was predicted for.
+        correct: Rows with both.
+        unparsed: Rows whose gold label it is and whose answer had no legal label.
+    """
+
+    label: str
+    precision: float
+    recall: float
+    f1: float
+    support: int
+    predicted: int
+    correct: int
+    unparsed: int
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The measures of a list of predictions.
+
+    Args:
+        accuracy: correct / count.
+        macro_f1: The mean F1 of all labels of the task. A label that no row has and that was never predicted counts
+            with 0, as with scikit-learn's `labels=` and `zero_division=0`.
+        parsed: The share of answers with a legal label.
+        parse_failures: The answers without one.
+        count: Rows.
+        correct: Rows with the right label.
+        majority: The accuracy on these rows of giving one label to all.
+        per_label: One row for every label, in the order of the task.
+        confusion: Gold label → predicted label → rows. What a row of it lacks to its label's support is `unparsed`.
+    """
+
+    accuracy: float
+    macro_f1: float
+    parsed: float
+    parse_failures: int
+    count: int
+    correct: int
+    majority: Baseline
+    per_label: list[LabelRow]
+    confusion: dict[str, dict[str, int]]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain lists, dictionaries and numbers."""
+        # asdict would give the baseline, a named tuple, as a list
+        return asdict(self) | {"majority": self.majority._asdict()}
+
+
+def measure(
+    gold: Sequence[str], predicted: Sequence[str | None], labels: Sequence[str], *, majority: str | None = None
+) -> Metrics:
+    """Compare predictions with gold labels.
+
+    Args:
+        gold: The right label of every row.
+        predicted: The label the model gave, None where its answer has no legal one.
+        labels: All labels of the task.
+        majority: The label of the baseline, to be chosen on train (`Task.majority`). None: the most frequent gold label
+            of these very rows, the best that one label for all can reach.
+
+    Example:
+        >>> found = measure(["joy", "joy", "anger"], ["joy", None, "joy"], ["anger", "joy", "sadness"])
+        >>> found.correct, found.count, found.parse_failures, found.majority.label
+        (1, 3, 1, 'joy')
+        >>> found.per_label[1].f1, round(found.macro_f1, 4)
+        (0.5, 0.1667)
+    """
+    if len(gold) != len(predicted):
+        raise UsageError("every row has one prediction", got=f"{len(gold)} rows, {len(predicted)} predictions")
+    if not gold:
+        raise UsageError("there is nothing to measure", got="no rows", why="a share of no rows is not a number")
+    if len(set(labels)) != len(labels):
+        raise UsageError("a label is named once", got=list(labels))
+    named: dict[str, set[str | None]] = {
+        "gold label": {*gold},
+        "predicted label": {*predicted} - {None},
+        "majority label": {majority} - {None},
+    }
+    for kind, found in named.items():
+        if unknown := found.difference(labels):
+            raise unknown_name(kind, min(map(str, unknown)), labels)
+
+    pairs = Counter(zip(gold, predicted, strict=True))
+    support, given = Counter(gold), Counter(predicted)
+    rows = [
+        LabelRow(
+            label=label,
+            precision=_share(pairs[label, label], given[label]),
+            recall=_share(pairs[label, label], support[label]),
+            f1=_share(2 * pairs[label, label], support[label] + given[label]),
+            support=support[label],
+            predicted=given[label],
+            correct=pairs[label, label],
+            unparsed=pairs[label, None],
+        )
+        for label in labels
+    ]
+    count, correct = len(gold), sum(row.correct for row in rows)
+    constant = majority if majority is not None else max(labels, key=support.__getitem__)
+    return Metrics(
+        accuracy=correct / count,
+        macro_f1=fsum(row.f1 for row in rows) / len(rows),
+        parsed=(count - given[None]) / count,
+        parse_failures=given[None],
+        count=count,
+        correct=correct,
+        majority=Baseline(constant, support[constant] / count),
+        per_label=rows,
+        confusion={right: {label: pairs[right, label] for label in labels} for right in labels},
+    )
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

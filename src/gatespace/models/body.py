@@ -1,0 +1,108 @@
+"""The passes that all rooms above use, and the choice between packed and plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gatespace.errors import UsageError
+from gatespace.models.load import Model
+from gatespace.models.packed import PackedBody
+from gatespace.models.plain import PlainBody
+
+
+class Kept(Protocol):
+    """What a pass leaves for later ones: keys and values, or token ids."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]: ...
+    def detached(self) -> Any: ...
+    def leaves(self) -> Any: ...
+    def backward(self, leaves: Any) -> None: ...
+
+
+class Read(Protocol):
+    """Hidden states (N, H) of a pass's new tokens, rows one after another, and what it has kept."""
+
+    @property
+    def hidden(self) -> Tensor: ...
+    @property
+    def kept(self) -> Kept: ...
+    @property
+    def trunk(self) -> Kept | None: ...
+    def last(self) -> Tensor: ...
+
+
+class Decoding(Protocol):
+    """Rows that are being continued."""
+
+    def step(self, ids: Sequence[int]) -> Tensor: ...
+    def keep(self, rows: Sequence[int]) -> None: ...
+
+
+class Body(Protocol):
+    """A model's body over rows of tokens; see `PackedBody`."""
+
+    model: Model
+    device: torch.device
+
+    def read(
+        self,
+        rows: Sequence[Sequence[int]],
+        *,
+        trunk: Any = None,
+        past: Any = None,
+        shape: Callable[[int], int] | None = None,
+    ) -> Read: ...
+    def trunk(self, ids: Sequence[int]) -> Kept | None: ...
+    def decoding(self, read: Any, room: int) -> Decoding: ...
+
+
+def body_of(model: Model, *, packed: bool | None = None) -> Body:
+    """The passes for `model`.
+
+    Args:
+        model: A model.
+        packed: True: packed ones, or an error that says why not. False: plain ones. None: packed ones where a probe
+            shows that they compute what the network computes, plain ones elsewhere.
+    """
+    if packed is False:
+        return PlainBody(model)
+    reason = _unfit(model)
+    if reason is None:
+        return PackedBody(model)
+    if packed:
+        raise UsageError(
+            "this network cannot run over packed tokens", got=model.name, why=reason, instead="packed: false"
+        )
+    return PlainBody(model)
+
+
+def _unfit(model: Model) -> str | None:
+    """Why packed passes do not compute what the network computes, or None. Asked once per model."""
+    memo = model._memo
+    if "unfit" not in memo:
+        memo["unfit"] = _probe(model)
+    unfit: str | None = memo["unfit"]
+    return unfit
+
+
+@torch.no_grad()
+def _probe(model: Model) -> str | None:
+    size = model.vocab_size
+    # Long enough for a window or a position bias to show; different lengths, a shared beginning, a second pass.
+    first = [(7 * i + 3) % size for i in range(24)]
+    rows = [[(11 * i + 5 * row + 1) % size for i in range(9 + 14 * row)] for row in range(2)]
+    try:
+        packed, plain = PackedBody(model), PlainBody(model)
+        read = packed.read([row[:6] for row in rows], trunk=first)
+        found = packed.read([row[6:] for row in rows], trunk=read.trunk, past=read.kept).hidden
+    except (UsageError, TypeError, AttributeError, RuntimeError, KeyError) as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    expected = plain.read([row[6:] for row in rows], trunk=first, past=plain.read([r[:6] for r in rows]).kept).hidden
+    distance = (found.double() - expected.double()).norm() / expected.double().norm()
+    allowed = 0.1 if model.head.weight.dtype.itemsize < 4 else 1e-3
+    return None if distance <= allowed else f"a probe differs from the network's own forward by {float(distance):.2g}"

@@ -1,0 +1,340 @@
+"""A causal language model with its tokenizer: by folder, by name, or from the Hugging Face Hub.
+
+What is special about an architecture ends here: the others see a body that gives hidden states and a head that turns
+them into logits. That the two together are the network is checked when a model is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from gatespace.errors import UsageError, missing_extra
+from gatespace.gating.projection import Head, Projection, logits_buffer
+from gatespace.models.cache_root import new_folder, read_record, write_record
+from gatespace.models.fingerprint import network_fingerprint, network_state
+from gatespace.models.hub import first_line, hub_reachable, without_progress_bars
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SMOLLM2 = "smollm2"
+TINY = ("tiny", "tiny-student", "tiny-teacher")
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_PROBE = "Probe7"
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A network and its tokenizer.
+
+    Args:
+        network: A causal LM, in evaluation mode.
+        tokenizer: Its tokenizer.
+        name: What the user has called it.
+        source: Where it came from: a folder, or a Hub id and its revision.
+    """
+
+    network: PreTrainedModel = field(repr=False)
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)
+    name: str
+    source: str
+    _memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """The number of ids the tokenizer has. The head may have more rows; they are padding."""
+        return max(self.tokenizer.get_vocab().values()) + 1
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """The ids that end a response, in rising order."""
+        declared = getattr(getattr(self.network, "generation_config", None), "eos_token_id", None)
+        found = {*(declared if isinstance(declared, (list, tuple)) else [declared])}
+        found |= {self.tokenizer.eos_token_id, _end_of_turn(self.tokenizer)}
+        return tuple(sorted(id for id in found if isinstance(id, int) and 0 <= id < self.vocab_size))
+
+    @cached_property
+    def turn_end(self) -> int | None:
+        """The id that a whole response is closed with: the chat template's, or else the tokenizer's end."""
+        for id in (_end_of_turn(self.tokenizer), self.tokenizer.eos_token_id, *self.end_ids):
+            if isinstance(id, int) and id in self.end_ids:
+                return id
+        return None
+
+    @property
+    def pad_id(self) -> int:
+        """The id in places that are masked; any id would do."""
+        pad = self.tokenizer.pad_token_id
+        if isinstance(pad, int) and 0 <= pad < self.vocab_size:
+            return pad
+        return self.end_ids[0] if self.end_ids else 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.head.weight.device
+
+    @property
+    def body(self) -> nn.Module:
+        """The network without its head: `input_ids` to `last_hidden_state`, after the final norm."""
+        decoder: nn.Module = _unwrapped(self.network).get_decoder()
+        return decoder
+
+    @property
+    def head(self) -> Head:
+        """The head, with the network's own weight, so that gradients and updates reach it."""
+        network = _unwrapped(self.network)
+        layer = network.get_output_embeddings()
+        if not isinstance(getattr(layer, "weight", None), Tensor):
+            raise UsageError(
+                "gatespace needs a model whose head is one linear layer",
+                got=f"{type(network).__name__} with {type(layer).__name__}",
+            )
+        config = network.config.get_text_config()
+        return Head(layer.weight, getattr(layer, "bias", None), _scale(config), _softcap(config))
+
+    def fingerprint(self) -> str:
+        """A hash of the weights and of all of the configuration that the output depends on.
+
+        It is the same wherever the files lie and however they are divided, and another one as soon as a single weight
+        or the precision of the weights is another.
+        """
+        state = network_state(self.network)
+        if self._memo.get("state") != state:
+            self._memo.update(state=state, fingerprint=network_fingerprint(self.network))
+        fingerprint: str = self._memo["fingerprint"]
+        return fingerprint
+
+    def tokenizer_digest(self) -> str:
+        """A hash of all tokens with their ids, and of the chat template."""
+        vocabulary = sorted(self.tokenizer.get_vocab().items())
+        content = json.dumps([vocabulary, self.tokenizer.chat_template], sort_keys=True)
+        return hashlib.sha256(b"gatespace tokenizer 1\n" + content.encode()).hexdigest()
+
+    def save(self, folder: str | Path) -> None:
+        """Write a normal model folder, whole or not at all. Adapters are merged into the weights of the copy.
+
+        A folder that gatespace has written before is replaced; any other that is not empty is refused.
+        """
+        whole = self
+        if _unwrapped(self.network) is not self.network:
+            from gatespace.models.lora import merged
+
+            whole = merged(self)
+        with new_folder(Path(folder)) as fresh, without_progress_bars():
+            whole.network.save_pretrained(fresh)
+            whole.tokenizer.save_pretrained(fresh)
+            write_record(fresh, {"name": self.name, "source": self.source})
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    report: Callable[[str], None] | None = None,
+) -> Model:
+    """Load a causal LM and its tokenizer.
+
+    Args:
+        name: A folder; ``smollm2``; or a Hub id, ``org/name`` or ``hub:org/name``. A folder comes before a Hub id of
+            the same name, and the short name before a folder (write ``./smollm2`` for the folder).
+        dtype: Precision of the weights.
+        device: Where the weights go.
+        revision: Branch, tag or commit of a Hub id.
+        trust_remote_code: Whether code that comes with the model may run.
+        report: Is told what takes long, if something has to be fetched or converted first.
+    """
+    try:
+        import transformers
+        from safetensors import SafetensorError
+    except ImportError as error:
+        raise missing_extra("loading a model", module="transformers", extra="train") from error
+    where, options, source = _located(name, revision, report)
+    options |= {"trust_remote_code": trust_remote_code}
+    try:
+        config = transformers.AutoConfig.from_pretrained(where, **options)
+    except (OSError, ValueError) as error:
+        raise _not_loaded(name, "configuration", error, options) from error
+    if source is None:
+        # The rest is taken from the same commit, even if the branch moves in the meantime.
+        options["revision"] = _commit(where, options["revision"])
+        source = f"{where}@{options['revision']}"
+    if config.is_encoder_decoder:
+        raise UsageError("not a causal language model", got=f"{name}, an encoder-decoder ({config.model_type})")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
+    except Exception as error:  # tokenizer files of all ages and kinds fail in as many ways
+        raise _not_loaded(name, "tokenizer", error, options) from error
+    if set(tokenizer.get_vocab().values()) <= set(tokenizer.added_tokens_decoder):
+        # For some architectures transformers makes up an empty tokenizer where there are no files of one.
+        raise UsageError(
+            f"the tokenizer of {name} has no tokens", why="its files are missing, tokenizer.json above all"
+        )
+    try:
+        with without_progress_bars():
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                where, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+            )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise _not_loaded(name, "weights", error, options) from error
+    network, loading = loaded
+    missing = sorted(loading["missing_keys"]) + sorted(map(str, loading["mismatched_keys"]))
+    if missing:
+        raise UsageError(
+            f"{name} does not have all the weights of a {type(network).__name__}",
+            got=f"{len(missing)} missing, the first is {missing[0]}",
+            why="they would be random numbers",
+        )
+    model = Model(network.eval().to(device), tokenizer, name, source)
+    check_network(model)
+    return model
+
+
+def check_network(model: Model) -> None:
+    """Raise unless the network is causal and its logits are those of `head` on the output of `body`."""
+    head, network = model.head, model.network
+    if model.vocab_size > len(head.weight):
+        raise UsageError(
+            f"the tokenizer of {model.name} has ids that its head has no row for",
+            got=f"{model.vocab_size} ids, {len(head.weight)} rows",
+        )
+    last = model.vocab_size - 1
+    # Two rows that differ in the last place only: a causal network gives them the same hidden states before it.
+    ids = torch.tensor([[last // 5, last // 2, 0], [last // 5, last // 2, last]], device=model.device)
+    with torch.no_grad():
+        hidden = model.body(input_ids=ids, use_cache=False).last_hidden_state
+        logits = network(input_ids=ids, use_cache=False).logits.float()
+        flat, rows = hidden.flatten(0, 1), len(head.weight)
+        projection = Projection(flat, head, rows)
+        rebuilt = projection.into(logits_buffer(flat, len(flat), rows, projection.dtype), slice(None), 0, rows)
+    tolerance = torch.finfo(hidden.dtype).eps ** 0.5
+    if not _close(hidden[0, :2], hidden[1, :2], tolerance):
+        raise UsageError(
+            "not a causal language model",
+            got=f"{model.name}, a {type(network).__name__} whose states depend on later tokens",
+        )
+    if not _close(rebuilt, logits.flatten(0, 1), tolerance):
+        raise UsageError(
+            f"the logits of {model.name} are not those of its head on its hidden states",
+            got=f"{type(network).__name__}, scale {head.scale:g}, softcap {head.softcap}",
+            why="gatespace makes logits where the loss needs them, and only there",
+            instead="a model of another architecture",
+        )
+
+
+def _located(
+    name: str, revision: str | None, report: Callable[[str], None] | None
+) -> tuple[str, dict[str, Any], str | None]:
+    """Where transformers finds the model, with which options, and the source if it is known before loading."""
+    if name in TINY:
+        raise UsageError(
+            f"{name!r} is built for a task",
+            why="its tokenizer is trained on the task's texts",
+            instead="build_tiny(task) gives the folders of the pair",
+        )
+    folder = Path(name).expanduser()
+    if name == SMOLLM2:
+        from gatespace.models.smollm2 import smollm2_folder
+
+        folder = smollm2_folder(report=report)
+        return str(folder), {"local_files_only": True}, str(read_record(folder).get("source", folder))
+    if folder.is_dir():
+        if revision is not None:
+            raise UsageError("a folder has no revisions", got=f"{name} and revision {revision!r}")
+        _check_folder(folder)
+        origin = read_record(folder).get("source")
+        return str(folder), {"local_files_only": True}, f"{folder} (from {origin})" if origin else str(folder)
+    hub_name = name.removeprefix("hub:")
+    if not _HUB_NAME.fullmatch(hub_name) or hub_name.startswith("."):
+        raise UsageError(
+            "no such model",
+            got=repr(name),
+            why="it is neither an existing folder nor a Hub id",
+            instead="a folder, smollm2, or org/name",
+        )
+    return hub_name, {"local_files_only": not hub_reachable(), "revision": revision or "main"}, None
+
+
+def _commit(name: str, revision: str) -> str:
+    from huggingface_hub import try_to_load_from_cache
+
+    file = try_to_load_from_cache(name, "config.json", revision=revision)  # …/snapshots/<commit>/config.json
+    return Path(file).parent.name if isinstance(file, str) else revision
+
+
+def _check_folder(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise UsageError("not a model folder", got=str(folder), why="it has no config.json")
+    if any(folder.glob("*.safetensors")):
+        return
+    pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
+    raise UsageError(
+        "a model folder has its weights in .safetensors files",
+        got=f"{folder} with {', '.join(pickled) or 'no weights'}",
+        why="loading a pickle runs whatever code is in it" if pickled else "",
+        instead="convert it where it comes from: model.save_pretrained(folder) writes safetensors" if pickled else "",
+    )
+
+
+def _not_loaded(name: str, part: str, error: Exception, options: dict[str, Any]) -> UsageError:
+    why = instead = ""
+    if "Unrecognized configuration class" in str(error):
+        return UsageError("not a causal language model", got=f"{name}: {str(error).split(' for this kind')[0]}")
+    if "revision" in options and options["local_files_only"]:
+        why = "the Hugging Face Hub is out of reach from here, or HF_HUB_OFFLINE is set, and no copy is in its cache"
+        instead = "the folder of a copy that was downloaded elsewhere; or smollm2, which needs no Hub"
+    elif "revision" in options:
+        why = "no such id or revision, one that needs a login (hf auth login), or one without safetensors files"
+    return UsageError(f"the {part} of {name} could not be loaded", got=first_line(error), why=why, instead=instead)
+
+
+def _unwrapped(network: Any) -> Any:
+    # PEFT's wrapper is around the network whose layers it has changed in place.
+    inner = getattr(network, "get_base_model", None)
+    return network if inner is None else inner()
+
+
+def _scale(config: Any) -> float:
+    scale = 1.0
+    for factor in ("logit_scale", "lm_head_multiplier", "output_multiplier"):  # Cohere, Falcon-H1, Muse
+        scale *= getattr(config, factor, None) or 1.0
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    # One name, two meanings: Granite divides by it, HyperCLOVA X multiplies.
+    return scale * divisor if config.model_type.startswith("hyperclovax") else scale / divisor
+
+
+def _softcap(config: Any) -> float | None:
+    return getattr(config, "final_logit_softcapping", None) or None  # Gemma 2 and its kin
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The one token that the chat template writes after the assistant's text, if it is a special one."""
+    if not tokenizer.chat_template:
+        return None
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception:  # a template is a program, and may refuse any chat
+        return None
+    tail = str(text).rpartition(_PROBE)[2]
+    ids: list[int] = tokenizer.encode(tail, add_special_tokens=False) if tail else []
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return ids[0] if ids and ids[0] in special else None
+
+
+def _close(left: Tensor, right: Tensor, tolerance: float) -> bool:
+    return bool((left - right).abs().max() <= tolerance * right.abs().max())

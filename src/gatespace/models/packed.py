@@ -1,0 +1,419 @@
+"""A model's body over packed tokens: no padding, and what rows have in common is computed once.
+
+The tokens of all rows lie one after another in a single sequence, so every linear layer sees real tokens only.
+Attention alone knows about rows: it is registered with transformers under the name `gatespace`, takes each row apart,
+and lets it look at the shared prefix (the trunk), at what the row itself has kept from an earlier pass, and at its own
+new tokens. Causal attention makes this exact, and gradient flows back through all three: a prompt that was read once
+serves sampling and update alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gatespace.errors import UsageError
+from gatespace.models.load import Model
+
+_NAME = "gatespace"
+_ROOM = 32
+"""Rows whose lengths are equal up to this many tokens attend together."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Keys and values of a pass: per layer (Hkv, N, D), rows one after another."""
+
+    layers: tuple[tuple[Tensor, Tensor], ...]
+    lengths: tuple[int, ...]
+
+    def detached(self) -> Kept:
+        """The same numbers without gradient."""
+        return Kept(tuple((key.detach(), value.detach()) for key, value in self.layers), self.lengths)
+
+    def leaves(self) -> Kept:
+        """The same numbers as the start of a new graph, whose gradients are handed on by `backward`."""
+        fresh = self.detached()
+        for pair in fresh.layers:
+            for tensor in pair:
+                tensor.requires_grad_()
+        return fresh
+
+    def backward(self, leaves: Kept) -> None:
+        """Continue in this graph with the gradients that `leaves` have gathered."""
+        pairs = [
+            (mine, leaf.grad)
+            for own, other in zip(self.layers, leaves.layers, strict=True)
+            for mine, leaf in zip(own, other, strict=True)
+            if mine.requires_grad and leaf.grad is not None
+        ]
+        if pairs:
+            torch.autograd.backward([mine for mine, _ in pairs], [grad for _, grad in pairs])
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a pass gives: hidden states (N, H) after the final norm, and the keys and values of trunk and rows."""
+
+    hidden: Tensor
+    kept: Kept
+    trunk: Kept | None
+
+    def last(self) -> Tensor:
+        """(B, H) hidden states at the last token of every row."""
+        ends = torch.tensor(self.kept.lengths, device=self.hidden.device).cumsum(0) - 1
+        return self.hidden[ends]
+
+
+class PackedBody:
+    """Runs the body of a model over packed rows."""
+
+    def __init__(self, model: Model) -> None:
+        _register()
+        self.model = model
+        self.device = model.device
+        self.dtype = model.head.weight.dtype
+        if not getattr(model.body, "_supports_attention_backend", False):
+            raise UsageError(
+                "this architecture does not let its attention be replaced",
+                got=type(model.body).__name__,
+                instead="engine.packed: false",
+            )
+
+    def read(
+        self,
+        rows: Sequence[Sequence[int]],
+        *,
+        trunk: Kept | Sequence[int] | None = None,
+        past: Kept | None = None,
+        shape: Callable[[int], int] | None = None,
+    ) -> Read:
+        """Hidden states of all tokens of `rows`.
+
+        Args:
+            rows: Token ids, at least one per row.
+            trunk: What stands before every row: kept from an earlier pass, or ids that are read in this pass.
+            past: What each row has kept from an earlier pass, after the trunk.
+            shape: The padded length of row i in attention. The bits of a row's result depend on its shape, not on
+                its companions. None: short rows together, long rows together.
+        """
+        inline = tuple(trunk) if trunk is not None and not isinstance(trunk, Kept) else ()
+        before = len(inline) if not isinstance(trunk, Kept) else trunk.lengths[0]
+        starts = [before] * len(rows) if past is None else [before + length for length in past.lengths]
+        ids = [*inline, *(token for row in rows for token in row)]
+        positions = [
+            *range(len(inline)),
+            *(start + t for start, row in zip(starts, rows, strict=True) for t in range(len(row))),
+        ]
+        lengths = tuple(len(row) for row in rows)
+        plan = _Rows(
+            lengths,
+            trunk=trunk if isinstance(trunk, Kept) else None,
+            inline=len(inline),
+            past=past,
+            shape=shape,
+            device=self.device,
+        )
+        hidden = self._run(ids, positions, plan)
+        layers = plan.record
+        kept = Kept(tuple((k[:, len(inline) :], v[:, len(inline) :]) for k, v in layers), lengths)
+        if inline:
+            root: Kept | None = Kept(
+                tuple((k[:, : len(inline)], v[:, : len(inline)]) for k, v in layers), (len(inline),)
+            )
+        else:
+            root = trunk if isinstance(trunk, Kept) else None
+        return Read(hidden[len(inline) :], kept, root)
+
+    def trunk(self, ids: Sequence[int]) -> Kept | None:
+        """The shared prefix, kept; None if it is empty."""
+        return self.read([ids]).kept if ids else None
+
+    def decoding(self, read: Read, room: int) -> Decoding:
+        """Start writing after the rows of `read`, up to `room` tokens each, without gradient."""
+        return Decoding(self, read, room)
+
+    def _run(self, ids: Sequence[int], positions: Sequence[int], plan: _Plan) -> Tensor:
+        body = self.model.body
+        config: Any = body.config
+        before = config._attn_implementation
+        # Set for this pass only: the same network may be saved, generated with or trained elsewhere in between.
+        config._attn_implementation = _NAME
+        try:
+            output = body(
+                input_ids=torch.tensor([ids], device=self.device),
+                position_ids=torch.tensor([positions], device=self.device),
+                use_cache=False,
+                gatespace_plan=plan,
+            )
+        finally:
+            config._attn_implementation = before
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+
+class Decoding:
+    """Rows that are being continued token by token; their keys and values lie in buffers of fixed size."""
+
+    def __init__(self, body: PackedBody, read: Read, room: int) -> None:
+        self._body = body
+        trunk, kept = read.trunk, read.kept
+        before = trunk.lengths[0] if trunk is not None else 0
+        lengths = torch.tensor(kept.lengths, device=body.device)
+        longest = int(lengths.max())
+        index, _ = _padded(lengths, longest)
+        rows = len(kept.lengths)
+        self._used = lengths + before
+        self._layers: list[tuple[Tensor, Tensor]] = []
+        for layer, pair in enumerate(kept.layers):
+            buffers = []
+            for side, tensor in enumerate(pair):
+                heads, _, width = tensor.shape
+                buffer = tensor.new_zeros(rows, heads, before + longest + room, width)
+                if trunk is not None:
+                    buffer[:, :, :before] = trunk.layers[layer][side].detach()
+                own = tensor.detach().index_select(1, index).view(heads, rows, longest, width)
+                buffer[:, :, before : before + longest] = own.transpose(0, 1)
+                buffers.append(buffer)
+            self._layers.append((buffers[0], buffers[1]))
+
+    @torch.no_grad()
+    def step(self, ids: Sequence[int]) -> Tensor:
+        """Append one token to every row; (B, H) hidden states there."""
+        plan = _Decode(self._layers, self._used)
+        hidden = self._body._run(ids, self._used.tolist(), plan)
+        self._used = self._used + 1
+        return hidden
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only, in this order."""
+        index = torch.tensor(list(rows), device=self._body.device)
+        self._used = self._used[index]
+        self._layers = [(key[index], value[index]) for key, value in self._layers]
+
+
+# ---------------------------------------------------------------------- attention
+
+
+class _Plan:
+    """How the tokens of one pass attend; reached through the keyword arguments of the network."""
+
+    longest: int
+    """The most keys that any token sees."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """(Hq, N, D) from (Hq, N, D), (Hkv, N, D), (Hkv, N, D)."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Rows that attend together, padded to one shape."""
+
+    rows: int
+    length: int
+    index: Tensor
+    """(rows·length,) where in the pass each place's token lies; padding repeats the row's last token."""
+    real: Tensor
+    """Places that are not padding."""
+    past: Tensor | None
+    """(rows·longest past,) where in `past` each place's key lies."""
+    mask: Tensor
+    """(rows or 1, 1, length, keys) 0 where a key may be seen, -inf elsewhere."""
+
+
+class _Rows(_Plan):
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        *,
+        trunk: Kept | None,
+        inline: int,
+        past: Kept | None,
+        shape: Callable[[int], int] | None,
+        device: torch.device,
+    ) -> None:
+        self.trunk, self.inline, self.past = trunk, inline, past
+        self.record: list[tuple[Tensor, Tensor]] = []
+        before = inline if trunk is None else trunk.lengths[0]
+        behind = past.lengths if past is not None else (0,) * len(lengths)
+        self.longest = before + max(sum(pair) for pair in zip(lengths, behind, strict=True))
+        sizes: dict[tuple[int, int], list[int]] = {}
+        for row, length in enumerate(lengths):
+            size = (shape(row), behind[row]) if shape is not None else (_up(length), _up(behind[row]))
+            sizes.setdefault(size, []).append(row)
+        offsets = torch.tensor([inline, *lengths]).cumsum(0)
+        past_offsets = torch.tensor([0, *past.lengths]).cumsum(0) if past is not None else None
+        self.groups, targets = [], []
+        for (room, past_room), rows in sizes.items():
+            own = torch.tensor([lengths[row] for row in rows])
+            length = room if shape is not None else int(own.max())
+            index, real = _padded(own, length, offsets[rows])
+            time = torch.arange(length)
+            parts = [torch.ones(1, length, before, dtype=torch.bool), (time[:, None] >= time)[None]]
+            past_index = None
+            if past is not None and past_offsets is not None:
+                seen = torch.tensor([past.lengths[row] for row in rows])
+                longest = past_room if shape is not None else int(seen.max())
+                past_index, _ = _padded(seen, longest, past_offsets[rows])
+                visible = (torch.arange(longest) < seen[:, None])[:, None].expand(-1, length, -1)
+                parts = [part.expand(len(rows), -1, -1) for part in parts]
+                parts.insert(1, visible)
+            mask = torch.zeros(1).where(torch.cat(parts, -1), -torch.inf)[:, None]
+            targets.append(index[real])
+            past_index = None if past_index is None else past_index.to(device)
+            self.groups.append(
+                _Group(len(rows), length, index.to(device), real.to(device), past_index, mask.to(device))
+            )
+        self.order = torch.cat(targets).argsort().to(device)
+        time = torch.arange(inline)
+        self.trunk_mask = torch.zeros(1).where(time[:, None] >= time, -torch.inf)[None, None].to(device)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        if layer != len(self.record):
+            raise UsageError("the layers of this network do not run one after another", instead="engine.packed: false")
+        self.record.append((key, value))
+        shared = self.trunk.layers[layer] if self.trunk is not None else None
+        before = []
+        if self.inline:
+            shared = key[:, : self.inline], value[:, : self.inline]
+            first = query[:, : self.inline]
+            before.append(_attention(first[None], shared[0][None], shared[1][None], self.trunk_mask, scale)[0])
+        outputs = []
+        for group in self.groups:
+            seen = []
+            for side, new in enumerate((key, value)):
+                parts = [] if shared is None else [shared[side].expand(group.rows, -1, -1, -1)]
+                if group.past is not None and self.past is not None:
+                    parts.append(_unpack(self.past.layers[layer][side], group.past, group.rows))
+                parts.append(_unpack(new, group.index, group.rows))
+                seen.append(torch.cat(parts, 2) if len(parts) > 1 else parts[0])
+            output = _attention(_unpack(query, group.index, group.rows), seen[0], seen[1], group.mask, scale)
+            outputs.append(output.transpose(0, 1).flatten(1, 2).index_select(1, group.real))
+        rows = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1).index_select(1, self.order)
+        return torch.cat([*before, rows], 1) if before else rows
+
+
+class _Decode(_Plan):
+    def __init__(self, layers: list[tuple[Tensor, Tensor]], used: Tensor) -> None:
+        self.layers, self.used = layers, used
+        self.longest = int(used.max()) + 1
+        seen = torch.arange(self.longest, device=used.device) <= used[:, None]
+        self.mask = torch.zeros(1, device=used.device).where(seen, -torch.inf)[:, None, None]
+        self.rows = torch.arange(len(used), device=used.device)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        keys, values = self.layers[layer]
+        keys[self.rows, :, self.used] = key.transpose(0, 1)
+        values[self.rows, :, self.used] = value.transpose(0, 1)
+        keys, values = keys[:, :, : self.longest], values[:, :, : self.longest]
+        return _attention(query.transpose(0, 1)[:, :, None], keys, values, self.mask, scale)[:, :, 0].transpose(0, 1)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """(B, Hq, S, D) from queries (B, Hq, S, D), keys and values (B, Hkv, K, D) and a mask (B or 1, 1, S, K)."""
+    result: Tensor = _Attention.apply(query, key, value, mask, scale)
+    return result
+
+
+class _Attention(torch.autograd.Function):
+    """Softmax attention with grouped queries, written out.
+
+    The fused kernel of torch spends most of an update in its backward pass on a CPU at these sizes, and plain autograd
+    keeps float32 copies of all weights. Weights are made in float32 and kept in the precision of the inputs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+        rows, heads, length, width = query.shape
+        shared = key.shape[1]
+        ctx.shapes = query.shape, key.shape
+        query = query.reshape(rows * shared, heads // shared * length, width)
+        key, value = key.reshape(rows * shared, -1, width), value.reshape(rows * shared, -1, value.shape[-1])
+        scores = torch.bmm(query, key.transpose(1, 2)).view(rows, heads, length, -1)
+        weights = (
+            torch.softmax(_wide(scores).mul_(scale).add_(mask), -1)
+            .to(query.dtype)
+            .view(rows * shared, -1, key.shape[1])
+        )
+        ctx.save_for_backward(query, key, value, weights)
+        ctx.scale = scale
+        return torch.bmm(weights, value).view(rows, heads, length, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, weights = ctx.saved_tensors
+        (rows, heads, length, width), key_shape = ctx.shapes
+        grad = grad.reshape(*query.shape[:2], -1)
+        to_value = torch.bmm(weights.transpose(1, 2), grad)
+        to_weights = _wide(torch.bmm(grad, value.transpose(1, 2)))
+        wide = _wide(weights)
+        to_scores = wide * (to_weights - (to_weights * wide).sum(-1, keepdim=True))
+        to_scores = to_scores.mul_(ctx.scale).to(query.dtype)
+        to_query = torch.bmm(to_scores, key).view(rows, heads, length, width)
+        to_key = torch.bmm(to_scores.transpose(1, 2), query).view(key_shape)
+        return to_query, to_key, to_value.view(*key_shape[:3], -1), None, None
+
+
+def _serve(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    gatespace_plan: _Plan | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in place of its own attention: (1, heads, N, D) each."""
+    if gatespace_plan is None:
+        raise UsageError(
+            "this architecture does not pass keyword arguments to its attention", instead="engine.packed: false"
+        )
+    window = others.get("sliding_window")
+    if window is not None and gatespace_plan.longest > window:
+        raise UsageError(
+            "packed passes have no sliding window, and these texts are longer than the model's",
+            got=f"{gatespace_plan.longest} tokens, window {window}",
+            instead="engine.packed: false",
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    output = gatespace_plan.attend(module.layer_idx, query[0], key[0], value[0], scale)
+    return output.transpose(0, 1)[None], None
+
+
+def _register() -> None:
+    from transformers import AttentionInterface
+
+    # No mask is registered under this name, so transformers makes none.
+    AttentionInterface.register(_NAME, _serve)
+
+
+def _padded(lengths: Tensor, longest: int, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(rows·longest,) indices of the tokens of rows that begin at `offsets`, and which of them are no padding."""
+    if offsets is None:
+        offsets = lengths.cumsum(0) - lengths
+    time = torch.arange(longest, device=lengths.device)
+    index = offsets[:, None] + torch.minimum(time, lengths[:, None] - 1)
+    return index.flatten(), (time < lengths[:, None]).flatten().nonzero()[:, 0]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _unpack(tensor: Tensor, index: Tensor, rows: int) -> Tensor:
+    """(rows, heads, S, D) from (heads, N, D)."""
+    heads, _, width = tensor.shape
+    return tensor.index_select(1, index).view(heads, rows, -1, width).transpose(0, 1)
+
+
+def _up(length: int) -> int:
+    return -(-length // _ROOM) * _ROOM

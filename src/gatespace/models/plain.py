@@ -1,0 +1,106 @@
+"""The same passes as `packed`, by the network's own forward over whole padded sequences.
+
+It keeps token ids where the packed passes keep keys and values, and reads everything anew. Slow, but it serves every
+architecture, and it is what the packed passes are measured against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gatespace.models.load import Model
+
+
+@dataclass(frozen=True)
+class KeptIds:
+    """The token ids of a pass, row by row."""
+
+    rows: tuple[tuple[int, ...], ...]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(len(row) for row in self.rows)
+
+    def detached(self) -> KeptIds:
+        return self
+
+    def leaves(self) -> KeptIds:
+        return self
+
+    def backward(self, leaves: KeptIds) -> None:
+        """Nothing is owed: every pass has read its prefix itself."""
+
+
+@dataclass(frozen=True)
+class PlainRead:
+    """Hidden states (N, H) of the new tokens, rows one after another."""
+
+    hidden: Tensor
+    kept: KeptIds
+    trunk: KeptIds | None
+
+    def last(self) -> Tensor:
+        """(B, H) hidden states at the last token of every row."""
+        ends = torch.tensor(self.kept.lengths, device=self.hidden.device).cumsum(0) - 1
+        return self.hidden[ends]
+
+
+class PlainBody:
+    """Runs the body of a model over whole sequences."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.device = model.device
+
+    def read(
+        self,
+        rows: Sequence[Sequence[int]],
+        *,
+        trunk: KeptIds | Sequence[int] | None = None,
+        past: KeptIds | None = None,
+        shape: Callable[[int], int] | None = None,
+    ) -> PlainRead:
+        """Hidden states of all tokens of `rows`; arguments as in `PackedBody.read`."""
+        root = trunk.rows[0] if isinstance(trunk, KeptIds) else tuple(trunk or ())
+        before = [root + (past.rows[i] if past is not None else ()) for i in range(len(rows))]
+        whole = [[*first, *row] for first, row in zip(before, rows, strict=True)]
+        longest = max(len(row) for row in whole)
+        if shape is not None:
+            longest = max(len(first) + shape(i) for i, first in enumerate(before))
+        ids = torch.tensor([row + [self.model.pad_id] * (longest - len(row)) for row in whole], device=self.device)
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in whole], device=self.device)
+        hidden = self.model.body(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        new = [states[len(first) : len(row)] for states, first, row in zip(hidden, before, whole, strict=True)]
+        kept = KeptIds(tuple(tuple(row) for row in rows))
+        return PlainRead(torch.cat(new), kept, KeptIds((root,)) if root else None)
+
+    def trunk(self, ids: Sequence[int]) -> KeptIds | None:
+        """The shared prefix; None if it is empty."""
+        return KeptIds((tuple(ids),)) if ids else None
+
+    def decoding(self, read: PlainRead, room: int) -> PlainDecoding:
+        """Start writing after the rows of `read`."""
+        return PlainDecoding(self, read)
+
+
+class PlainDecoding:
+    """Rows that are being continued token by token, each time from the beginning."""
+
+    def __init__(self, body: PlainBody, read: PlainRead) -> None:
+        self._body, self._trunk = body, read.trunk
+        self._rows = [list(row) for row in read.kept.rows]
+
+    @torch.no_grad()
+    def step(self, ids: Sequence[int]) -> Tensor:
+        """Append one token to every row; (B, H) hidden states there."""
+        for row, token in zip(self._rows, ids, strict=True):
+            row.append(token)
+        return self._body.read(self._rows, trunk=self._trunk).last()
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only, in this order."""
+        self._rows = [self._rows[row] for row in rows]

@@ -1,0 +1,66 @@
+"""Greedy answers to many texts, as in evaluation and prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gatespace.models.body import body_of
+from gatespace.models.encode import Encoder
+from gatespace.models.load import Model
+from gatespace.rollout.native import Sampling, sample
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model wrote after the prefill."""
+
+    ids: tuple[int, ...]
+    text: str
+    ended: bool
+
+
+def greedy(
+    model: Model,
+    encoder: Encoder,
+    texts: Sequence[str],
+    *,
+    max_new_tokens: int = 32,
+    batch_size: int = 64,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Answer]:
+    """The most probable token each time, until the answer is closed or ended.
+
+    Args:
+        model: Its body writes.
+        encoder: Knows all of `texts`.
+        texts: What is asked about.
+        max_new_tokens: The longest answer.
+        batch_size: Texts that are answered together; texts of like length are.
+        progress: Called with the number of texts answered so far and the number of all.
+    """
+    body = body_of(model)
+    ends = set(model.end_ids)
+    prompts = [encoder.suffix(text) for text in texts]
+    order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
+    answers: dict[int, Answer] = {}
+    sampling = Sampling(temperature=0, max_new_tokens=max_new_tokens)
+    with torch.no_grad():
+        trunk = body.trunk(encoder.prefix) if texts else None
+        for start in range(0, len(order), batch_size):
+            batch = order[start : start + batch_size]
+            read = body.read([prompts[i] for i in batch], trunk=trunk)
+            rollout = sample(
+                body,
+                read,
+                vocab_size=model.vocab_size,
+                sampling=sampling,
+                stop=lambda ids: ids[-1] in ends or encoder.closed(ids),
+            )
+            for i, ids, ended in zip(batch, rollout.responses, rollout.ended, strict=True):
+                answers[i] = Answer(tuple(ids), encoder.decode(ids), ended)
+            if progress is not None:
+                progress(min(start + batch_size, len(order)), len(order))
+    return [answers[i] for i in range(len(texts))]

@@ -1,0 +1,129 @@
+"""The sampler: rows are continued together, each with random numbers of its own.
+
+A row's numbers come from its own stream, so what it writes depends neither on the rows beside it nor on how a batch is
+divided, but for the rounding of its logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gatespace.errors import UsageError
+from gatespace.gating.projection import Head, Projection, logits_buffer
+from gatespace.models.body import Body, Read
+
+_SPARSE = 0.75
+"""Rows that have ended are cleared away once fewer than this share go on: moving the others costs a copy."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen.
+
+    Args:
+        temperature: Divides the logits; 0 takes the most probable token.
+        top_p: Draw from the most probable tokens that together have at least this mass.
+        max_new_tokens: The longest response.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_new_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise UsageError("a temperature is not negative", got=self.temperature)
+        if not 0 < self.top_p <= 1:
+            raise UsageError("top_p is a mass in (0, 1]", got=self.top_p)
+        if self.max_new_tokens < 1:
+            raise UsageError("max_new_tokens is at least 1", got=self.max_new_tokens)
+
+
+@dataclass
+class Rollout:
+    """What was written after every row of a pass."""
+
+    responses: list[list[int]] = field(default_factory=list)
+    log_probs: list[list[float]] = field(default_factory=list)
+    """Log-probabilities of the tokens under the distribution they were drawn from."""
+    ended: list[bool] = field(default_factory=list)
+    """Whether the row came to an end by itself, and not by `max_new_tokens`."""
+
+
+@torch.no_grad()
+def sample(
+    body: Body,
+    read: Read,
+    *,
+    vocab_size: int,
+    sampling: Sampling,
+    stop: Callable[[list[int]], bool],
+    draws: Sequence[Callable[[], float]] = (),
+) -> Rollout:
+    """Continue every row of `read`.
+
+    Args:
+        body: The body that has read the prompts.
+        read: Its pass over them.
+        vocab_size: Ids from here on are padding and never drawn.
+        sampling: How tokens are chosen.
+        stop: Whether a response, its last token included, is at its end.
+        draws: Per row, a source of uniform numbers in [0, 1); not needed at temperature 0.
+    """
+    count = len(read.kept.lengths)
+    if sampling.temperature > 0 and len(draws) != count:
+        raise UsageError("sampling needs a source of random numbers per row", got=f"{len(draws)} for {count} rows")
+    rollout = Rollout([[] for _ in range(count)], [[] for _ in range(count)], [False] * count)
+    head = body.model.head
+    hidden = read.last().detach()
+    decoding = None
+    # `active` are the rows in the order of `hidden`; ended ones among them are carried along until cleared away
+    active = list(range(count))
+    for written in range(1, sampling.max_new_tokens + 1):
+        uniform = [0.0 if rollout.ended[row] or not draws else draws[row]() for row in active]
+        tokens, log_probs = choose(_logits(hidden, head, vocab_size), sampling, uniform)
+        for row, token, log_prob in zip(active, tokens, log_probs, strict=True):
+            if not rollout.ended[row]:
+                rollout.responses[row].append(token)
+                rollout.log_probs[row].append(log_prob)
+                rollout.ended[row] = stop(rollout.responses[row])
+        going = [place for place, row in enumerate(active) if not rollout.ended[row]]
+        if not going or written == sampling.max_new_tokens:
+            break
+        decoding = decoding or body.decoding(read, sampling.max_new_tokens)
+        if len(going) < _SPARSE * len(active):
+            decoding.keep(going)
+            active, tokens = [active[place] for place in going], [tokens[place] for place in going]
+        hidden = decoding.step(tokens)
+    return rollout
+
+
+def choose(logits: Tensor, sampling: Sampling, uniform: Sequence[float]) -> tuple[list[int], list[float]]:
+    """A token per row of `logits` (B, V) by the inverse of its cumulative distribution, with its log-probability."""
+    if sampling.temperature == 0:
+        tokens = logits.argmax(-1)
+        chosen = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+        return tokens.tolist(), chosen.tolist()
+    mass = torch.softmax(logits.double() / sampling.temperature, -1)
+    if sampling.top_p < 1:
+        sorted_mass, order = mass.sort(stable=True, dim=-1, descending=True)
+        outside = sorted_mass.cumsum(-1) - sorted_mass >= sampling.top_p
+        mass = mass.masked_fill(torch.zeros_like(outside).scatter(1, order, outside), 0.0)
+    cumulative = mass.cumsum(-1)
+    total = cumulative[:, -1:]
+    point = torch.tensor(uniform, dtype=cumulative.dtype, device=logits.device)[:, None] * total
+    # the first id whose cumulative mass lies beyond the point, so never one of mass 0
+    tokens = torch.searchsorted(cumulative, point, right=True).clamp(max=logits.shape[1] - 1)
+    log_probs = (mass.gather(1, tokens) / total).log()
+    return tokens[:, 0].tolist(), log_probs[:, 0].tolist()
+
+
+def _logits(hidden: Tensor, head: Head, vocab_size: int) -> Tensor:
+    projection = Projection(hidden, head, vocab_size)
+    rows = hidden.shape[0]
+    out = logits_buffer(hidden, rows, vocab_size, projection.dtype)
+    return projection.into(out, slice(0, rows), 0, vocab_size).contiguous()

@@ -1,0 +1,1 @@
+"""Training: from a configuration to a student that has learned."""

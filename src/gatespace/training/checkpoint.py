@@ -1,0 +1,254 @@
+"""Checkpoints: what a killed run goes on from.
+
+A checkpoint is a folder that comes into being by one rename, after everything in it is on disk; an older one goes
+only after that. So at every moment at least one whole checkpoint is there. Damage that happens later is found by
+checksum, and the checkpoint before is used. Tensors are safetensors and the rest is JSON: reading one runs no code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gatespace.errors import RunError, UsageError, missing_extra
+from gatespace.training.files import atomic_write, sync_folder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Checkpoint", "latest", "save", "tidy"]
+
+_TENSORS, _STATE = "state.safetensors", "state.json"
+_FORMAT = 1
+_NAME = re.compile(r"step-(\d{6,})(\.before)?")
+_SCRAP = re.compile(r"\.step-\d{6,}(\.before)?\.(new|gone)")
+
+
+@dataclass(frozen=True, eq=False)  # tensors have no single truth value, so no generated ==
+class Checkpoint:
+    """A state to go on from."""
+
+    path: Path
+    step: int
+    """Steps done."""
+    tensors: dict[str, Tensor]
+    """On the CPU."""
+    state: dict[str, Any]
+
+
+def save(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, keep: int = 1) -> Path:
+    """Write the checkpoint of `step`, and then remove what is no longer needed.
+
+    Args:
+        folder: The folder of all checkpoints of a run.
+        step: Steps done.
+        tensors: By name, on any device.
+        state: What JSON can hold; floats come back exactly.
+        keep: How many of the latest are left, this one included. Those of later steps go too: they belong to a
+            course of the run that was given up.
+
+    Returns:
+        The checkpoint's own folder.
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise UsageError("the step of a checkpoint is a whole number, at least 0", got=repr(step))
+    _check_keep(keep)
+    folder = Path(folder)
+    final = folder / f"step-{step:06d}"
+    new = folder / f".{final.name}.new"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _sweep(folder)
+        new.mkdir()
+        _write_tensors(new / _TENSORS, tensors)
+        atomic_write(new / _STATE, _statement(step, state, _digest(new / _TENSORS)))
+        if final.exists():  # moved aside and not removed: it may be the only one
+            before = folder / f"{final.name}.before"
+            _remove(before)
+            os.rename(final, before)
+        os.rename(new, final)
+        sync_folder(folder)
+        _tidy(folder, final, keep)
+    except (OSError, RunError) as error:
+        raise RunError(
+            f"the checkpoint of step {step} could not be written",
+            got=error,
+            instead="see to it that the disk has room; the same command goes on from the checkpoint before",
+        ) from error
+    finally:
+        shutil.rmtree(new, ignore_errors=True)  # only after an error is it still there; a full disk gets its room back
+    return final
+
+
+def latest(folder: Path, *, report: Callable[[str], None] | None = None) -> Checkpoint | None:
+    """The latest whole checkpoint; None where there is none.
+
+    Args:
+        folder: The folder of all checkpoints of a run.
+        report: Is told of each checkpoint that is damaged and therefore left out.
+    """
+    for number, path in _all(Path(folder)):
+        try:
+            return _load(path, number)
+        except _Damaged as damage:
+            if report is not None:
+                report(f"the checkpoint {path.name} is damaged and is not used: {damage}")
+    return None
+
+
+def tidy(found: Checkpoint, *, keep: int = 1) -> None:
+    """Remove what a run that goes on from `found` does not need, and what a killed `save` has left behind.
+
+    `save` does the same at its end; this is for a run that was killed before that end and has no further `save` to do.
+    """
+    _check_keep(keep)
+    folder = found.path.parent
+    try:
+        _sweep(folder)
+        _tidy(folder, found.path, keep)
+    except OSError as error:
+        raise RunError("an old checkpoint could not be removed", got=f"{folder}: {error}") from error
+
+
+# ---------------------------------------------------------------------------------------------------- on disk
+
+
+class _Damaged(Exception):
+    pass
+
+
+def _all(folder: Path) -> list[tuple[int, Path]]:
+    """Latest first; one that was moved aside comes after the one that replaced it."""
+    found = []
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if match := _NAME.fullmatch(path.name):
+                found.append((int(match[1]), match[2] is None, path))
+    return [(number, path) for number, _, path in sorted(found, reverse=True)]
+
+
+def _remove(path: Path) -> None:
+    """Take a checkpoint out by one rename first: a half removed one would look damaged."""
+    if path.exists():
+        gone = path.with_name(f".{path.name}.gone")
+        shutil.rmtree(gone, ignore_errors=True)
+        os.rename(path, gone)
+        shutil.rmtree(gone)
+
+
+def _tidy(folder: Path, current: Path, keep: int) -> None:
+    """Later ones are damaged or belong to a course that was given up; moved aside ones have been replaced."""
+    paths = [path for _, path in _all(folder)]
+    place = paths.index(current)
+    rest = [current, *(path for path in paths[place + 1 :] if not path.suffix)]
+    for path in paths:
+        if path not in rest[:keep]:
+            _remove(path)
+
+
+def _check_keep(keep: int) -> None:
+    if keep < 1:
+        raise UsageError("at least one checkpoint is kept", got=keep)
+
+
+def _sweep(folder: Path) -> None:
+    for path in folder.iterdir():
+        if _SCRAP.fullmatch(path.name):
+            shutil.rmtree(path)
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    store = _safetensors()
+    plain: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().contiguous()
+        place = tensor.untyped_storage().data_ptr()
+        if place in seen:  # the format holds no views
+            tensor = tensor.clone()
+        seen.add(place)
+        plain[name] = tensor
+    try:
+        store.save_file(plain, str(path))
+    except store.Error as error:
+        raise OSError(str(error)) from error
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _statement(step: int, state: Mapping[str, Any], tensors: str) -> str:
+    _check_keys(state)
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError) as error:
+        raise UsageError("the state of a checkpoint holds something that JSON has no form for", got=error) from None
+    body = {"format": _FORMAT, "state": state, "step": step, "tensors": tensors}
+    return json.dumps({**body, "checksum": _seal(body)}, sort_keys=True, indent=1) + "\n"
+
+
+def _check_keys(value: Any) -> None:
+    """JSON would turn other keys into texts without a word, and the run would go on with another state."""
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            if not isinstance(key, str):
+                raise UsageError("the keys in a checkpoint's state must be texts", got=repr(key))
+            _check_keys(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            _check_keys(one)
+
+
+def _load(path: Path, number: int) -> Checkpoint:
+    try:
+        body = json.loads((path / _STATE).read_bytes())
+        seal = body.pop("checksum")
+        form, step, state, tensors = (body[key] for key in ("format", "step", "state", "tensors"))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        raise _Damaged(f"{_STATE} cannot be read") from None
+    if seal != _seal(body):
+        raise _Damaged(f"{_STATE} has another checksum")
+    if form != _FORMAT:
+        raise UsageError(
+            "the checkpoint is of another format than this gatespace writes",
+            got=f"{path}: format {form}",
+            instead="go on with the gatespace that wrote it, or remove the run folder",
+        )
+    if step != number:
+        raise _Damaged(f"it is the checkpoint of step {step}")
+    try:
+        if _digest(path / _TENSORS) != tensors:
+            raise _Damaged(f"{_TENSORS} has another checksum")
+    except OSError as error:
+        raise _Damaged(f"{_TENSORS} cannot be read: {error.strerror}") from None
+    return Checkpoint(path, step, _safetensors().load_file(str(path / _TENSORS)), state)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _seal(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+class _Safetensors(NamedTuple):
+    save_file: Callable[[dict[str, Tensor], str], None]
+    load_file: Callable[[str], dict[str, Tensor]]
+    Error: type[Exception]
+
+
+def _safetensors() -> _Safetensors:
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file, save_file
+    except ImportError:
+        raise missing_extra("writing and reading checkpoints", module="safetensors", extra="train") from None
+    return _Safetensors(save_file, load_file, SafetensorError)

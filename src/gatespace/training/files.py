@@ -1,0 +1,232 @@
+"""The files of a run folder, so written that a kill at any moment leaves nothing that the next start cannot use.
+
+Whole files are replaced in one rename. Logs grow line by line; what a killed run wrote past its last checkpoint is cut
+off before the run goes on, so that in the end a log has the bytes of a run that was never killed. One process at a
+time holds the folder. No torch here.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from gatespace.errors import RunError, UsageError
+
+__all__ = ["JsonLines", "atomic_write", "claim", "encode", "read", "sync_folder"]
+
+_LOCK = ".lock"
+
+
+def atomic_write(path: Path, content: str | bytes) -> None:
+    """Replace the file `path` by `content`: it has either all of the old content or all of the new."""
+    data = content.encode() if isinstance(content, str) else content
+    path = Path(path)
+    # One name per target: what a kill leaves behind is overwritten by the next write.
+    beside = path.with_name(f".{path.name}.tmp")
+    with _io(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in `folder` survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def claim(folder: Path) -> Iterator[None]:
+    """Hold a run folder, made if it is not there; an error where another process holds it.
+
+    The hold ends with the process, however that ends.
+    """
+    folder = Path(folder)
+    with _io(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise UsageError(
+                    "another process is running in this run folder",
+                    got=folder,
+                    why="two runs in one folder would mix their records",
+                    instead="wait for it, or choose another output folder",
+                ) from None
+            # A file system without locks: the folder is used as it is.
+        yield
+    finally:
+        os.close(handle)
+
+
+def encode(record: Mapping[str, Any]) -> bytes:
+    """A record as one line: keys sorted, floats by repr, so that equal records have equal bytes.
+
+    A number that is not finite becomes null, which every reader of JSON can read.
+
+    Example:
+        >>> encode({"step": 1, "loss": float("nan"), "lam": 0.1})
+        b'{"lam": 0.1, "loss": null, "step": 1}\\n'
+    """
+    try:
+        text = json.dumps(_finite(record), sort_keys=True, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UsageError("a record holds something that JSON has no form for", got=error) from None
+    # A lone surrogate can come out of a broken tokenizer; it has no UTF-8 form, and an escape says the same.
+    return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+class JsonLines:
+    """A log: one JSON object with a whole number `step` per line.
+
+    Every record goes to the operating system in one write, so that a kill costs at most the line being written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self._handle: int | None = None
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add a record at the end."""
+        _step(record, self.path)
+        line = memoryview(encode(record))
+        with _io(self.path):
+            if self._handle is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                self._handle = os.open(self.path, flags, 0o644)
+            while line:
+                line = line[os.write(self._handle, line) :]
+
+    def truncate_after(self, step: int, *, complete: bool = False) -> int:
+        """Drop a torn last line and every record of a later step; to be called before the first `append` of a run.
+
+        Args:
+            step: The step of the checkpoint that the run goes on from; -1 where it starts from the beginning, since
+                what was written before the first step is written again.
+            complete: Every step from 1 to `step` must have a record; an error where one has none.
+
+        Returns:
+            How many records are left.
+        """
+        self.close()
+        kept: list[int] = []
+        good, pieces, prefix = 0, [], True
+        for line, record in _records(self.path):
+            if _step(record, self.path) > step:
+                prefix = False
+                continue
+            kept.append(record["step"])
+            if prefix:
+                good += len(line)
+            else:  # a later step stands before an earlier one
+                pieces.append(line)
+        if complete and (missing := set(range(1, step + 1)).difference(kept)):
+            raise RunError(
+                f"{self.path.name} has no record of step {min(missing)}, which lies before the checkpoint",
+                got=self.path,
+                why="the run could go on but its records would not be those of a run that was never interrupted",
+                instead="remove the run folder and start again",
+            )
+        with _io(self.path):
+            if pieces:
+                atomic_write(self.path, self.path.read_bytes()[:good] + b"".join(pieces))
+            elif self.path.exists() and self.path.stat().st_size != good:
+                os.truncate(self.path, good)
+        return len(kept)
+
+    def sync(self) -> None:
+        """Make what was appended survive a power cut; due before a checkpoint that counts on it."""
+        if self._handle is not None:
+            with _io(self.path):
+                os.fsync(self._handle)
+
+    def close(self) -> None:
+        """Close the file; a later `append` opens it again."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The records of a log, without a torn last line; none where there is no file."""
+    return [record for _, record in _records(Path(path))]
+
+
+# ---------------------------------------------------------------------------------------------------- helpers
+
+
+def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Whole lines and what they say. A line counts once its end is there."""
+    with _io(path):
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    return
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    record = None
+                if not isinstance(record, dict):
+                    raise RunError(
+                        f"line {number} of {path.name} is damaged",
+                        got=path,
+                        why="lines are written whole, so something else has changed the file",
+                        instead="remove the run folder and start again",
+                    )
+                yield line, record
+
+
+def _step(record: Mapping[str, Any], path: Path) -> int:
+    step = record.get("step")
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise UsageError(f"a record of {path.name} needs a whole number `step`", got=repr(step))
+    return step
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return value
+
+
+@contextmanager
+def _io(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{path} cannot be read or written", got=error.strerror or error) from error

@@ -1,0 +1,177 @@
+"""The course of a run: steps, records, evaluations, checkpoints; taken up again wherever it was killed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from gatespace.config import CheckpointConfig, EvaluationConfig
+from gatespace.errors import GatespaceError, RunError
+from gatespace.evaluation import Evaluation, write
+from gatespace.files import JsonLines, atomic_write
+from gatespace.training import checkpoint
+from gatespace.training.clock import Clock
+from gatespace.training.optimizer import Optimizer
+from gatespace.training.trackers import Trackers, open_trackers
+
+DONE = "done"
+SUMMARY = "summary.json"
+
+
+class Progress(Protocol):
+    """Who is told how a run goes on."""
+
+    def note(self, text: str) -> None:
+        """Something that a user should know."""
+
+    def step(self, step: int, steps: int, record: Mapping[str, Any], timing: Mapping[str, Any]) -> None:
+        """A step is done."""
+
+    def evaluating(self, split: str, done: int, total: int) -> None:
+        """An evaluation is under way."""
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """An evaluation is done."""
+
+
+class Silent:
+    """Progress that nobody looks at."""
+
+    def note(self, text: str) -> None: ...
+    def step(self, step: int, steps: int, record: Mapping[str, Any], timing: Mapping[str, Any]) -> None: ...
+    def evaluating(self, split: str, done: int, total: int) -> None: ...
+    def evaluated(self, step: int, evaluation: Evaluation) -> None: ...
+
+
+@dataclass
+class Outcome:
+    """What a step leaves behind."""
+
+    record: dict[str, Any]
+    """A function of the run's settings alone: the line in metrics.jsonl."""
+    timing: dict[str, Any]
+    """Whatever may differ between two runs with the same numbers: the line in timings.jsonl."""
+    tokens: list[dict[str, Any]] = field(default_factory=list)
+    """Lines of tokens.jsonl."""
+
+
+@dataclass
+class Course:
+    """Everything that a loop needs of the run it drives."""
+
+    folder: Path
+    steps: int
+    step: Callable[[int, Clock], Outcome]
+    """Do the step with this number, counted from 0."""
+    optimizer: Optimizer
+    state: Callable[[], dict[str, Any]]
+    """What a checkpoint holds beside tensors."""
+    restore: Callable[[Mapping[str, Any]], None]
+    evaluate: Callable[[str, Callable[[int, int], None]], Evaluation]
+    """Evaluate on a split."""
+    finish: Callable[[], dict[str, Any]]
+    """Write the trained model; what it returns enters the summary."""
+    evaluation: EvaluationConfig
+    checkpoint: CheckpointConfig
+    trackers: tuple[str, ...]
+    settings: Mapping[str, Any]
+    progress: Progress
+
+
+def run(course: Course) -> dict[str, Any]:
+    """Do what is left of a run, and return its summary."""
+    folder, progress = course.folder, course.progress
+    checkpoints = folder / "checkpoints"
+    start = 0
+    found = checkpoint.latest(checkpoints, report=progress.note)
+    if found is not None:
+        course.optimizer.restore(found.tensors)
+        course.restore(found.state)
+        start = found.step
+        progress.note(f"going on from step {start} of {course.steps}")
+    del found
+    logs = {name: JsonLines(folder / f"{name}.jsonl") for name in ("metrics", "tokens", "evaluations", "timings")}
+    for name, log in logs.items():
+        log.truncate_after(start if start else -1, complete=name == "metrics")
+    with open_trackers(course.trackers, folder, course.settings, step=start, report=progress.note) as trackers:
+        if start == 0 and course.evaluation.every:
+            _look(course, logs["evaluations"], trackers, 0)
+        for number in range(start, course.steps):
+            clock = Clock()
+            outcome = _step(course, number, clock)
+            done = number + 1
+            for record in outcome.tokens:
+                logs["tokens"].append(record)
+            logs["metrics"].append(outcome.record)
+            logs["timings"].append(outcome.timing)
+            trackers.log(done, outcome.record)
+            progress.step(done, course.steps, outcome.record, outcome.timing)
+            if course.evaluation.every and done % course.evaluation.every == 0 and done < course.steps:
+                _look(course, logs["evaluations"], trackers, done)
+            every = course.checkpoint.every
+            if every and (done % every == 0 or done == course.steps):
+                for log in logs.values():
+                    log.sync()
+                tensors = course.optimizer.tensors()
+                checkpoint.save(checkpoints, done, tensors, course.state(), keep=course.checkpoint.keep)
+        results: dict[str, Any] = {}
+        for split in course.evaluation.final:
+            evaluation = _evaluate(course, split)
+            write(evaluation, folder)
+            progress.evaluated(course.steps, evaluation)
+            trackers.log(course.steps, {f"final/{split}/accuracy": evaluation.metrics.accuracy})
+            results[split] = evaluation.as_json()
+    for log in logs.values():
+        log.close()
+    summary = {"steps": course.steps, "evaluation": results, **course.state(), **course.finish()}
+    atomic_write(folder / SUMMARY, json.dumps(summary, indent=2, sort_keys=True) + "\n")
+    atomic_write(folder / DONE, "")
+    shutil.rmtree(checkpoints, ignore_errors=True)
+    return summary
+
+
+def _step(course: Course, number: int, clock: Clock) -> Outcome:
+    try:
+        return course.step(number, clock)
+    except GatespaceError as error:
+        saved = course.folder / f"failed-step-{number + 1}.json"
+        details = {"step": number + 1, "error": str(error), **getattr(error, "evidence", {})}
+        atomic_write(saved, json.dumps(details, indent=2, ensure_ascii=True) + "\n")
+        raise RunError(
+            f"step {number + 1} failed: {error.what}",
+            got=error.got,
+            why=f"the step's rows and responses are in {saved.name}; weights and records are those before it",
+            instead=error.instead,
+        ) from error
+
+
+def _evaluate(course: Course, split: str) -> Evaluation:
+    return course.evaluate(split, lambda done, total: course.progress.evaluating(split, done, total))
+
+
+def _look(course: Course, log: JsonLines, trackers: Trackers, step: int) -> None:
+    evaluation = _evaluate(course, course.evaluation.split)
+    metrics = evaluation.metrics
+    record = {
+        "step": step,
+        "split": evaluation.split,
+        "count": metrics.count,
+        "accuracy": metrics.accuracy,
+        "macro_f1": metrics.macro_f1,
+        "parse_failures": metrics.parse_failures,
+    }
+    log.append(record)
+    trackers.log(step, {f"eval/{key}": record[key] for key in ("accuracy", "macro_f1", "parse_failures")})
+    course.progress.evaluated(step, evaluation)
+
+
+def finished(folder: Path) -> dict[str, Any] | None:
+    """The summary of a run that is done, or None."""
+    if not (folder / DONE).exists():
+        return None
+    summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text())
+    return summary

@@ -1,0 +1,143 @@
+"""AdamW over float32 weights, whatever the precision in which the network computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gatespace.config import OptimizerConfig
+from gatespace.errors import RunError
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an update did."""
+
+    grad_norm: float
+    """Norm of the gradient of the mean loss, before clipping."""
+    lr: float
+
+
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """The rate of update number `step` of `steps`, counted from 0."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    share = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    height = 1 - share if config.schedule == "linear" else (1 + math.cos(math.pi * share)) / 2
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * height)
+
+
+class Optimizer:
+    """Takes gradients of a sum of losses over tokens from a network, and updates it.
+
+    In bfloat16 the network holds rounded copies of the weights that are kept here in float32.
+
+    Args:
+        network: Loaded in float32; its parameters that require gradient are trained.
+        config: The settings of AdamW and of the learning rate.
+        steps: How many updates there will be.
+        dtype: The precision in which the network computes from now on.
+    """
+
+    def __init__(self, network: nn.Module, config: OptimizerConfig, *, steps: int, dtype: torch.dtype) -> None:
+        self._config, self._steps = config, steps
+        self._network = network
+        self._own = {name: p for name, p in network.named_parameters() if p.requires_grad}
+        self._mixed = dtype != torch.float32
+        if self._mixed:
+            self._masters = {name: p.detach().clone().requires_grad_() for name, p in self._own.items()}
+            network.to(dtype)
+        else:
+            self._masters = dict(self._own)
+        matrices = [p for p in self._masters.values() if p.dim() > 1]
+        vectors = [p for p in self._masters.values() if p.dim() <= 1]
+        device = next(iter(self._masters.values())).device.type
+        self._adam = torch.optim.AdamW(
+            # Norms and biases are not shrunk.
+            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            fused=device in ("cpu", "cuda"),
+        )
+        self._adam.zero_grad()
+
+    def collect(self) -> None:
+        """Add the gradients that the network has to those collected in this step. Call it after every backward."""
+        if not self._mixed:
+            return  # they are collected in place
+        for name, parameter in self._own.items():
+            if parameter.grad is None:
+                continue
+            master = self._masters[name]
+            if master.grad is None:
+                master.grad = parameter.grad.float()
+            else:
+                master.grad += parameter.grad
+            parameter.grad = None
+
+    def step(self, number: int, tokens: int) -> Update:
+        """Update with the mean over `tokens` of the losses whose gradients were collected; step `number` from 0."""
+        gradients = [p.grad for p in self._masters.values() if p.grad is not None]
+        total = float(torch.nn.utils.get_total_norm(gradients)) / tokens if gradients else 0.0
+        if not math.isfinite(total):
+            raise RunError(
+                "the gradient is not finite", got=total, instead="a smaller learning rate, or precision fp32"
+            )
+        clip = self._config.clip
+        factor = 1.0 if clip is None else min(1.0, clip / (total + 1e-6))
+        torch._foreach_mul_(gradients, factor / tokens)
+        lr = learning_rate(self._config, number, self._steps)
+        for group in self._adam.param_groups:
+            group["lr"] = lr
+        self._adam.step()
+        self._adam.zero_grad()
+        self._publish()
+        return Update(total, lr)
+
+    def discard(self) -> None:
+        """Forget the gradients collected so far."""
+        self._adam.zero_grad()
+        self._network.zero_grad()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that the next update depends on."""
+        found = {f"weight/{name}": p.detach() for name, p in self._masters.items()}
+        for name, p in self._masters.items():
+            found |= {f"{key}/{name}": value for key, value in self._adam.state.get(p, {}).items()}
+        return found
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from what `tensors` gave."""
+        with torch.no_grad():
+            for name, p in self._masters.items():
+                p.copy_(tensors[f"weight/{name}"])
+        for name, p in self._masters.items():
+            state = {key: tensors.get(f"{key}/{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
+            self._adam.state[p] = {
+                # fused AdamW counts on the parameter's device, the others on the CPU; both take what they saved
+                key: value.clone() if key == "step" else value.to(p.device, copy=True)
+                for key, value in state.items()
+                if value is not None
+            }
+        self._publish()
+
+    def widen(self) -> None:
+        """Give the network its float32 weights, to be saved; no update can follow."""
+        if self._mixed:
+            self._network.to(torch.float32)
+            with torch.no_grad():
+                for name, p in self._own.items():
+                    p.copy_(self._masters[name])
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        if self._mixed:
+            for name, p in self._own.items():
+                p.copy_(self._masters[name])

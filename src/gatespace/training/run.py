@@ -1,0 +1,289 @@
+"""The two jobs: `teach` makes a teacher, `train` distils it into a student."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from gatespace.config import TeachConfig, TrainConfig, dump_config, dump_yaml, identity
+from gatespace.errors import UsageError
+from gatespace.evaluation import Evaluation, evaluate
+from gatespace.files import atomic_write, claim
+from gatespace.models import Model, check_pair
+from gatespace.models.body import body_of
+from gatespace.models.cache_root import cache_root
+from gatespace.models.encode import Encoder
+from gatespace.teacher.cache import ScoreCache
+from gatespace.teacher.local import LocalTeacher
+from gatespace.training import loop
+from gatespace.training.batches import Batches
+from gatespace.training.clock import Clock
+from gatespace.training.environment import environment
+from gatespace.training.loop import Course, Outcome, Progress, Silent
+from gatespace.training.objective import build_gate, build_objective
+from gatespace.training.optimizer import Optimizer
+from gatespace.training.setup import (
+    Material,
+    Placement,
+    encoder_for,
+    material,
+    micro_tokens,
+    open_model,
+    placement,
+    run_folder,
+)
+from gatespace.training.step import Distillation
+from gatespace.training.supervised import Supervised
+from gatespace.training.telemetry import Telemetry
+
+IDENTITY = "identity.json"
+MODEL = "model"
+"""The folder of the trained model within the run's."""
+
+
+def train(config: TrainConfig, progress: Progress | None = None) -> dict[str, Any]:
+    """Distil a teacher into a student, and return the run's summary. A run that was killed is taken up again."""
+    progress = progress or Silent()
+    folder = run_folder(config.output)
+    with ExitStack() as stack:
+        stack.enter_context(claim(folder))
+        place = placement(config.engine)
+        data = material(config.task, "distill")
+        objective = build_objective(config.objective)
+        pair = config.pair
+        options: dict[str, Any] = {
+            "task": data.task,
+            "device": place.device,
+            "trust_remote_code": pair.trust_remote_code,
+            "report": progress.note,
+        }
+        student = open_model(
+            pair.student,
+            "pair.student",
+            role="student",
+            revision=pair.student_revision,
+            lora=pair.lora,
+            seed=config.seed,
+            **options,
+        )
+        teacher = open_model(
+            pair.teacher,
+            "pair.teacher",
+            role="teacher",
+            revision=pair.teacher_revision,
+            dtype=place.dtype,
+            **options,
+        )
+        report = check_pair(student, teacher)
+        for note in report.notes:
+            progress.note(note)
+        content = {
+            "task": data.task.digest,
+            "student": student.fingerprint(),
+            "teacher": teacher.fingerprint(),
+            "gate": str(build_gate(config.objective)),
+            "precision": place.precision,
+        }
+        if (summary := _begin(folder, config, content, place, progress)) is not None:
+            return summary
+        optimizer = Optimizer(student.network, config.optimizer, steps=config.steps, dtype=place.dtype)
+        splits = (*config.evaluation.final, config.evaluation.split)
+        encoder = encoder_for(data, student, splits, share=config.engine.share_prefix)
+        cache = _cache(config, progress)
+        if cache is not None:
+            stack.enter_context(cache)
+        packed = config.engine.packed
+        scorer = LocalTeacher(
+            teacher,
+            encoder.prefix,
+            max_new_tokens=config.rollout.max_new_tokens,
+            payload=config.teacher.payload,
+            k=config.teacher.k,
+            vocab_size=report.vocab_size,
+            cache=cache,
+            packed=packed,
+        )
+        distillation = Distillation(
+            student=body_of(student, packed=packed),
+            teacher=scorer,
+            encoder=encoder,
+            objective=objective,
+            settings=config.objective,
+            rollout=config.rollout,
+            optimizer=optimizer,
+            vocab_size=report.vocab_size,
+            seed=config.seed,
+            micro_tokens=micro_tokens(student, config.engine.micro_tokens),
+            reuse=config.engine.reuse_rollout,
+            fused=config.engine.fused,
+        )
+        batches = Batches(data.rows, encoder, batch_size=config.batch_size, seed=config.seed)
+        telemetry = Telemetry(distillation, build_gate(config.objective), config.trace, cache)
+
+        def step(number: int, clock: Clock) -> Outcome:
+            telemetry.begin(number)
+            with telemetry.evidence():
+                update = distillation.step(number, batches.at(number), clock, telemetry.watch)
+            return telemetry.outcome(update, clock)
+
+        course = Course(
+            folder=folder,
+            steps=config.steps,
+            step=step,
+            optimizer=optimizer,
+            state=telemetry.state,
+            restore=telemetry.restore,
+            evaluate=_evaluator(student, data, encoder, config),
+            finish=lambda: _save(folder, student, optimizer),
+            evaluation=config.evaluation,
+            checkpoint=config.checkpoint,
+            trackers=config.trace.trackers,
+            settings=dump_config(config),
+            progress=progress,
+        )
+        return loop.run(course)
+
+
+def teach(config: TeachConfig, progress: Progress | None = None) -> dict[str, Any]:
+    """Fine-tune a model on a task's gold labels, and return the run's summary."""
+    progress = progress or Silent()
+    folder = run_folder(config.output)
+    with claim(folder):
+        place = placement(config.engine)
+        data = material(config.task, "teacher")
+        model = open_model(
+            config.model,
+            "model",
+            role="teacher",
+            task=data.task,
+            device=place.device,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            lora=config.lora,
+            seed=config.seed,
+            report=progress.note,
+        )
+        content = {"task": data.task.digest, "model": model.fingerprint(), "precision": place.precision}
+        if (summary := _begin(folder, config, content, place, progress)) is not None:
+            return summary
+        optimizer = Optimizer(model.network, config.optimizer, steps=config.steps, dtype=place.dtype)
+        splits = (*config.evaluation.final, config.evaluation.split)
+        encoder = encoder_for(data, model, splits, share=config.engine.share_prefix)
+        supervised = Supervised(
+            body_of(model, packed=config.engine.packed),
+            encoder,
+            optimizer,
+            model.vocab_size,
+            micro_tokens(model, config.engine.micro_tokens),
+        )
+        batches = Batches(data.rows, encoder, batch_size=config.batch_size, seed=config.seed)
+
+        def step(number: int, clock: Clock) -> Outcome:
+            learned = supervised.step(number, batches.at(number), clock)
+            record = {
+                "step": number + 1,
+                "loss": learned.loss,
+                "tokens": learned.tokens,
+                "token_accuracy": learned.right / learned.tokens,
+                "grad_norm": learned.update.grad_norm,
+                "lr": learned.update.lr,
+            }
+            return Outcome(record, {"step": number + 1, "wall": clock.wall, "cpu": clock.cpu})
+
+        course = Course(
+            folder=folder,
+            steps=config.steps,
+            step=step,
+            optimizer=optimizer,
+            state=dict,
+            restore=lambda state: None,
+            evaluate=_evaluator(model, data, encoder, config),
+            finish=lambda: _save(folder, model, optimizer),
+            evaluation=config.evaluation,
+            checkpoint=config.checkpoint,
+            trackers=config.trace.trackers,
+            settings=dump_config(config),
+            progress=progress,
+        )
+        return loop.run(course)
+
+
+# ---------------------------------------------------------------------- common parts
+
+
+def _begin(
+    folder: Path,
+    config: TrainConfig | TeachConfig,
+    content: Mapping[str, str],
+    place: Placement,
+    progress: Progress,
+) -> dict[str, Any] | None:
+    """Make the folder this run's, or see that it already is; the summary if the run is done."""
+    own = {"identity": identity(config, content=content), "content": dict(content)}
+    path = folder / IDENTITY
+    if path.exists():
+        other = json.loads(path.read_text())
+        if other["identity"] != own["identity"]:
+            raise UsageError(
+                "output: this folder holds another run",
+                got=folder,
+                why=_difference(folder, config, other, own),
+                instead="another output folder, or remove this one",
+            )
+        if (summary := loop.finished(folder)) is not None:
+            progress.note("this run is done; its summary was read from the folder")
+            return summary
+    atomic_write(folder / "config.yaml", dump_yaml(config))
+    atomic_write(folder / "environment.json", json.dumps(environment(place), indent=2, sort_keys=True) + "\n")
+    atomic_write(path, json.dumps(own, indent=2, sort_keys=True) + "\n")
+    return None
+
+
+def _difference(folder: Path, config: Any, other: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    for name, value in own["content"].items():
+        if other["content"].get(name) != value:
+            return f"its {name} is another one"
+    lines = (folder / "config.yaml").read_text().splitlines()
+    for before, now in zip(lines, dump_yaml(config).splitlines(), strict=False):
+        if before != now and not before.startswith("output"):
+            return f"its settings have {before.strip()!r} where this one has {now.strip()!r}"
+    return "its settings are others"
+
+
+def _cache(config: TrainConfig, progress: Progress) -> ScoreCache | None:
+    where = config.teacher.cache
+    if where is None:
+        return None
+    folder = cache_root() / "scores" if where == "auto" else Path(where).expanduser()
+    return ScoreCache(folder, max_mb=config.teacher.cache_mb, report=progress.note)
+
+
+def _evaluator(
+    model: Model, data: Material, encoder: Encoder, config: TrainConfig | TeachConfig
+) -> Callable[[str, Callable[[int, int], None]], Evaluation]:
+    settings = config.evaluation
+
+    def on(split: str, progress: Callable[[int, int], None]) -> Evaluation:
+        return evaluate(
+            model,
+            data.task,
+            data.prompt,
+            split=split,
+            limit=settings.limit,
+            max_new_tokens=settings.max_new_tokens,
+            batch_size=settings.batch_size,
+            encoder=encoder,
+            progress=progress,
+        )
+
+    return on
+
+
+def _save(folder: Path, model: Model, optimizer: Optimizer) -> dict[str, Any]:
+    """Write the model with its float32 weights."""
+    optimizer.widen()
+    model.save(folder / MODEL)
+    return {"model": MODEL, "fingerprint": model.fingerprint()}

@@ -1,0 +1,147 @@
+"""What a run stands on: device, precision, models, and the task in their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gatespace.config import LoraConfig, TaskConfig, TeachEngineConfig, in_setting
+from gatespace.errors import UsageError
+from gatespace.models import Model, build_tiny, load_model, with_lora
+from gatespace.models.encode import Encoder
+from gatespace.models.load import TINY
+from gatespace.seeding import stream
+from gatespace.tasks import Example, Prompt, Task
+from gatespace.tasks.configured import configured_prompt, configured_rows, load_configured_task
+
+_ACTIVATIONS = 6 << 30
+"""Bytes that the activations of a micro-batch may take."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where and in what precision networks compute."""
+
+    device: str
+    dtype: torch.dtype
+
+    @property
+    def precision(self) -> str:
+        """As in the configuration: fp32 or bf16."""
+        return "fp32" if self.dtype == torch.float32 else "bf16"
+
+
+@dataclass(frozen=True)
+class Material:
+    """A task, ready to be asked about."""
+
+    task: Task
+    prompt: Prompt
+    rows: list[Example]
+
+
+def placement(engine: TeachEngineConfig) -> Placement:
+    """Resolve ``auto``, and give torch its threads."""
+    if engine.threads is not None:
+        torch.set_num_threads(engine.threads)
+    device = engine.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(
+            "engine.device: this device cannot be used", got=device, why=str(error).splitlines()[0], instead="auto"
+        ) from None
+    precision = engine.precision
+    if precision == "auto":
+        precision = "bf16" if _fast_bf16(device) else "fp32"
+    return Placement(device, torch.float32 if precision == "fp32" else torch.bfloat16)
+
+
+def _fast_bf16(device: str) -> bool:
+    if device.startswith("cuda"):
+        return bool(torch.cuda.is_bf16_supported())
+    if device != "cpu":
+        return False
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # torch has no public question for this
+    return any(getattr(torch.cpu, name, lambda: False)() for name in probes)
+
+
+def material(config: TaskConfig, part: str) -> Material:
+    """The task, its prompt, and the training rows of one part (``teacher`` or ``distill``)."""
+    task = load_configured_task(config)
+    return Material(task, configured_prompt(config, task), configured_rows(config, task, part))
+
+
+def open_model(
+    name: str,
+    setting: str,
+    *,
+    role: str,
+    task: Task,
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    lora: LoraConfig | None = None,
+    seed: int = 0,
+    report: Callable[[str], None] | None = None,
+) -> Model:
+    """A model by name; ``tiny`` is built for the task, in the size of its `role` (student or teacher)."""
+    with in_setting(setting):
+        folder = name
+        if name in TINY:
+            pair = build_tiny(task)
+            folder = str(getattr(pair, name.removeprefix("tiny-") if name != "tiny" else role))
+        model = load_model(
+            folder,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            report=report,
+        )
+        if folder != name:
+            model = Model(model.network, model.tokenizer, name, model.source)
+    if lora is not None:
+        model = with_lora(
+            model,
+            r=lora.r,
+            alpha=lora.alpha,
+            targets=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
+            seed=stream(seed, "lora"),
+        )
+    return model
+
+
+def encoder_for(material: Material, model: Model, splits: tuple[str, ...], *, share: bool) -> Encoder:
+    """The task in the model's tokens. The prefix is what all training rows and all rows of `splits` share."""
+    texts = [row.text for row in material.rows]
+    for split in splits:
+        texts += [row.text for row in material.task.rows(split)]
+    return Encoder(material.prompt, model.tokenizer, texts, share=share)
+
+
+def micro_tokens(model: Model, given: int | None) -> int:
+    """Most tokens in a micro-batch.
+
+    A function of the model alone, not of the memory that happens to be free: how a batch is divided shows in the last
+    bits of a run.
+    """
+    if given is not None:
+        return given
+    config = model.network.config.get_text_config()
+    hidden = int(config.hidden_size)
+    inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
+    # What autograd keeps for a token: about 34 vectors of the stream's width and 6 of the inner one per layer.
+    per_token = int(config.num_hidden_layers) * (34 * hidden + 6 * inner) * 2
+    return max(64, _ACTIVATIONS // per_token)
+
+
+def run_folder(path: Path) -> Path:
+    """The folder of a run, by its full name."""
+    return path.expanduser().absolute()

@@ -1,0 +1,230 @@
+"""One step of on-policy distillation, from prompts to weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from gatespace.config import ObjectiveConfig, RolloutConfig
+from gatespace.errors import RunError
+from gatespace.gating.fused import fused_distillation_loss
+from gatespace.gating.loss import LossOutput, distillation_loss
+from gatespace.gating.objectives import Objective
+from gatespace.gating.projection import Head
+from gatespace.models.body import Body, Kept, Read
+from gatespace.models.encode import Encoder
+from gatespace.rollout import Rollout, Sampling, sample
+from gatespace.seeding import generator
+from gatespace.teacher.local import LocalTeacher
+from gatespace.teacher.scores import Scores
+from gatespace.training.batches import Row, micro_batches
+from gatespace.training.clock import Clock
+from gatespace.training.optimizer import Optimizer, Update
+
+
+@dataclass
+class Part:
+    """A micro-batch on its way through a step."""
+
+    rows: list[Row]
+    places: list[int]
+    """Where in the step's batch its rows stand; every row's random numbers are named by its place."""
+    rollout: Rollout = field(default_factory=Rollout)
+    sources: list[str] = field(default_factory=list)
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        return [row.prompt for row in self.rows]
+
+    @property
+    def segments(self) -> Tensor:
+        """(N,) the row of every response token."""
+        lengths = torch.tensor([len(response) for response in self.rollout.responses])
+        return torch.arange(len(self.rows)).repeat_interleave(lengths)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A micro-batch after its loss: what telemetry is made of."""
+
+    part: Part
+    output: LossOutput
+    hidden: Tensor
+    scores: Scores
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """A student, its teacher, and how the one learns from the other."""
+
+    student: Body
+    teacher: LocalTeacher
+    encoder: Encoder
+    objective: Objective
+    settings: ObjectiveConfig
+    rollout: RolloutConfig
+    optimizer: Optimizer
+    vocab_size: int
+    seed: int
+    micro_tokens: int
+    reuse: bool = True
+    fused: bool = True
+
+    def step(self, number: int, rows: Sequence[Row], clock: Clock, watch: Callable[[Scored], None]) -> Update:
+        """Let the student write, the teacher score, and update the student.
+
+        Args:
+            number: The step's number from 0; random numbers are named by it.
+            rows: The prompts.
+            clock: Is told where time goes.
+            watch: Is shown every micro-batch.
+        """
+        repeated = [row for row in rows for _ in range(self.rollout.per_prompt)]
+        parts = micro_batches(repeated, self.micro_tokens, self.rollout.max_new_tokens)
+        prefix = self.encoder.prefix
+        with clock("update"):
+            # One part reads the shared prefix along with its prompts. Several share one reading of it, whose gradient
+            # is gathered and goes back once.
+            root = self.student.trunk(prefix) if len(parts) > 1 else None
+        leaves = None if root is None else root.leaves()
+        tokens, place = 0, 0
+        for rows_of_part in parts:
+            part = Part(rows_of_part, list(range(place, place + len(rows_of_part))))
+            place += len(rows_of_part)
+            trunk = leaves if leaves is not None else prefix
+            with clock("rollout"), torch.set_grad_enabled(self.reuse):
+                read = self.student.read(part.prompts, trunk=trunk)
+                self._respond(number, part, read)
+            with clock("score"):
+                scores = self.teacher.score(part.prompts, part.rollout.responses)
+            with clock("update"):
+                hidden = self._hidden(part, read if self.reuse else None, trunk)
+                output = self._loss(part, hidden, scores)
+                output.loss.backward()
+                self.optimizer.collect()
+            tokens += output.tokens
+            watch(Scored(part, output, hidden.detach(), scores))
+        with clock("update"):
+            if root is not None and leaves is not None:
+                root.backward(leaves)
+                self.optimizer.collect()
+        with clock("optimizer"):
+            return self.optimizer.step(number, tokens)
+
+    # ------------------------------------------------------------------ responses
+
+    def _respond(self, number: int, part: Part, read: Read) -> None:
+        """Fill in the responses: the student's own, the teacher's, or the right ones."""
+        shares = self.rollout.source.shares()
+        part.sources = [_pick(shares, generator(self.seed, "source", number, place).random()) for place in part.places]
+        part.rollout = Rollout([[]] * len(part.rows), [[]] * len(part.rows), [True] * len(part.rows))
+        sampling = Sampling(self.rollout.temperature, self.rollout.top_p, self.rollout.max_new_tokens)
+        for source in shares:
+            chosen = [i for i, other in enumerate(part.sources) if other == source]
+            if not chosen:
+                continue
+            if source == "gold":
+                end = None if self.rollout.stop == "json" else self.student.model.turn_end
+                gold = [self.encoder.gold(part.rows[i].example.label, end) for i in chosen]
+                found = Rollout(gold, [[0.0] * len(ids) for ids in gold], [True] * len(gold))
+            else:
+                draws = [generator(self.seed, "rollout", number, part.places[i]).random for i in chosen]
+                found = self._sample(source, part, chosen, read, sampling, draws)
+            for i, ids, log_probs, ended in zip(chosen, found.responses, found.log_probs, found.ended, strict=True):
+                part.rollout.responses[i] = ids[: self.rollout.max_new_tokens]
+                part.rollout.log_probs[i] = log_probs[: self.rollout.max_new_tokens]
+                part.rollout.ended[i] = ended
+
+    def _sample(
+        self,
+        source: str,
+        part: Part,
+        chosen: list[int],
+        read: Read,
+        sampling: Sampling,
+        draws: list[Callable[[], float]],
+    ) -> Rollout:
+        body = self.student
+        if source == "teacher":
+            body = self.teacher.body
+            with torch.no_grad():
+                read = body.read([part.rows[i].prompt for i in chosen], trunk=self.teacher.trunk)
+        elif len(chosen) < len(part.rows):
+            with torch.no_grad():
+                trunk = None if read.trunk is None else read.trunk.detached()
+                read = body.read([part.rows[i].prompt for i in chosen], trunk=trunk)
+        ends = set(body.model.end_ids)
+        closed = self.encoder.closed if self.rollout.stop == "json" else lambda ids: False
+        return sample(
+            body,
+            read,
+            vocab_size=self.vocab_size,
+            sampling=sampling,
+            stop=lambda ids: ids[-1] in ends or closed(ids),
+            draws=draws,
+        )
+
+    # ------------------------------------------------------------------ loss
+
+    def _hidden(self, part: Part, read: Read | None, trunk: Kept | Sequence[int] | None) -> Tensor:
+        """(N, H) the student's hidden states at the positions that predict the response tokens."""
+        responses = part.rollout.responses
+        if read is None:
+            whole = [[*prompt, *ids[:-1]] for prompt, ids in zip(part.prompts, responses, strict=True)]
+            states = self.student.read(whole, trunk=trunk).hidden.split([len(row) for row in whole])
+            return torch.cat([s[len(p) - 1 :] for s, p in zip(states, part.prompts, strict=True)])
+        # The last token of a response predicts nothing; a row needs a token all the same.
+        fed = [ids[:-1] or ids for ids in responses]
+        if all(len(ids) == 1 for ids in responses):
+            return read.last()
+        after = self.student.read(fed, trunk=read.trunk, past=read.kept).hidden.split([len(ids) for ids in fed])
+        pieces = zip(read.last().split(1), after, responses, strict=True)
+        return torch.cat([torch.cat([first, rest[: len(ids) - 1]]) for first, rest, ids in pieces])
+
+    def _loss(self, part: Part, hidden: Tensor, scores: Scores) -> LossOutput:
+        """The sum of the losses of all tokens; the optimizer divides it by the tokens of the whole step."""
+        if not bool(torch.isfinite(hidden).all()):
+            raise RunError("the student's hidden states are not finite", instead="a smaller learning rate, or fp32")
+        device = hidden.device
+        responses, log_probs = part.rollout.responses, part.rollout.log_probs
+        drawn = [value for row in log_probs for value in row]
+        # Responses of the student, drawn from its own distribution, need no correction.
+        own = self.rollout.temperature == 1 and self.rollout.top_p == 1 and set(part.sources) == {"student"}
+        head = self.student.model.head
+        common: dict[str, Any] = {
+            "objective": self.objective,
+            "top_k": self.settings.top_k,
+            "temperature": self.settings.temperature,
+            "entropy": self.settings.entropy,
+            "sampled": torch.tensor([[token for row in responses for token in row]], device=device),
+            "sampled_log_probs": None if own else torch.tensor([drawn], device=device),
+            "segment_ids": part.segments.to(device)[None],
+            "total_tokens": 1.0,
+            "vocab_size": self.vocab_size,
+        }
+        if self.fused:
+            return fused_distillation_loss(hidden[None], head, scores.payload, scores.head, **common)
+        payload = scores.payload
+        if scores.head is not None and isinstance(payload, Tensor):
+            payload = whole_logits(payload, scores.head)
+        return distillation_loss(whole_logits(hidden[None], head), payload, **common)
+
+
+def whole_logits(hidden: Tensor, head: Head) -> Tensor:
+    """All logits at once, in float32."""
+    bias = None if head.bias is None else head.bias.float()
+    logits = linear(hidden.float(), head.weight.float(), bias) * head.scale
+    return logits if head.softcap is None else torch.tanh(logits / head.softcap) * head.softcap
+
+
+def _pick(shares: dict[str, float], number: float) -> str:
+    for name, share in shares.items():
+        number -= share
+        if number < 0:
+            return name
+    return list(shares)[-1]

@@ -1,0 +1,68 @@
+"""One step of supervised fine-tuning on gold responses: how a teacher is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from gatespace.errors import RunError
+from gatespace.models.body import Body
+from gatespace.models.encode import Encoder
+from gatespace.training.batches import Row, micro_batches
+from gatespace.training.clock import Clock
+from gatespace.training.optimizer import Optimizer, Update
+from gatespace.training.step import whole_logits
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a step of fine-tuning saw."""
+
+    update: Update
+    loss: float
+    """Mean cross-entropy of a response token, in nats."""
+    tokens: int
+    right: int
+    """Tokens that the model would have written itself."""
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """A model and the right answers it learns; prompts are read but not learned."""
+
+    body: Body
+    encoder: Encoder
+    optimizer: Optimizer
+    vocab_size: int
+    micro_tokens: int
+
+    def step(self, number: int, rows: Sequence[Row], clock: Clock) -> Learned:
+        """Update the model with the right responses to `rows`; `number` counts from 0."""
+        end = self.body.model.turn_end
+        total, tokens, right = 0.0, 0, 0
+        with clock("update"):
+            longest = max(len(self.encoder.gold(label, end)) for label in self.encoder.prompt.labels)
+            for part in micro_batches(rows, self.micro_tokens, longest):
+                responses = [self.encoder.gold(row.example.label, end) for row in part]
+                whole = [[*row.prompt, *ids[:-1]] for row, ids in zip(part, responses, strict=True)]
+                read = self.body.read(whole, trunk=self.encoder.prefix)
+                pieces = zip(read.hidden.split([len(row) for row in whole]), part, strict=True)
+                hidden = torch.cat([states[len(row.prompt) - 1 :] for states, row in pieces])
+                logits = whole_logits(hidden, self.body.model.head)[:, : self.vocab_size]
+                target = torch.tensor([token for ids in responses for token in ids], device=logits.device)
+                loss = cross_entropy(logits, target, reduction="sum")
+                if not bool(torch.isfinite(loss)):
+                    raise RunError(
+                        "the loss is not finite", got=float(loss), instead="a smaller learning rate, or fp32"
+                    )
+                loss.backward()
+                self.optimizer.collect()
+                total += float(loss.detach())
+                tokens += target.numel()
+                right += int((logits.argmax(-1) == target).sum())
+        with clock("optimizer"):
+            update = self.optimizer.step(number, tokens)
+        return Learned(update, total / tokens, tokens, right)

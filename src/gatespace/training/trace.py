@@ -1,0 +1,320 @@
+"""What a step was made of: the numbers of its tokens, gathered over micro-batches, as one record.
+
+Every number of a record is a function of the step's tokens alone. Sums are exactly rounded (`math.fsum`), so that
+neither the order of the tokens nor their division into micro-batches shows in them. What depends on the machine or the
+moment (seconds, cache hits) has no place here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gatespace.errors import UsageError
+from gatespace.gating.coefficients import SATURATION, Gate
+from gatespace.gating.loss import LossOutput, gated_kl
+from gatespace.gating.tokens import TeacherTopK
+
+__all__ = ["BINS", "Trace", "kappa_share"]
+
+BINS = 20
+"""Bins of the λ histograms, of equal width over [0, 1]."""
+_COLUMNS = ("weight", "forward_kl", "reverse_kl", "h", "u", "gap", "tail_mass")
+_SPREAD = ("lam", "h", "u", "gap")
+_RUN = {"steps": 0, "rows": 0, "tokens": 0, "lam_tokens": 0, "lam_sum": 0.0, "lam_saturated": 0}
+
+
+class Trace:
+    """Gathers one step at a time, and keeps the sums of the whole run.
+
+    For every step: `begin`, `rollout` once, `add` per micro-batch, `row` for single rows where they are wanted,
+    `record`.
+
+    Example:
+        >>> from gatespace import Gate, gated_kl
+        >>> trace = Trace()
+        >>> trace.begin(1)
+        >>> trace.rollout(lengths=[2], ended=[True])
+        >>> student, teacher = torch.zeros(1, 2, 4), torch.tensor([[[2.0, 0, 0, 0], [0.0, 0, 0, 0]]])
+        >>> trace.add(gated_kl(student, teacher, gate=Gate.named("G5"), top_k=4), rows=[0, 0])
+        >>> record = trace.record(grad_norm=0.5, lr=1e-6)
+        >>> round(record["lam_mean"], 3), record["tokens"], trace.summary()["tokens"]
+        (0.896, 2, 2)
+    """
+
+    def __init__(self) -> None:
+        self._run: dict[str, Any] = {**_RUN, "lam_hist": [0] * BINS}
+        self._step: int | None = None
+        self._rows: list[int] = []
+        self._values: dict[str, list[float]] = {}
+        self._lengths: list[int] = []
+        self._ended: list[bool] = []
+        self._log_probs: list[float] = []
+
+    # ------------------------------------------------------------------ one step
+
+    def begin(self, step: int) -> None:
+        """Start step `step`; what was gathered before is forgotten."""
+        self._step = step
+        self._clear()
+
+    def rollout(
+        self,
+        *,
+        lengths: Sequence[int],
+        ended: Sequence[bool],
+        log_probs: Sequence[Sequence[float] | None] | None = None,
+    ) -> None:
+        """The step's responses, all rows in order.
+
+        Args:
+            lengths: Tokens of each response.
+            ended: Whether it ended by itself, and not by the cap.
+            log_probs: Of the sampled tokens under the sampler; None for a row that was not sampled from the student.
+        """
+        if len(lengths) != len(ended) or (log_probs is not None and len(log_probs) != len(lengths)):
+            raise UsageError("lengths, ended and log_probs must be of the same rows", got=(len(lengths), len(ended)))
+        self._lengths = [int(length) for length in lengths]
+        self._ended = [bool(one) for one in ended]
+        self._log_probs = [float(value) for row in log_probs or () if row is not None for value in row]
+
+    def add(
+        self,
+        out: LossOutput,
+        *,
+        rows: Tensor | Sequence[int],
+        mask: Tensor | None = None,
+        more: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """The tokens of one micro-batch.
+
+        Args:
+            out: Of the loss. Packed tokens are of shape (1, N).
+            rows: The row of each token within the step, in the shape of `out`'s tokens or flat. A row's tokens come
+                in the order of its response and in one micro-batch.
+            mask: The mask that the loss was given.
+            more: Further numbers per token whose mean is recorded, e.g. ``{"student_entropy": …}``.
+        """
+        if self._step is None:
+            raise UsageError("Trace.add before Trace.begin")
+        keep = None if mask is None else mask.reshape(-1).bool().cpu()
+        index = torch.as_tensor(rows).reshape(-1).cpu()
+        if index.numel() != out.per_token.numel():
+            raise UsageError("rows must name a row for each token", got=f"{index.numel()}, {out.per_token.numel()}")
+        columns: dict[str, Tensor | None] = {"loss": out.per_token, "lam": out.lam}
+        columns |= {name: getattr(out, name) for name in _COLUMNS}
+        columns |= {**out.signals, **(more or {})}
+        self._rows.extend(_numbers(index, keep, torch.int64))
+        for name, values in columns.items():
+            if values is not None:
+                self._values.setdefault(name, []).extend(_numbers(values, keep, torch.float64))
+        for name, column in self._values.items():
+            if len(column) != len(self._rows):
+                raise UsageError(f"{name} is known for a part of the step's tokens only")
+
+    def row(self, row: int) -> dict[str, list[float]]:
+        """The numbers of one row's tokens by name (loss, lam, h, …), until the next `begin`."""
+        where = [place for place, one in enumerate(self._rows) if one == row]
+        return {name: [column[place] for place in where] for name, column in self._values.items()}
+
+    def record(
+        self, *, grad_norm: float | None = None, lr: float | None = None, kappa_share: float | None = None, **more: Any
+    ) -> dict[str, Any]:
+        """The step's line of metrics.jsonl. None stands where a number does not exist, e.g. λ of an objective that
+        mixes nothing. The step enters the sums of the run, once.
+
+        Args:
+            grad_norm: Before clipping.
+            lr: Learning rate of the step.
+            kappa_share: See `kappa_share`; None where it was not measured.
+            more: Further entries. Numbers that differ between two runs of the same configuration do not belong here.
+        """
+        if self._step is None:
+            raise UsageError("Trace.record before Trace.begin, or twice for a step")
+        values = self._values
+        lam = values.get("lam") or None
+        record: dict[str, Any] = {
+            "step": self._step,
+            "tokens": len(self._rows),
+            "rows": len(self._lengths),
+            "loss": _mean(values.get("loss")),
+            "response_length": _mean(self._lengths),
+            "ended": _mean(self._ended),
+            "sampled_log_prob": _mean(self._log_probs),
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "kappa_share": kappa_share,
+            "lam_mean": _mean(lam),
+            "tail_mass_max": max(values.get("tail_mass") or [0.0]),
+        }
+        for name in (*_COLUMNS, *sorted(set(values).difference(_COLUMNS, ("loss", "lam")))):
+            record[name] = _mean(values.get(name))
+        for name in _SPREAD:
+            record[f"{name}_sd"] = _sd(values.get(name))
+        record["lam_hist"] = _histogram(lam) if lam else None
+        saturated = sum(_saturated(one) for one in lam) if lam else None
+        record["lam_saturated"] = saturated / len(lam) if lam and saturated is not None else None
+        if clash := sorted(set(record).intersection(more)):
+            raise UsageError("an entry of the record is given twice", got=", ".join(clash))
+        self._count(lam, saturated or 0)
+        self._step = None
+        return {**record, **more}
+
+    # ------------------------------------------------------------------ the whole run
+
+    def summary(self) -> dict[str, Any]:
+        """The run so far: steps, rows, tokens, and λ over all tokens, each token counting alike."""
+        run = self._run
+        tokens = run["lam_tokens"]
+        return {
+            "steps": run["steps"],
+            "rows": run["rows"],
+            "tokens": run["tokens"],
+            "lam_mean": run["lam_sum"] / tokens if tokens else None,
+            "lam_saturated": run["lam_saturated"] / tokens if tokens else None,
+            "lam_hist": list(run["lam_hist"]) if tokens else None,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """The sums of the run for a checkpoint; to be taken between `record` and the next `begin`."""
+        return {**self._run, "lam_hist": list(self._run["lam_hist"])}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        if set(state) != set(self._run) or len(state["lam_hist"]) != BINS:
+            raise UsageError("this is not the state of a trace", got=", ".join(sorted(state)))
+        self._run = {**state, "lam_hist": list(state["lam_hist"])}
+        self._step = None
+        self._clear()
+
+    def _count(self, lam: list[float] | None, saturated: int) -> None:
+        run = self._run
+        run["steps"] += 1
+        run["rows"] += len(self._lengths)
+        run["tokens"] += len(self._rows)
+        if lam:
+            run["lam_tokens"] += len(lam)
+            run["lam_sum"] += _sum(lam)
+            run["lam_saturated"] += saturated
+            run["lam_hist"] = [old + new for old, new in zip(run["lam_hist"], _histogram(lam), strict=True)]
+
+    def _clear(self) -> None:
+        self._rows = []
+        self._values = {}
+        self._lengths = []
+        self._ended = []
+        self._log_probs = []
+
+
+def kappa_share(
+    student_logits: Tensor,
+    teacher_logits: Tensor | TeacherTopK,
+    gate: Gate,
+    *,
+    segments: Tensor | None = None,
+    top_k: int = 8,
+    temperature: float = 1.0,
+    support: str = "full",
+    support_k: int | None = None,
+    entropy: str = "top_k",
+    sampled: Tensor | None = None,
+    sampled_log_probs: Tensor | None = None,
+    u: Tensor | None = None,
+    vocab_size: int | None = None,
+) -> float:
+    """How much of the gradient at the logits flows through the gate: ‖g - g_stop‖ / ‖g‖ over the given tokens.
+
+    g is the gradient of the gated loss, and g_stop the one in which λ is a constant. 0 where the gate reads nothing of
+    the student (d = 0). It may exceed 1: the two parts of g can point against each other.
+
+    Args:
+        student_logits: (N, V) of a few tokens.
+        teacher_logits: (N, V), or a `TeacherTopK` of (N, K).
+        gate: The point.
+        segments: (N,) the row of each token, its first token first, since u is read there. None: all of one row.
+        sampled: (N,), as `sampled_log_probs` and `u`. These and the rest are arguments of `gated_kl`.
+    """
+    if student_logits.shape[0] == 0:
+        return 0.0
+    if isinstance(teacher_logits, TeacherTopK):
+        teacher: Tensor | TeacherTopK = teacher_logits
+    else:
+        teacher = teacher_logits.detach().float()[None]
+
+    def gradient(stop: bool) -> Tensor:
+        logits = student_logits.detach().float()[None].requires_grad_()
+        out = gated_kl(
+            logits,
+            teacher,
+            gate=gate,
+            top_k=top_k,
+            temperature=temperature,
+            stop_gradient=stop,
+            support=support,
+            support_k=support_k,
+            entropy=entropy,
+            sampled=_packed(sampled),
+            sampled_log_probs=_packed(sampled_log_probs),
+            segment_ids=_packed(segments),
+            u=_packed(u),
+            vocab_size=vocab_size,
+        )
+        return torch.autograd.grad(out.loss, logits)[0].double()
+
+    with torch.enable_grad():
+        through, stopped = gradient(False), gradient(True)
+    whole = _norm(through)
+    return _norm(through - stopped) / whole if whole else 0.0
+
+
+# ---------------------------------------------------------------------------------------------------- helpers
+
+
+def _packed(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.reshape(1, -1)
+
+
+def _numbers(values: Tensor, keep: Tensor | None, dtype: torch.dtype) -> list[Any]:
+    flat = values.detach().reshape(-1).to("cpu", dtype)
+    found: list[Any] = (flat if keep is None else flat[keep]).tolist()
+    return found
+
+
+def _norm(rows: Tensor) -> float:
+    """A row is summed by one thread and the rows exactly, so that the number of threads does not show."""
+    return math.sqrt(_sum(rows.square().sum(-1).reshape(-1).tolist()))
+
+
+def _sum(values: Sequence[float]) -> float:
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):  # too large, or +inf beside -inf
+        return math.nan
+
+
+def _mean(values: Sequence[float] | None) -> float | None:
+    return _sum(values) / len(values) if values else None
+
+
+def _sd(values: Sequence[float] | None) -> float | None:
+    """Of the tokens themselves, not an estimate for others: divided by N."""
+    mean = _mean(values)
+    if values is None or mean is None:
+        return None
+    return math.sqrt(_sum([(value - mean) ** 2 for value in values]) / len(values))
+
+
+def _saturated(lam: float) -> bool:
+    return min(lam, 1.0 - lam) <= SATURATION
+
+
+def _histogram(lam: Sequence[float]) -> list[int]:
+    counts = [0] * BINS
+    for one in lam:
+        if math.isfinite(one):
+            counts[min(max(int(one * BINS), 0), BINS - 1)] += 1
+    return counts

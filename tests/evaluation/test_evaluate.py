@@ -1,0 +1,198 @@
+"""Evaluation of real networks, against transformers' own generate on one whole prompt at a time."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gatespace.errors import UsageError
+from gatespace.evaluation import Evaluation, evaluate, measure
+from gatespace.tasks import Prompt, Task, load_task, parse_label
+
+if TYPE_CHECKING:
+    from gatespace.models import Model
+
+
+def check_raw(raw: str, model: Model, prompt: Prompt, text: str, max_new_tokens: int) -> None:
+    """`raw` is what generate writes, or its start up to the end of a JSON object."""
+    answer = generated(model, prompt, text, max_new_tokens)
+    assert answer.startswith(raw)
+    assert raw == answer or "}" in raw[-3:]
+
+
+def generated(model: Model, prompt: Prompt, text: str, max_new_tokens: int) -> str:
+    import torch
+
+    ids = torch.tensor([prompt.render(model.tokenizer, text)])
+    output = model.network.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=list(model.end_ids),
+        pad_token_id=model.pad_id,
+        # rows of the head that are no tokens
+        suppress_tokens=[*range(model.vocab_size, len(model.head.weight))] or None,
+    )
+    written: str = model.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    return written
+
+
+@pytest.fixture(scope="module")
+def whole(trained: Model, task: Task, prompt: Prompt) -> Evaluation:
+    return evaluate(trained, task, prompt, split="test")
+
+
+def test_predictions_are_those_of_generate(trained: Model, task: Task, prompt: Prompt, whole: Evaluation) -> None:
+    assert len(whole.predictions) == len(task.test) == 80
+    for index, (row, said) in enumerate(zip(task.test, whole.predictions, strict=True)):
+        assert (said.index, said.text, said.gold) == (index, row.text, row.label)
+        check_raw(said.raw, trained, prompt, row.text, 32)
+        assert said.label == json.loads(prompt.prefill + said.raw)["label"]
+        assert said.ended
+
+
+def test_the_measures_are_counted_over_all_rows(task: Task, whole: Evaluation) -> None:
+    right = sum(said.label == row.label for row, said in zip(task.test, whole.predictions, strict=True))
+    found = whole.metrics
+    assert (found.correct, found.count, found.accuracy) == (right, 80, right / 80)
+    # Neither perfect nor blind, or the comparisons here would say little.
+    assert found.majority.accuracy + 0.1 < found.accuracy < 1
+    most_frequent = Counter(row.label for row in task.train).most_common(1)[0][0]
+    share = sum(row.label == most_frequent for row in task.test) / 80
+    assert found.majority == (most_frequent, share)
+    assert [row.label for row in found.per_label] == list(task.labels)
+    assert (whole.task, whole.task_digest, whole.split, whole.available) == (task.name, task.digest, "test", 80)
+    # No text of the generated task stands twice.
+    assert (whole.duplicates, whole.without_duplicates, whole.not_applicable) == (0, found, "")
+
+
+def test_the_majority_label_is_that_of_train(trained: Model, task: Task, prompt: Prompt) -> None:
+    rare = Counter(row.label for row in task.train).most_common()[-1][0]
+    only = [row for row in task.test if row.label == rare][:3]
+    found = evaluate(trained, replace(task, test=only), prompt).metrics
+    assert found.majority.label != rare
+    assert found.majority.accuracy == 0.0
+
+
+def test_batches_and_encoder_change_nothing(trained: Model, task: Task, prompt: Prompt, whole: Evaluation) -> None:
+    from gatespace.models.encode import Encoder
+
+    asked: list[str] = []
+
+    class Noting(Encoder):
+        def suffix(self, text: str) -> list[int]:
+            asked.append(text)
+            return super().suffix(text)
+
+    encoder = Noting(prompt, trained.tokenizer, [row.text for row in (*task.train, *task.test)])
+    plain = Encoder(prompt, trained.tokenizer, [], share=False)
+    calls: list[tuple[int, int]] = []
+    seven = evaluate(trained, task, prompt, batch_size=7, encoder=encoder, progress=lambda *at: calls.append(at))
+    assert seven == whole
+    assert sorted(asked) == sorted(row.text for row in task.test)
+    assert evaluate(trained, task, prompt, encoder=plain) == whole
+    done = [count for count, _ in calls]
+    assert done == sorted(set(done))
+    assert calls[-1] == (80, 80)
+
+
+@pytest.mark.parametrize("limit", [1, 9, 80, 1000])
+def test_limit_takes_the_first_rows(limit: int, trained: Model, task: Task, prompt: Prompt, whole: Evaluation) -> None:
+    part = evaluate(trained, task, prompt, limit=limit)
+    assert part.predictions == whole.predictions[:limit]
+    assert part.metrics.count == min(limit, 80)
+    assert part.available == 80
+
+
+def test_rows_that_also_stand_in_train(trained: Model, task: Task, prompt: Prompt, whole: Evaluation) -> None:
+    test = [*task.train[:3], *task.test[:10], *task.train[3:5], *task.test[10:]]
+    mixed = replace(task, test=test)
+    found = evaluate(trained, mixed, prompt)
+    assert found.duplicates == 5
+    assert found.metrics.count == 85
+    # what is left are the rows of the task as it was
+    assert found.without_duplicates == whole.metrics
+    first = evaluate(trained, mixed, prompt, limit=4)
+    assert (first.metrics.count, first.duplicates) == (4, 3)
+    assert first.without_duplicates is not None
+    assert first.without_duplicates.count == 1
+    none_left = evaluate(trained, mixed, prompt, limit=3)
+    assert none_left.without_duplicates is None
+    assert none_left.as_json()["without_duplicates"] == {"status": "n/a", "reason": "every text also stands in train"}
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_other_splits_are_not_held_against_train(split: str, trained: Model, task: Task, prompt: Prompt) -> None:
+    found = evaluate(trained, task, prompt, split=split, limit=6)
+    assert [said.text for said in found.predictions] == [row.text for row in task.rows(split)[:6]]
+    assert (found.duplicates, found.without_duplicates) == (0, None)
+    assert found.as_json()["without_duplicates"] == {"status": "n/a", "reason": f"{split} is not held against train"}
+
+
+def test_an_answer_that_is_cut_off_is_wrong(trained: Model, task: Task, prompt: Prompt) -> None:
+    # every label of the task has two words, so none of them is whole after one token
+    found = evaluate(trained, task, prompt, max_new_tokens=1, limit=20)
+    assert [said.label for said in found.predictions] == [None] * 20
+    assert not any(said.ended for said in found.predictions)
+    assert {said.raw for said in found.predictions} <= {"good", "bad", "open"}
+    assert (found.metrics.parse_failures, found.metrics.parsed, found.metrics.accuracy) == (20, 0.0, 0.0)
+    assert found.metrics.count == 20
+    assert found.max_new_tokens == found.as_json()["max_new_tokens"] == 1
+
+
+def test_a_model_that_has_learnt_nothing(blank: Model, task: Task, prompt: Prompt) -> None:
+    found = evaluate(blank, task, prompt, max_new_tokens=12, limit=10)
+    for said in found.predictions:
+        check_raw(said.raw, blank, prompt, said.text, 12)
+    failures = sum(said.label is None for said in found.predictions)
+    assert failures > 0
+    assert found.metrics.parse_failures == failures
+    assert found.metrics.count == 10
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"split": "tests"}, "unknown split 'tests'"),
+        ({"split": "val"}, "has no val rows"),
+        ({"limit": 0}, "limit is at least 1"),
+        ({"batch_size": 0}, "batch_size is at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens is at least 1"),
+        ({"prompt": Prompt("x", ("good news", "bad news"))}, "asks for other labels"),
+    ],
+)
+def test_errors(options: dict[str, object], message: str, blank: Model, task: Task, prompt: Prompt) -> None:
+    values: dict[str, object] = {"model": blank, "task": replace(task, val=[]), "prompt": prompt, **options}
+    with pytest.raises(UsageError, match=message):
+        evaluate(**values)  # type: ignore[arg-type]
+
+
+def test_an_encoder_of_another_prompt(blank: Model, task: Task, prompt: Prompt) -> None:
+    from gatespace.models.encode import Encoder
+
+    other = Encoder(Prompt.of(task, "", brief=True), blank.tokenizer, [])
+    with pytest.raises(UsageError, match="another prompt"):
+        evaluate(blank, task, prompt, encoder=other)
+
+
+@pytest.mark.slow
+def test_real_tweets_and_the_real_model(smollm2: Path, tweeteval: Path) -> None:
+    from gatespace.models import load_model
+
+    task = load_task("tweeteval/emotion", tweeteval)
+    model = load_model(str(smollm2))
+    for prefill in ('{"label": "', ""):
+        prompt = Prompt.of(task, prefill)
+        found = evaluate(model, task, prompt, limit=3, max_new_tokens=10, batch_size=2)
+        assert found.available == 1421
+        for row, said in zip(task.test, found.predictions, strict=False):
+            check_raw(said.raw, model, prompt, row.text, 10)
+        labels = [parse_label(prefill + said.raw, task.labels) for said in found.predictions]
+        assert [said.label for said in found.predictions] == labels
+        assert found.metrics == measure([row.label for row in task.test[:3]], labels, task.labels, majority="anger")

@@ -1,0 +1,190 @@
+"""A small real run over the files of a run folder, and a nursery that starts it, kills it and starts it again.
+
+Run as `python kill_workers.py WORK ...`. The nursery imports torch once and forks for each life of the run.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from gatespace.gating import Gate, gated_kl
+from gatespace.seeding import stream
+from gatespace.training import checkpoint
+from gatespace.training.files import JsonLines, atomic_write, claim
+from gatespace.training.trace import Trace
+
+COMPARED = ("metrics.jsonl", "tokens.jsonl", "evaluations.jsonl", "weights", "summary")
+_OPERATIONS = ("open", "os.", "shutil.")
+
+
+def train(folder: Path, steps: int, every: int, ballast: int) -> None:
+    """A linear student that learns from a fixed teacher, in the order of calls that a training loop keeps to."""
+    with claim(folder):
+        if (folder / "done").exists():
+            return
+        weight = torch.nn.Parameter(torch.zeros(16, 8))
+        teacher = torch.randn(16, 8, generator=_generator("teacher")) * 3
+        optimizer = torch.optim.AdamW([weight], lr=0.1)
+        trace = Trace()
+        metrics, tokens, evaluations = (JsonLines(folder / name) for name in COMPARED[:3])
+        found = checkpoint.latest(folder / "checkpoints", report=lambda note: _fail(note))
+        if found is not None:
+            with torch.no_grad():
+                weight.copy_(found.tensors["weight"])
+            moments = {name: found.tensors[name] for name in ("exp_avg", "exp_avg_sq", "step")}
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: moments}})
+            trace.restore(found.state["trace"])
+            checkpoint.tidy(found, keep=1)
+        start = found.step if found is not None else -1
+        metrics.truncate_after(start, complete=start > 0)
+        tokens.truncate_after(start)
+        evaluations.truncate_after(start)
+        if found is None:
+            evaluations.append({"step": 0, "accuracy": 0.1 + 0.2})
+        for step in range(max(start, 0) + 1, steps + 1):
+            record = _step(step, weight, teacher, optimizer, trace, tokens)
+            metrics.append(record)
+            if step % every == 0:
+                evaluations.append({"step": step, "accuracy": float(weight.detach().std())})
+                for log in (metrics, tokens, evaluations):
+                    log.sync()
+                own = optimizer.state_dict()["state"][0]
+                tensors = {"weight": weight, **own, "ballast": torch.full((ballast,), float(step))}
+                checkpoint.save(folder / "checkpoints", step, tensors, {"trace": trace.state()}, keep=1)
+        atomic_write(folder / "weights", repr(weight.tolist()))
+        atomic_write(folder / "summary", repr(trace.summary()))
+        atomic_write(folder / "done", "")
+
+
+def _step(
+    step: int,
+    weight: torch.Tensor,
+    teacher: torch.Tensor,
+    optimizer: torch.optim.Optimizer,
+    trace: Trace,
+    log: JsonLines,
+) -> dict[str, object]:
+    hidden = torch.randn(1, 6, 8, generator=_generator("batch", step))
+    trace.begin(step)
+    trace.rollout(lengths=[4, 2], ended=[True, step % 3 == 0], log_probs=[[-0.5] * 4, [-step / 7] * 2])
+    for span, rows in ((slice(0, 4), [0] * 4), (slice(4, 6), [1] * 2)):
+        batch = hidden[:, span]
+        out = gated_kl(batch @ weight.T, batch @ teacher.T, gate=Gate(4, 1, -1, 2), total_tokens=6)
+        out.loss.backward()
+        trace.add(out, rows=rows)
+    norm = float(weight.grad.norm())
+    optimizer.step()
+    optimizer.zero_grad()
+    log.append({"step": step, **trace.row(1)})
+    return trace.record(grad_norm=norm, lr=0.1)
+
+
+def _generator(*names: str | int) -> torch.Generator:
+    return torch.Generator().manual_seed(stream(7, *names) % 2**63)
+
+
+# ---------------------------------------------------------------------------------------------------- lives
+
+
+def life(work: Callable[[], None], *, kill_at: int = 0, kill_after: float = 0.0) -> tuple[bool, int]:
+    """Run `work` in a process of its own; whether it was killed, and how many file operations it has begun."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        count = 0
+
+        def watch(event: str, arguments: tuple[object, ...]) -> None:
+            nonlocal count
+            if event.startswith(_OPERATIONS) and not event.startswith(("os.kill", "os.fork")):
+                count += 1
+                if count == kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            sys.addaudithook(watch)
+            work()
+            os.write(writer, str(count).encode())
+        except BaseException as error:
+            os.write(2, f"{type(error).__name__}: {error}\n".encode())
+            os._exit(1)
+        os._exit(0)
+    os.close(writer)
+    if kill_after:
+        time.sleep(kill_after)
+        os.kill(child, signal.SIGKILL)
+    said = os.read(reader, 64)
+    os.close(reader)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status not in (0, -signal.SIGKILL):
+        _fail(f"a life ended with {status}")
+    return status != 0, int(said or 0)
+
+
+def at_every_operation(reference: Path, folder: Path) -> None:
+    """Killed before the n-th file operation, for every n; then once more on the way; then left alone."""
+
+    def work(place: Path) -> Callable[[], None]:
+        return lambda: train(place, 4, 2, 10)
+
+    killed, total = life(work(reference))
+    assert not killed
+    assert total > 40, f"only {total} operations seen"
+    for n in range(1, total + 1):
+        place = folder / str(n)
+        assert life(work(place), kill_at=n)[0], f"{n} of {total}: not killed"
+        life(work(place), kill_at=1 + n * 7 % total)
+        _finish_and_compare(reference, place, work(place), f"killed before operation {n}")
+        shutil.rmtree(place)
+    print(total)
+
+
+def at_random(reference: Path, folder: Path, seed: str, kills: str) -> None:
+    """Killed at moments that fall into steps, into the writing of large files and between."""
+
+    def work(place: Path) -> Callable[[], None]:
+        return lambda: train(place, 40, 1, 2_000_000)
+
+    rng = random.Random(int(seed))
+    began = time.monotonic()
+    assert not life(work(reference))[0]
+    whole = time.monotonic() - began
+    hits = sum(life(work(folder), kill_after=max(rng.random() * whole / 4, 1e-3))[0] for _ in range(int(kills)))
+    _finish_and_compare(reference, folder, work(folder), f"killed {hits} times")
+    print(hits)
+
+
+def save_for_ever(folder: Path) -> None:
+    for step in range(1, 1_000_000):
+        checkpoint.save(folder, step, {"a": torch.full((1_000_000,), float(step))}, {"step": step}, keep=1)
+        os.write(1, f"{step}\n".encode())
+
+
+def _finish_and_compare(reference: Path, folder: Path, work: Callable[[], None], what: str) -> None:
+    assert not life(work)[0]
+    for name in COMPARED:
+        assert (folder / name).read_bytes() == (reference / name).read_bytes(), f"{what}: {name} differs"
+    kept = [path.name for path in (folder / "checkpoints").iterdir()]
+    assert kept == [path.name for path in (reference / "checkpoints").iterdir()], f"{what}: {kept}"
+
+
+def _fail(note: str) -> None:
+    raise AssertionError(note)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # a forked process must not wait for threads that it has not
+    with tempfile.TemporaryDirectory() as warm:
+        train(Path(warm), 1, 1, 1)  # imports that wait for their first use would count as file operations
+    works = {"every": at_every_operation, "random": at_random, "save": save_for_ever}
+    works[sys.argv[1]](*(Path(one) for one in sys.argv[2:4]), *sys.argv[4:])  # type: ignore[operator]
