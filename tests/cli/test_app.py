@@ -20,7 +20,7 @@ try:
     main()
 except SystemExit as stop:
     code = stop.code or 0
-heavy = [name for name in ("torch", "numpy", "matplotlib") if sys.modules.get(name) is not None]
+heavy = [name for name in ("torch", "numpy", "gatespace.config", "matplotlib") if sys.modules.get(name) is not None]
 print("HEAVY", heavy, file=sys.stderr)
 sys.exit(code)
 """
@@ -62,7 +62,10 @@ def test_help_teaches_with_examples(run):
 def test_unknown_command_suggests_the_nearest(run):
     result = run("gat")
     assert result.exit_code == 2
-    assert result.stderr == "error: unknown command 'gat'\n  instead: did you mean 'gate'? known: doctor, gate\n"
+    assert result.stderr == (
+        "error: unknown command 'gat'\n"
+        "  instead: did you mean 'gate'? known: doctor, evaluate, gate, predict, teach, train\n"
+    )
 
 
 def test_unknown_option_exits_2(run):
@@ -120,7 +123,9 @@ def test_a_bug_keeps_its_traceback(python):
     assert "ZeroDivisionError: a bug" in result.stderr
 
 
-@pytest.mark.parametrize("args", [["--version"], ["--help"], ["gate", "G5", "H2"], ["gate", "--json"], ["gat"]])
+@pytest.mark.parametrize(
+    "args", [["--version"], ["--help"], ["train", "--help"], ["gate", "G5", "H2"], ["gate", "--json"], ["gat"]]
+)
 def test_nothing_heavy_is_imported(python, args):
     result = python("-c", WITHOUT_TORCH.format(args=args))
     assert result.returncode == (2 if args == ["gat"] else 0), result.stderr
@@ -128,9 +133,8 @@ def test_nothing_heavy_is_imported(python, args):
 
 
 def test_importing_the_app_loads_neither_rich_nor_torch(python):
-    script = (
-        "import sys, gatespace.cli.app; print([m for m in ('rich.table', 'torch', 'matplotlib') if m in sys.modules])"
-    )
+    names = ("rich.table", "torch", "gatespace.config", "matplotlib")
+    script = f"import sys, gatespace.cli.app; print([m for m in {names} if m in sys.modules])"
     result = python("-c", script)
     assert result.stdout.strip() == "[]", result.stderr
 

@@ -229,3 +229,50 @@ def test_gold_response_after_the_prefill() -> None:
 def test_a_prefill_that_no_right_answer_begins_with(prefill: str) -> None:
     with pytest.raises(UsageError, match="beginning of every right answer"):
         Prompt.of(TASK, prefill=prefill)
+
+
+# ---------------------------------------------------------------------------------------------------- the end
+
+
+@pytest.mark.parametrize(
+    ("prefill", "response", "closed"),
+    [
+        (PREFILL, 'hate"}', True),
+        (PREFILL, 'hate"}\n', True),
+        (PREFILL, 'hate"} and more', True),
+        (PREFILL, 'hate", "why": {"a": [1, 2]}}', True),
+        (PREFILL, "hate", False),
+        (PREFILL, 'hate"', False),
+        (PREFILL, 'hate", ', False),
+        (PREFILL, "", False),
+        # a brace inside the text of a label closes nothing
+        (PREFILL, "ha}te", False),
+        (PREFILL, 'ha}te"}', True),
+        (PREFILL, 'hate\\"}', False),
+        (PREFILL, 'hate", "why": {"a": 1}', False),
+        ("", '{"label": "hate"}', True),
+        ("", 'Sure: {"label": "hate"}', True),
+        ("", '{"label": "hate"', False),
+        ("", "hate", False),
+        ("", "}", False),
+        ("", "", False),
+        ("{", '"label": "hate"}', True),
+        ("{", "}", True),
+    ],
+)
+def test_when_an_answer_is_whole(prefill: str, response: str, closed: bool) -> None:
+    assert Prompt.of(TASK, prefill=prefill).closed(response) is closed
+
+
+@given(st.text(alphabet='{}[]":,\\ \nab1', max_size=40), st.text(max_size=5))
+def test_a_whole_answer_stays_whole(response: str, more: str) -> None:
+    for prefill in (PREFILL, ""):
+        prompt = Prompt.of(TASK, prefill=prefill)
+        if prompt.closed(response):
+            assert prompt.closed(response + more)
+            whole = prefill + response
+            assert isinstance(json.JSONDecoder().raw_decode(whole, whole.index("{"))[0], dict)
+
+
+def test_an_endless_answer_is_not_whole() -> None:
+    assert not Prompt.of(TASK, prefill="").closed('{"a": ' * 100_000 + "}")

@@ -5,6 +5,7 @@ Run as `python kill_workers.py WORK ...`. The nursery imports torch once and for
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import shutil
@@ -17,10 +18,10 @@ from pathlib import Path
 
 import torch
 
+from gatespace.files import JsonLines, atomic_write, claim
 from gatespace.gating import Gate, gated_kl
 from gatespace.seeding import stream
 from gatespace.training import checkpoint
-from gatespace.training.files import JsonLines, atomic_write, claim
 from gatespace.training.trace import Trace
 
 COMPARED = ("metrics.jsonl", "tokens.jsonl", "evaluations.jsonl", "weights", "summary")
@@ -153,7 +154,7 @@ def at_random(reference: Path, folder: Path, seed: str, kills: str) -> None:
     """Killed at moments that fall into steps, into the writing of large files and between."""
 
     def work(place: Path) -> Callable[[], None]:
-        return lambda: train(place, 40, 1, 2_000_000)
+        return lambda: train(place, 25, 1, 2_000_000)
 
     rng = random.Random(int(seed))
     began = time.monotonic()
@@ -162,6 +163,25 @@ def at_random(reference: Path, folder: Path, seed: str, kills: str) -> None:
     hits = sum(life(work(folder), kill_after=max(rng.random() * whole / 4, 1e-3))[0] for _ in range(int(kills)))
     _finish_and_compare(reference, folder, work(folder), f"killed {hits} times")
     print(hits)
+
+
+def while_saving(folder: Path) -> None:
+    """Killed before the n-th file operation of a save, for every n: a whole checkpoint is there, and no damaged one."""
+    for step in (2, 1):  # after the one that is there, and in its place
+        for n in range(1, 1000):
+            place = folder / f"{step}-{n}"
+            checkpoint.save(place, 1, {"a": torch.ones(10)}, {"turn": 1})
+            save = functools.partial(checkpoint.save, place, step, {"a": torch.ones(10) * 2}, {"turn": 2}, keep=1)
+            killed, _ = life(save, kill_at=n)
+            found = checkpoint.latest(place, report=_fail)
+            assert found is not None, f"nothing left after operation {n}"
+            assert bool((found.tensors["a"] == found.state["turn"]).all())
+            assert found.state["turn"] == 2 or killed
+            if not killed:
+                print(n)
+                break
+            save()
+            assert [path.name for path in place.iterdir()] == [f"step-{step:06d}"], f"scrap after operation {n}"
 
 
 def save_for_ever(folder: Path) -> None:
@@ -186,5 +206,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)  # a forked process must not wait for threads that it has not
     with tempfile.TemporaryDirectory() as warm:
         train(Path(warm), 1, 1, 1)  # imports that wait for their first use would count as file operations
-    works = {"every": at_every_operation, "random": at_random, "save": save_for_ever}
+    works = {"every": at_every_operation, "random": at_random, "save": save_for_ever, "saving": while_saving}
     works[sys.argv[1]](*(Path(one) for one in sys.argv[2:4]), *sys.argv[4:])  # type: ignore[operator]

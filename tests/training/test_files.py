@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gatespace.errors import RunError, UsageError
-from gatespace.training.files import JsonLines, atomic_write, claim, encode, read
+from gatespace.files import JsonLines, atomic_write, claim, encode, read
 
 RECORDS = [{"step": 0, "accuracy": 0.1 + 0.2}, {"step": 1, "text": "ü\n\u2028"}, {"step": 2}, {"step": 2, "x": [1]}]
 
@@ -136,7 +136,7 @@ def test_a_damaged_line_is_named_and_not_dropped(tmp_path: Path, damage: bytes) 
 
 def test_a_writer_killed_at_any_moment_leaves_whole_lines_and_at_most_one_torn(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from gatespace.training.files import JsonLines\n"
+        "import sys; from pathlib import Path; from gatespace.files import JsonLines\n"
         "log = JsonLines(Path(sys.argv[1]))\n"
         "for step in range(10**9):\n"
         "    log.append({'step': step, 'text': 'x' * 50_000})\n"
@@ -170,7 +170,7 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
 
 def test_a_reader_never_sees_a_half_written_file_of_a_writer_that_is_killed(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from gatespace.training.files import atomic_write\n"
+        "import sys; from pathlib import Path; from gatespace.files import atomic_write\n"
         "for turn in range(10**9):\n"
         "    atomic_write(Path(sys.argv[1]), bytes([turn % 256]) * 3_000_000)\n"
         "    if turn == 0: print('go', flush=True)\n"
@@ -206,7 +206,7 @@ def test_trouble_with_the_disk_is_an_error_of_the_run(tmp_path: Path) -> None:
 
 def test_a_run_folder_is_held_by_one_process_until_it_is_killed(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from gatespace.training.files import claim\n"
+        "import sys; from pathlib import Path; from gatespace.files import claim\n"
         "with claim(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()\n"
     )
     folder = tmp_path / "run"
@@ -224,5 +224,5 @@ def test_a_run_folder_is_held_by_one_process_until_it_is_killed(tmp_path: Path) 
 
 
 def test_the_files_need_no_torch() -> None:
-    code = "import sys, gatespace.training.files; print('torch' in sys.modules)"
+    code = "import sys, gatespace.files; print('torch' in sys.modules)"
     assert python(code).communicate()[0] == "False\n"

@@ -1,7 +1,7 @@
 """The command `gatespace`: its commands, and the one place where errors become messages and exit codes.
 
-Starting must stay fast: neither this module nor a command's module imports torch, Rich or matplotlib when it is
-imported. Each command imports what it needs when it runs.
+Starting must stay fast: neither this module nor a command's module imports torch, pydantic, Rich or matplotlib when
+it is imported. Each command imports what it needs when it runs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from gatespace.cli import doctor, gate
+from gatespace.cli import doctor, evaluate, gate, predict, teach, train
 from gatespace.cli.console import gatespace_version, print_error
 from gatespace.errors import GatespaceError, unknown_name
 
@@ -66,13 +66,20 @@ def _root(
     and 1-λ weighs forward KL.
 
     \b
-    gatespace gate G5 H2 static:0.388    what these points do
-    gatespace gate G5 --plot gate.svg    λ against each signal, drawn
-    gatespace doctor                     what is installed, what is missing
+    gatespace gate G5 H2 static:0.388               what these points do
+    gatespace teach --task tweeteval/emotion        make a teacher
+    gatespace train --teacher runs/teach --gate G5  distil it into a student
+    gatespace evaluate runs/train                   how often it is right
+    gatespace predict runs/train texts.txt          label texts with it
+    gatespace doctor                                what is installed here
     """
 
 
 app.command("gate", cls=gate.PointCommand)(gate.gate)
+app.command("teach")(teach.teach)
+app.command("train")(train.train)
+app.command("evaluate")(evaluate.evaluate)
+app.command("predict")(predict.predict)
 app.command("doctor")(doctor.doctor)
 
 

@@ -33,7 +33,7 @@ class Encoder:
         """The prompt for `text` after the shared prefix."""
         ids = self._rendered.get(text)
         if ids is None:
-            ids = self._rendered[text] = self.prompt.render(self.tokenizer, text)
+            ids = self.prompt.render(self.tokenizer, text)
             if ids[: len(self.prefix)] != self.prefix or len(ids) == len(self.prefix):
                 raise RunError(
                     "a prompt does not begin like the others",
@@ -41,6 +41,7 @@ class Encoder:
                     why="the shared prefix was taken from other texts",
                     instead="give the encoder every text it will see",
                 )
+            self._rendered[text] = ids
         return ids[len(self.prefix) :]
 
     def gold(self, label: str, end: int | None = None) -> list[int]:

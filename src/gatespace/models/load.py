@@ -222,6 +222,10 @@ def check_network(model: Model) -> None:
         projection = Projection(flat, head, rows)
         rebuilt = projection.into(logits_buffer(flat, len(flat), rows, projection.dtype), slice(None), 0, rows)
     tolerance = torch.finfo(hidden.dtype).eps ** 0.5
+    if not bool(hidden.isfinite().all()):
+        raise UsageError(
+            f"{model.name} computes numbers that are not finite", why="some of its weights are damaged, or not finite"
+        )
     if not _close(hidden[0, :2], hidden[1, :2], tolerance):
         raise UsageError(
             "not a causal language model",

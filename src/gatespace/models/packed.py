@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gatespace.errors import UsageError
+from gatespace.models.limits import check_attention, check_positions
 from gatespace.models.load import Model
 
 _NAME = "gatespace"
@@ -118,6 +119,7 @@ class PackedBody:
             past=past,
             shape=shape,
             device=self.device,
+            dtype=self.dtype,
         )
         hidden = self._run(ids, positions, plan)
         layers = plan.record
@@ -141,6 +143,7 @@ class PackedBody:
     def _run(self, ids: Sequence[int], positions: Sequence[int], plan: _Plan) -> Tensor:
         body = self.model.body
         config: Any = body.config
+        check_positions(config, plan.longest)
         before = config._attn_implementation
         # Set for this pass only: the same network may be saved, generated with or trained elsewhere in between.
         config._attn_implementation = _NAME
@@ -237,6 +240,7 @@ class _Rows(_Plan):
         past: Kept | None,
         shape: Callable[[int], int] | None,
         device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         self.trunk, self.inline, self.past = trunk, inline, past
         self.record: list[tuple[Tensor, Tensor]] = []
@@ -264,7 +268,7 @@ class _Rows(_Plan):
                 visible = (torch.arange(longest) < seen[:, None])[:, None].expand(-1, length, -1)
                 parts = [part.expand(len(rows), -1, -1) for part in parts]
                 parts.insert(1, visible)
-            mask = torch.zeros(1).where(torch.cat(parts, -1), -torch.inf)[:, None]
+            mask = _mask(torch.cat(parts, -1), dtype)
             targets.append(index[real])
             past_index = None if past_index is None else past_index.to(device)
             self.groups.append(
@@ -272,7 +276,7 @@ class _Rows(_Plan):
             )
         self.order = torch.cat(targets).argsort().to(device)
         time = torch.arange(inline)
-        self.trunk_mask = torch.zeros(1).where(time[:, None] >= time, -torch.inf)[None, None].to(device)
+        self.trunk_mask = _mask((time[:, None] >= time)[None], dtype).to(device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         if layer != len(self.record):
@@ -304,7 +308,7 @@ class _Decode(_Plan):
         self.layers, self.used = layers, used
         self.longest = int(used.max()) + 1
         seen = torch.arange(self.longest, device=used.device) <= used[:, None]
-        self.mask = torch.zeros(1, device=used.device).where(seen, -torch.inf)[:, None, None]
+        self.mask = _mask(seen[:, None], layers[0][0].dtype)
         self.rows = torch.arange(len(used), device=used.device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -325,7 +329,8 @@ class _Attention(torch.autograd.Function):
     """Softmax attention with grouped queries, written out.
 
     The fused kernel of torch spends most of an update in its backward pass on a CPU at these sizes, and plain autograd
-    keeps float32 copies of all weights. Weights are made in float32 and kept in the precision of the inputs.
+    keeps float32 copies of all weights. Here each pass over the weights is one call: scale and mask are taken along by
+    the product, and the softmax computes in float32 inside, whatever the precision of what it reads and writes.
     """
 
     @staticmethod
@@ -335,12 +340,11 @@ class _Attention(torch.autograd.Function):
         ctx.shapes = query.shape, key.shape
         query = query.reshape(rows * shared, heads // shared * length, width)
         key, value = key.reshape(rows * shared, -1, width), value.reshape(rows * shared, -1, value.shape[-1])
-        scores = torch.bmm(query, key.transpose(1, 2)).view(rows, heads, length, -1)
-        weights = (
-            torch.softmax(_wide(scores).mul_(scale).add_(mask), -1)
-            .to(query.dtype)
-            .view(rows * shared, -1, key.shape[1])
-        )
+        # (rows or 1, 1, S, K) → (rows·Hkv or 1, Hq/Hkv·S, K), as the products are laid out
+        mask = mask.expand(-1, heads, -1, -1) if len(mask) > 1 else mask.expand(-1, heads // shared, -1, -1)
+        mask = mask.reshape(-1, query.shape[1], key.shape[1])
+        scores = torch.baddbmm(mask, query, key.transpose(1, 2), alpha=scale)
+        weights = torch.softmax(scores, -1)
         ctx.save_for_backward(query, key, value, weights)
         ctx.scale = scale
         return torch.bmm(weights, value).view(rows, heads, length, -1)
@@ -349,16 +353,14 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, weights = ctx.saved_tensors
-        (rows, heads, length, width), key_shape = ctx.shapes
+        query_shape, key_shape = ctx.shapes
         grad = grad.reshape(*query.shape[:2], -1)
         to_value = torch.bmm(weights.transpose(1, 2), grad)
-        to_weights = _wide(torch.bmm(grad, value.transpose(1, 2)))
-        wide = _wide(weights)
-        to_scores = wide * (to_weights - (to_weights * wide).sum(-1, keepdim=True))
-        to_scores = to_scores.mul_(ctx.scale).to(query.dtype)
-        to_query = torch.bmm(to_scores, key).view(rows, heads, length, width)
-        to_key = torch.bmm(to_scores.transpose(1, 2), query).view(key_shape)
-        return to_query, to_key, to_value.view(*key_shape[:3], -1), None, None
+        to_weights = torch.bmm(grad, value.transpose(1, 2))
+        to_scores = torch.ops.aten._softmax_backward_data(to_weights, weights, -1, weights.dtype)
+        to_query = torch.baddbmm(query, to_scores, key, beta=0, alpha=ctx.scale)
+        to_key = torch.baddbmm(key, to_scores.transpose(1, 2), query, beta=0, alpha=ctx.scale)
+        return to_query.view(query_shape), to_key.view(key_shape), to_value.view(*key_shape[:3], -1), None, None
 
 
 def _serve(
@@ -377,13 +379,7 @@ def _serve(
         raise UsageError(
             "this architecture does not pass keyword arguments to its attention", instead="engine.packed: false"
         )
-    window = others.get("sliding_window")
-    if window is not None and gatespace_plan.longest > window:
-        raise UsageError(
-            "packed passes have no sliding window, and these texts are longer than the model's",
-            got=f"{gatespace_plan.longest} tokens, window {window}",
-            instead="engine.packed: false",
-        )
+    check_attention(module, gatespace_plan.longest, attention_mask, others)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output = gatespace_plan.attend(module.layer_idx, query[0], key[0], value[0], scale)
     return output.transpose(0, 1)[None], None
@@ -396,6 +392,11 @@ def _register() -> None:
     AttentionInterface.register(_NAME, _serve)
 
 
+def _mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """(rows or 1, 1, S, K): 0 where a key is seen, -inf elsewhere."""
+    return torch.zeros(1, dtype=dtype, device=seen.device).where(seen, -torch.inf)[:, None]
+
+
 def _padded(lengths: Tensor, longest: int, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(rows·longest,) indices of the tokens of rows that begin at `offsets`, and which of them are no padding."""
     if offsets is None:
@@ -403,10 +404,6 @@ def _padded(lengths: Tensor, longest: int, offsets: Tensor | None = None) -> tup
     time = torch.arange(longest, device=lengths.device)
     index = offsets[:, None] + torch.minimum(time, lengths[:, None] - 1)
     return index.flatten(), (time < lengths[:, None]).flatten().nonzero()[:, 0]
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def _unpack(tensor: Tensor, index: Tensor, rows: int) -> Tensor:

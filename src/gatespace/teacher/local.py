@@ -79,13 +79,14 @@ class LocalTeacher:
         self.prefix = list(prefix)
         self.stats = LocalStats()
         self._longest = max_new_tokens
-        self._payload, self._k = payload, k
         self._vocab_size = vocab_size or model.vocab_size
+        self._payload, self._k = payload, min(k, self._vocab_size)
         self._cache = cache
         self.body: Body = body_of(model, packed=packed)
         with torch.no_grad():
             self.trunk = self.body.trunk(self.prefix)
             self._alone = not self._companions_leave_no_trace()
+        self.stats = LocalStats()
         self._fingerprint = model.fingerprint() if cache is not None else ""
         self._numerics = self._describe()
 
@@ -94,7 +95,9 @@ class LocalTeacher:
     @torch.no_grad()
     def score(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Scores:
         """The scores of all tokens of `responses`, each the continuation of its prompt (after the shared prefix)."""
-        for response in responses:
+        for prompt, response in zip(prompts, responses, strict=True):
+            if not prompt:
+                raise RunError("a prompt has no token of its own after the shared prefix", got=repr(list(response)))
             if not 0 < len(response) <= self._longest:
                 raise RunError(
                     "a response has the wrong length for this teacher",
@@ -196,7 +199,7 @@ class LocalTeacher:
         out = logits_buffer(padded, self._longest, size, projection.dtype)
         logits = projection.into(out, slice(0, self._longest), 0, size)[:count].contiguous()
         log_probs = torch.log_softmax(logits, -1).float()
-        values, ids = top_entries(log_probs, min(self._k, size))
+        values, ids = top_entries(log_probs, self._k)
         sampled = log_probs.gather(1, torch.tensor(response, device=ids.device)[:, None])
         return torch.cat([ids.float(), values, sampled], 1)  # float32 holds every id of a vocabulary exactly
 
@@ -217,7 +220,6 @@ class LocalTeacher:
             for i, hidden in zip(arrangement, results, strict=True):
                 if not torch.equal(seen.setdefault(i, hidden), hidden):
                     return False
-        self.stats = LocalStats()
         return True
 
     def _describe(self) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gatespace.errors import RunError, UsageError, missing_extra
-from gatespace.training.files import atomic_write, sync_folder
+from gatespace.files import atomic_write, sync_folder
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,6 +20,7 @@ from gatespace.training.trackers import Trackers, open_trackers
 
 DONE = "done"
 SUMMARY = "summary.json"
+CHECKPOINTS = "checkpoints"
 
 
 class Progress(Protocol):
@@ -85,7 +86,7 @@ class Course:
 def run(course: Course) -> dict[str, Any]:
     """Do what is left of a run, and return its summary."""
     folder, progress = course.folder, course.progress
-    checkpoints = folder / "checkpoints"
+    checkpoints = folder / CHECKPOINTS
     start = 0
     found = checkpoint.latest(checkpoints, report=progress.note)
     if found is not None:
@@ -144,7 +145,7 @@ def _step(course: Course, number: int, clock: Clock) -> Outcome:
         raise RunError(
             f"step {number + 1} failed: {error.what}",
             got=error.got,
-            why=f"the step's rows and responses are in {saved.name}; weights and records are those before it",
+            why=f"what the step saw is in {saved.name}; weights and records are those before it",
             instead=error.instead,
         ) from error
 
@@ -173,5 +174,6 @@ def finished(folder: Path) -> dict[str, Any] | None:
     """The summary of a run that is done, or None."""
     if not (folder / DONE).exists():
         return None
+    shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)  # a kill may have come between the two
     summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text())
     return summary

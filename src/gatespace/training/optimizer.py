@@ -52,7 +52,7 @@ class Optimizer:
         self._mixed = dtype != torch.float32
         if self._mixed:
             self._masters = {name: p.detach().clone().requires_grad_() for name, p in self._own.items()}
-            network.to(dtype)
+            _convert(network, dtype)
         else:
             self._masters = dict(self._own)
         matrices = [p for p in self._masters.values() if p.dim() > 1]
@@ -97,6 +97,8 @@ class Optimizer:
         for group in self._adam.param_groups:
             group["lr"] = lr
         self._adam.step()
+        # Fused AdamW changes weights without counting it, and whoever has hashed them would not hear of it.
+        torch.autograd.graph.increment_version(list(self._masters.values()))
         self._adam.zero_grad()
         self._publish()
         return Update(total, lr)
@@ -131,7 +133,7 @@ class Optimizer:
     def widen(self) -> None:
         """Give the network its float32 weights, to be saved; no update can follow."""
         if self._mixed:
-            self._network.to(torch.float32)
+            _convert(self._network, torch.float32)
             with torch.no_grad():
                 for name, p in self._own.items():
                     p.copy_(self._masters[name])
@@ -141,3 +143,10 @@ class Optimizer:
         if self._mixed:
             for name, p in self._own.items():
                 p.copy_(self._masters[name])
+
+
+@torch.no_grad()
+def _convert(network: nn.Module, dtype: torch.dtype) -> None:
+    """Not buffers, as `network.to(dtype)` would: rounded frequencies of a rotary embedding are other positions."""
+    for parameter in network.parameters():
+        parameter.data = parameter.data.to(dtype)

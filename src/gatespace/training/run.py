@@ -8,13 +8,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from gatespace.config import TeachConfig, TrainConfig, dump_config, dump_yaml, identity
-from gatespace.errors import UsageError
+from gatespace.config import TeachConfig, TrainConfig, dump_config, dump_yaml, identity, load_config
+from gatespace.config.identity import CONTENT, LEFT_OUT, settings_of
+from gatespace.errors import GatespaceError, UsageError
 from gatespace.evaluation import Evaluation, evaluate
 from gatespace.files import atomic_write, claim
 from gatespace.models import Model, check_pair
 from gatespace.models.body import body_of
-from gatespace.models.cache_root import cache_root
+from gatespace.models.cache_root import cache_root, remove_leftovers
 from gatespace.models.encode import Encoder
 from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.local import LocalTeacher
@@ -182,7 +183,13 @@ def teach(config: TeachConfig, progress: Progress | None = None) -> dict[str, An
         batches = Batches(data.rows, encoder, batch_size=config.batch_size, seed=config.seed)
 
         def step(number: int, clock: Clock) -> Outcome:
-            learned = supervised.step(number, batches.at(number), clock)
+            rows = batches.at(number)
+            try:
+                learned = supervised.step(number, rows, clock)
+            except GatespaceError as error:
+                seen = [{"index": row.index, "text": row.example.text, "gold": row.example.label} for row in rows]
+                error.evidence = {"rows": seen}  # type: ignore[attr-defined]
+                raise
             record = {
                 "step": number + 1,
                 "loss": learned.loss,
@@ -242,14 +249,26 @@ def _begin(
     return None
 
 
-def _difference(folder: Path, config: Any, other: Mapping[str, Any], own: Mapping[str, Any]) -> str:
-    for name, value in own["content"].items():
-        if other["content"].get(name) != value:
+def _difference(
+    folder: Path, config: TrainConfig | TeachConfig, other: Mapping[str, Any], own: Mapping[str, Any]
+) -> str:
+    before, now = other["content"], own["content"]
+    if set(before) != set(now):
+        return "it is not a run of this command"
+    for name in ("gate", "precision"):  # in plain words; and the precision shows in a teacher's hash too
+        if name in now and before[name] != now[name]:
+            return f"its {name} is {before[name]}, not {now[name]}"
+    for name, value in now.items():
+        if before[name] != value:
             return f"its {name} is another one"
-    lines = (folder / "config.yaml").read_text().splitlines()
-    for before, now in zip(lines, dump_yaml(config).splitlines(), strict=False):
-        if before != now and not before.startswith("output"):
-            return f"its settings have {before.strip()!r} where this one has {now.strip()!r}"
+    found = tuple(path for name in now for path in CONTENT[name])
+    try:
+        old = settings_of(load_config(type(config), folder / "config.yaml"))
+    except UsageError:
+        return "its settings are others"
+    for path, value in settings_of(config).items():
+        if path not in LEFT_OUT and not path.startswith(found) and old.get(path) != value:
+            return f"its {path} is {json.dumps(old.get(path))}, not {json.dumps(value)}"
     return "its settings are others"
 
 
@@ -285,5 +304,6 @@ def _evaluator(
 def _save(folder: Path, model: Model, optimizer: Optimizer) -> dict[str, Any]:
     """Write the model with its float32 weights."""
     optimizer.widen()
+    remove_leftovers(folder / MODEL)
     model.save(folder / MODEL)
     return {"model": MODEL, "fingerprint": model.fingerprint()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from gatespace.config import ObjectiveConfig, RolloutConfig
-from gatespace.errors import RunError
+from gatespace.errors import GatespaceError, RunError
 from gatespace.gating.fused import fused_distillation_loss
 from gatespace.gating.loss import LossOutput, distillation_loss
 from gatespace.gating.objectives import Objective
@@ -97,16 +98,17 @@ class Distillation:
             part = Part(rows_of_part, list(range(place, place + len(rows_of_part))))
             place += len(rows_of_part)
             trunk = leaves if leaves is not None else prefix
-            with clock("rollout"), torch.set_grad_enabled(self.reuse):
-                read = self.student.read(part.prompts, trunk=trunk)
-                self._respond(number, part, read)
-            with clock("score"):
-                scores = self.teacher.score(part.prompts, part.rollout.responses)
-            with clock("update"):
-                hidden = self._hidden(part, read if self.reuse else None, trunk)
-                output = self._loss(part, hidden, scores)
-                output.loss.backward()
-                self.optimizer.collect()
+            with _named(part):
+                with clock("rollout"), torch.set_grad_enabled(self.reuse):
+                    read = self.student.read(part.prompts, trunk=trunk)
+                    self._respond(number, part, read)
+                with clock("score"):
+                    scores = self.teacher.score(part.prompts, part.rollout.responses)
+                with clock("update"):
+                    hidden = self._hidden(part, read if self.reuse else None, trunk)
+                    output = self._loss(part, hidden, scores)
+                    output.loss.backward()
+                    self.optimizer.collect()
             tokens += output.tokens
             watch(Scored(part, output, hidden.detach(), scores))
         with clock("update"):
@@ -213,6 +215,16 @@ class Distillation:
         if scores.head is not None and isinstance(payload, Tensor):
             payload = whole_logits(payload, scores.head)
         return distillation_loss(whole_logits(hidden[None], head), payload, **common)
+
+
+@contextmanager
+def _named(part: Part) -> Iterator[None]:
+    """Let an error carry the micro-batch that it arose in."""
+    try:
+        yield
+    except GatespaceError as error:
+        error.part = part  # type: ignore[attr-defined]
+        raise
 
 
 def whole_logits(hidden: Tensor, head: Head) -> Tensor:

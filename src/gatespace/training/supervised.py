@@ -56,7 +56,7 @@ class Supervised:
                 loss = cross_entropy(logits, target, reduction="sum")
                 if not bool(torch.isfinite(loss)):
                     raise RunError(
-                        "the loss is not finite", got=float(loss), instead="a smaller learning rate, or fp32"
+                        "the loss is not finite", got=float(loss.detach()), instead="a smaller learning rate, or fp32"
                     )
                 loss.backward()
                 self.optimizer.collect()

@@ -58,7 +58,11 @@ class Telemetry:
             yield
         except GatespaceError as error:
             parts = [scored.part for scored in self._seen]
-            rows = [(row, ids) for part in parts for row, ids in zip(part.rows, part.rollout.responses, strict=True)]
+            parts += [part for part in [getattr(error, "part", None)] if part is not None]
+            # The last one may not have got as far as responses.
+            responses = [part.rollout.responses or [[]] * len(part.rows) for part in parts]
+            pairs = zip(parts, responses, strict=True)
+            rows = [(row, ids) for part, written in pairs for row, ids in zip(part.rows, written, strict=True)]
             encoder = self._distillation.encoder
             error.evidence = {  # type: ignore[attr-defined]
                 "rows": [
@@ -70,7 +74,7 @@ class Telemetry:
                     }
                     for row, ids in rows
                 ],
-                "losses": [float(scored.output.loss) for scored in self._seen],
+                "losses": [float(scored.output.loss.detach()) for scored in self._seen],
             }
             raise
 

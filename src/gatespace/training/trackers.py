@@ -20,7 +20,7 @@ from types import ModuleType, TracebackType
 from typing import Any, Protocol, Self
 
 from gatespace.errors import GatespaceError, RunError, missing_extra, unknown_name
-from gatespace.training.files import atomic_write
+from gatespace.files import atomic_write
 
 __all__ = ["Trackers", "open_trackers", "scalars"]
 
@@ -165,14 +165,15 @@ class _TensorBoard:
 class _Run:
     """Of W&B or trackio, which have this much in common."""
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: Any, finish: Callable[[], None]) -> None:
         self._run = run
+        self._finish = finish
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._run.log(values, step=step)
 
     def close(self) -> None:
-        self._run.finish()
+        self._finish()
 
 
 def _open_tensorboard(module: ModuleType, folder: Path, config: dict[str, Any], step: int) -> _Tracker:
@@ -191,14 +192,15 @@ def _open_wandb(module: ModuleType, folder: Path, config: dict[str, Any], step: 
         reinit="create_new",  # a run of the caller's own stays what it is
         settings=module.Settings(console="off"),  # the progress display redraws lines
     )
-    return _Run(run)
+    return _Run(run, run.finish)
 
 
 def _open_trackio(module: ModuleType, folder: Path, config: dict[str, Any], step: int) -> _Tracker:
     # Runs are told apart by name alone, so the name carries the identity.
     name = f"{folder.name}-{_identity(folder)[:8]}"
     quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-    return _Run(module.init(project=PROJECT, name=name, config=config, resume="allow", **quiet))
+    run = module.init(project=PROJECT, name=name, config=config, resume="allow", **quiet)
+    return _Run(run, module.finish)  # the run's own finish would be called once more at the end of the process
 
 
 _OPENERS: dict[str, Callable[[ModuleType, Path, dict[str, Any], int], _Tracker]] = {

@@ -1,0 +1,396 @@
+"""What a measuring process of ladder.py executes: the steps of one rung, the responses, or the machine's own rates.
+
+A rung is put together from the public parts of the engine, so that every speed-up can be left out by itself; the rows
+`engine-…` are the engine's step as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import measure
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from step_worker import GATE, Meter, Work, distillation, padded_left, whole_prompts
+from torch import Tensor, nn
+
+from gatespace.config import OptimizerConfig
+from gatespace.gating.coefficients import Gate
+from gatespace.gating.fused import fused_distillation_loss
+from gatespace.gating.loss import distillation_loss
+from gatespace.gating.objectives import Gated
+from gatespace.models import Model, check_pair, load_model
+from gatespace.models.body import Read, body_of
+from gatespace.rollout import Sampling, sample
+from gatespace.seeding import generator, stream
+from gatespace.teacher.cache import ScoreCache
+from gatespace.teacher.local import LocalTeacher
+from gatespace.training.batches import Row
+from gatespace.training.optimizer import Optimizer
+from gatespace.training.step import Scored, whole_logits
+
+NOISE = 0.05
+"""A student that is its own teacher has nothing to learn and no loss to compare: its weights are moved by this much."""
+Responses = list[list[list[int]]]
+"""Per step, per row."""
+
+
+def pair(work: Work) -> tuple[Model, Model]:
+    """Student in float32, and a teacher with other weights in the precision of the work."""
+    student, teacher = load_model(work.student), load_model(work.teacher)
+    if work.student == work.teacher:
+        draw = torch.Generator().manual_seed(stream(work.seed, "teacher") % 2**63)
+        with torch.no_grad():
+            for parameter in teacher.network.parameters():
+                if parameter.dim() > 1:
+                    parameter += torch.randn(parameter.shape, generator=draw) * (NOISE * parameter.std())
+    teacher.network.to(work.dtype)
+    return student, teacher
+
+
+def write_responses(work: Work, file: Path) -> None:
+    """What the student writes to every row, always to the cap, so that every rung has the same tokens to work on."""
+    student, _ = pair(work)
+    encoder = work.encoder(student.tokenizer)
+    body, found = body_of(student), []
+    with torch.no_grad():
+        for number, rows in enumerate(work.rows(encoder)):
+            read = body.read([row.prompt for row in rows], trunk=encoder.prefix)
+            found.append(_sample(work, number, body, read, student.vocab_size))
+    file.write_text(json.dumps(found))
+
+
+def _sample(work: Work, number: int, body: Any, read: Read, vocab_size: int) -> list[list[int]]:
+    count = len(read.kept.lengths)
+    return sample(
+        body,
+        read,
+        vocab_size=vocab_size,
+        sampling=Sampling(max_new_tokens=work.max_new_tokens),
+        stop=lambda ids: False,
+        draws=[generator(work.seed, "rollout", number, i).random for i in range(count)],
+    ).responses
+
+
+# ---------------------------------------------------------------------- a rung
+
+
+class Rung:
+    """One step with some of the speed-ups; `rung` is a row of ladder.RUNGS."""
+
+    def __init__(self, work: Work, rung: dict[str, Any], responses: Responses, folder: Path, micro_rows: int) -> None:
+        self.work, self.rung, self.folder, self.micro_rows = work, rung, folder, micro_rows
+        self.student, self.teacher = pair(work)
+        self.size = check_pair(self.student, self.teacher).vocab_size
+        self.optimizer = Optimizer(
+            self.student.network, OptimizerConfig(lr=work.lr), steps=work.all_steps, dtype=work.dtype
+        )
+        self.encoder = work.encoder(self.student.tokenizer)
+        self.rows, self.responses = work.rows(self.encoder), responses
+        self.objective = Gated(Gate.parse(GATE))
+        self.seen: dict[str, Any] = {"same_responses": 0}
+        if rung["packed"]:
+            self.body, self.teacher_body = body_of(self.student, packed=True), body_of(self.teacher, packed=True)
+        self.scorer, self.store = None, None
+        if "score" in rung["share"]:
+            self.store = ScoreCache(folder / "scores") if rung["warm"] else None
+            self.scorer = LocalTeacher(
+                self.teacher,
+                self.encoder.prefix,
+                max_new_tokens=work.max_new_tokens,
+                vocab_size=self.size,
+                cache=self.store,
+                packed=True,
+            )
+            if rung["warm"]:
+                for rows, written in zip(self.rows, responses, strict=True):
+                    self.scorer.score([row.prompt for row in rows], written)
+
+    def step(self, number: int, meter: Meter) -> None:
+        rows, responses = self.rows[number], self.responses[number]
+        tokens = sum(map(len, responses))
+        meter.begin()
+        with meter.clock("rollout"):
+            read = self._rollout(number, rows)
+        with meter.clock("score"):
+            scores = self._score(rows, responses)
+        with meter.clock("update"):
+            loss = self._update(rows, responses, read, scores)
+        if number == 0:
+            self.seen |= {"loss": loss / tokens, **self._gradient(tokens)}
+        with meter.clock("update"):
+            self.optimizer.collect()
+        with meter.clock("optimizer"):
+            self.optimizer.step(number, tokens)
+        meter.end(responses)
+
+    def _prompts(self, rows: Sequence[Row], phase: str) -> tuple[list[list[int]], list[int] | None]:
+        """The prompts of a phase, and the prefix where it is shared there."""
+        if phase in self.rung["share"]:
+            return [row.prompt for row in rows], self.encoder.prefix
+        return whole_prompts(self.encoder, rows), None
+
+    def _rollout(self, number: int, rows: Sequence[Row]) -> Read | None:
+        if not self.rung["packed"]:
+            self._generate(rows)
+            return None
+        prompts, prefix = self._prompts(rows, "rollout")
+        with torch.set_grad_enabled(self.rung["reuse"]):
+            read = self.body.read(prompts, trunk=prefix)
+        written = _sample(self.work, number, self.body, read, self.size)
+        pairs = zip(written, self.responses[number], strict=True)
+        self.seen["same_responses"] += sum(found == fixed for found, fixed in pairs)
+        return read
+
+    @torch.no_grad()
+    def _generate(self, rows: Sequence[Row]) -> None:
+        from transformers import GenerationConfig
+
+        ids, mask = padded_left(whole_prompts(self.encoder, rows), self.student.pad_id)
+        count = self.work.max_new_tokens
+        settings = GenerationConfig(
+            do_sample=True, top_k=0, top_p=1.0, max_new_tokens=count, min_new_tokens=count, pad_token_id=0
+        )
+        self.student.network.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
+
+    @torch.no_grad()
+    def _score(self, rows: Sequence[Row], responses: Sequence[Sequence[int]]) -> Tensor:
+        """(N, H) hidden states, or (N, V) logits where all logits are made."""
+        if self.scorer is not None:
+            payload = self.scorer.score([row.prompt for row in rows], responses).payload
+            assert isinstance(payload, Tensor)
+            return payload[0]
+        return torch.cat([self._pass(self.teacher, part, said) for part, said in self._parts(rows, responses)])
+
+    def _update(
+        self, rows: Sequence[Row], responses: Sequence[Sequence[int]], read: Read | None, scores: Tensor
+    ) -> float:
+        if self.rung["reuse"] and read is not None:
+            return self._learn(self._after(read, responses), responses, scores)
+        if "update" in self.rung["share"]:
+            return self._learn(self._pass(self.student, rows, responses), responses, scores)
+        total, start = 0.0, 0
+        for part, said in self._parts(rows, responses):
+            stop = start + sum(map(len, said))
+            total += self._learn(self._pass(self.student, part, said), said, scores[start:stop])
+            start = stop
+        return total
+
+    def _parts(self, rows: Sequence[Row], responses: Sequence[Sequence[int]]) -> Any:
+        """Rows that go through a network together where each has its whole prompt."""
+        for start in range(0, len(rows), self.micro_rows):
+            chosen = slice(start, start + self.micro_rows)
+            yield rows[chosen], responses[chosen]
+
+    def _pass(self, model: Model, rows: Sequence[Row], responses: Sequence[Sequence[int]]) -> Tensor:
+        """What the model has at the positions that predict the response tokens, (N, H) or (N, V)."""
+        prompts, prefix = self._prompts(rows, "update" if model is self.student else "score")
+        whole = [[*prompt, *ids[:-1]] for prompt, ids in zip(prompts, responses, strict=True)]
+        places = [slice(len(prompt) - 1, len(row)) for prompt, row in zip(prompts, whole, strict=True)]
+        if self.rung["packed"]:
+            body = self.body if model is self.student else self.teacher_body
+            states = body.read(whole, trunk=prefix).hidden.split([len(row) for row in whole])
+            return torch.cat([row[place] for row, place in zip(states, places, strict=True)])
+        longest = max(map(len, whole))
+        ids = torch.tensor([row + [model.pad_id] * (longest - len(row)) for row in whole])
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in whole])
+        network = model.network if self.rung["all_logits"] else model.body
+        output = network(input_ids=ids, attention_mask=mask, use_cache=False)
+        found = output.logits if self.rung["all_logits"] else output.last_hidden_state
+        return torch.cat([row[place] for row, place in zip(found, places, strict=True)])
+
+    def _after(self, read: Read, responses: Sequence[Sequence[int]]) -> Tensor:
+        """(N, H) by the pass that the rollout began with: only responses are read."""
+        if self.work.max_new_tokens == 1:
+            return read.last()
+        fed = [list(ids[:-1]) for ids in responses]
+        rest = self.body.read(fed, trunk=read.trunk, past=read.kept).hidden.split([len(ids) for ids in fed])
+        return torch.cat([torch.cat(pieces) for pieces in zip(read.last().split(1), rest, strict=True)])
+
+    def _learn(self, found: Tensor, responses: Sequence[Sequence[int]], scores: Tensor) -> float:
+        """Backward from the sum of the losses of all tokens."""
+        lengths = torch.tensor([len(ids) for ids in responses])
+        common: dict[str, Any] = {
+            "objective": self.objective,
+            "sampled": torch.tensor([[token for ids in responses for token in ids]]),
+            "segment_ids": torch.arange(len(responses)).repeat_interleave(lengths)[None],
+            "total_tokens": 1.0,
+            "vocab_size": self.size,
+        }
+        student, teacher = self.student.head, self.teacher.head
+        if self.rung["fused"]:
+            output = fused_distillation_loss(found[None], student, scores[None], teacher, **common)
+        elif self.rung["all_logits"]:
+            output = distillation_loss(found[None], scores[None], **common)
+        else:
+            logits = whole_logits(found[None], student), whole_logits(scores[None], teacher)
+            output = distillation_loss(*logits, **common)
+        output.loss.backward()
+        return float(output.loss)
+
+    def _gradient(self, tokens: int) -> dict[str, float]:
+        """Norm of the gradient, and its distance from that of the first rung."""
+        found = {n: p.grad / tokens for n, p in self.student.network.named_parameters() if p.grad is not None}
+        norm = sum(float(g.double().norm()) ** 2 for g in found.values()) ** 0.5
+        file, error = self.folder / "reference.safetensors", 0.0
+        if not file.exists():
+            save_file({name: g.contiguous() for name, g in found.items()}, file)
+        with safe_open(str(file), "pt") as known:
+            gaps = [float((g.double() - known.get_tensor(name).double()).norm()) ** 2 for name, g in found.items()]
+            size = sum(float(known.get_tensor(name).double().norm()) ** 2 for name in found)
+            error = (sum(gaps) / max(size, 1e-300)) ** 0.5
+        return {"gradient_norm": norm, "gradient_error": error}
+
+
+def measured_rung(asked: dict[str, Any], work: Work) -> dict[str, Any]:
+    folder, meter = Path(asked["folder"]), Meter()
+    if asked["rung"]["engine"]:
+        step, store, encoder, prompts = _engine(asked, work, meter)
+        seen: dict[str, Any] = {}
+    else:
+        responses = json.loads((folder / "responses.json").read_text())
+        rung = Rung(work, asked["rung"], responses, folder, asked["micro_rows"])
+        step, store, encoder, prompts = lambda n: rung.step(n, meter), rung.store, rung.encoder, rung.rows
+        seen = rung.seen
+    for number in range(work.warm_up):
+        step(number)
+    measure.give_back_free_memory()
+    before = 0 if store is None else store.stats.misses
+    _, cost = measure.measured(lambda: [step(number) for number in range(work.warm_up, work.all_steps)])
+    steps = meter.steps[work.warm_up :]
+    lengths = [len(row.prompt) for rows in prompts[work.warm_up :] for row in rows]
+    shape = {"prefix": len(encoder.prefix), "rows": work.batch, "suffix": sum(lengths) / work.steps}
+    misses = 0 if store is None else store.stats.misses - before
+    return {"steps": steps, "peak_mib": cost.peak_rss / measure.MIB, "shape": shape, "misses": misses, **seen}
+
+
+def _engine(asked: dict[str, Any], work: Work, meter: Meter) -> tuple[Callable[[int], None], ScoreCache, Any, Any]:
+    store = ScoreCache(Path(asked["scores"]))
+    engine, prompts = distillation(work, store, pair)
+
+    def step(number: int) -> None:
+        responses: list[list[int]] = []
+
+        def watch(scored: Scored) -> None:
+            responses.extend(scored.part.rollout.responses)
+
+        meter.begin()
+        engine.step(number, prompts[number], meter.clock, watch)
+        meter.end(responses)
+
+    return step, store, engine.encoder, prompts
+
+
+# ---------------------------------------------------------------------- what the machine can do
+
+
+def rates(asked: dict[str, Any], work: Work) -> dict[str, Any]:
+    """Seconds per FLOP of the step's products at the model's own shapes, seconds per byte of a copy, and sizes.
+
+    Every product runs over the weights of all layers in turn, as a step does, so that small ones wait for memory as a
+    step does; results go into memory that is at hand.
+    """
+    student, teacher = pair(work)
+    student.network.to(work.dtype)
+    tokens, taught, positions = (max(1, round(asked[key])) for key in ("tokens", "taught", "positions"))
+    own, other = _weights(student), _weights(teacher)
+    heads = [student.head.weight.detach()], [teacher.head.weight.detach()]
+    result: dict[str, Any] = {
+        "forward": _rate(own, tokens, _forward),
+        "input_gradient": _rate(own, tokens, _input_gradient),
+        "weight_gradient": _rate(own, tokens, _weight_gradient),
+        "teacher": _rate(other, taught, _forward),
+        "decode": _rate(own, work.batch, _forward),
+        "draw": _rate(heads[0], work.batch, _forward),
+        "head_forward": _rate(heads[0], positions, _forward),
+        "head_input_gradient": _rate(heads[0], positions, _input_gradient),
+        "head_weight_gradient": _rate(heads[0], positions, _weight_gradient),
+        "teacher_head": _rate(heads[1], positions, _forward),
+        "copy": _copy_rate(),
+    }
+    result["sizes"] = {
+        "body": sum(w.numel() for w in own),
+        "teacher_body": sum(w.numel() for w in other),
+        "head": heads[0][0].numel(),
+        "teacher_head": heads[1][0].numel(),
+        "parameters": sum(p.numel() for p in student.network.parameters()),
+        "attention": _attention_width(student),
+        "teacher_attention": _attention_width(teacher),
+    }
+    return result
+
+
+def _weights(model: Model) -> list[Tensor]:
+    return [module.weight.detach() for module in model.body.modules() if isinstance(module, nn.Linear)]
+
+
+def _attention_width(model: Model) -> int:
+    """Layers × heads × width of a head."""
+    config: Any = model.network.config.get_text_config()
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(config.num_hidden_layers * config.num_attention_heads * width)
+
+
+def _forward(weight: Tensor, inputs: Tensor, outputs: Tensor, gradient: Tensor) -> None:
+    torch.mm(inputs, weight.t(), out=outputs)
+
+
+def _input_gradient(weight: Tensor, inputs: Tensor, outputs: Tensor, gradient: Tensor) -> None:
+    torch.mm(outputs, weight, out=inputs)
+
+
+def _weight_gradient(weight: Tensor, inputs: Tensor, outputs: Tensor, gradient: Tensor) -> None:
+    torch.mm(outputs.t(), inputs, out=gradient)
+
+
+Product = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+
+
+def _rate(weights: Sequence[Tensor], tokens: int, product: Product) -> dict[str, float]:
+    """Wall and CPU seconds per FLOP, the best of a few passes."""
+    dtype = weights[0].dtype
+    inputs = {k: torch.randn(tokens, k).to(dtype) for k in {w.shape[1] for w in weights}}
+    outputs = {n: torch.randn(tokens, n).to(dtype) for n in {w.shape[0] for w in weights}}
+    gradients = {w.shape: torch.zeros_like(w) for w in weights}
+
+    def every() -> None:
+        for weight in weights:
+            product(weight, inputs[weight.shape[1]], outputs[weight.shape[0]], gradients[weight.shape])
+
+    return _best(every, 2 * tokens * sum(w.numel() for w in weights))
+
+
+def _copy_rate() -> dict[str, float]:
+    source = torch.ones(64 << 20)
+    target = torch.empty_like(source)
+    return _best(lambda: target.copy_(source), 2 * source.numel() * source.element_size())
+
+
+def _best(act: Callable[[], Any], amount: int) -> dict[str, float]:
+    act()
+    found = []
+    for _ in range(4):
+        wall, cpu = time.perf_counter(), time.process_time()
+        act()
+        found.append((time.perf_counter() - wall, time.process_time() - cpu))
+    return {"wall": min(wall for wall, _ in found) / amount, "cpu": min(cpu for _, cpu in found) / amount}
+
+
+def main() -> None:
+    asked = measure.request()
+    torch.set_num_threads(asked["threads"])
+    work = Work(**asked["work"])
+    if asked["do"] == "responses":
+        write_responses(work, Path(asked["folder"], "responses.json"))
+        measure.answer({"ok": True})
+    else:
+        measure.answer((measured_rung if asked["do"] == "rung" else rates)(asked, work))
+
+
+if __name__ == "__main__":
+    main()

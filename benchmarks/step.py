@@ -1,0 +1,422 @@
+"""Time and memory of one step of on-policy distillation: TRL, a plain transformers loop and gatespace, in one run.
+
+Every contender distils the same teacher into the same student with the same prompts, batch, response cap, temperature,
+full-parameter AdamW and precision, in a fresh process of its own. The step is taken apart into rollout (the student
+writes), score (the teacher reads), update (loss, backward) and optimizer. See benchmarks/README.md for the method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import measure
+
+WORKER = Path(__file__).with_name("step_worker.py")
+PHASES = ("rollout", "score", "update", "optimizer")
+TASK = "tweeteval/emotion"
+BUSY = 0.1
+"""Share of the machine taken by other processes beyond which the run is called disturbed."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One row. `precisions`: those in which it differs from other rows."""
+
+    about: str
+    precisions: tuple[str, ...] = ("bf16", "fp32")
+
+
+CONTENDERS: dict[str, Contender] = {
+    "trl": Contender("TRL's DistillationTrainer as it comes, reverse KL; with bf16 its training pass stays in fp32"),
+    "trl-autocast": Contender("the same with its training pass in bf16 too: equal precision", ("bf16",)),
+    "plain": Contender("transformers: generate, response-only logits, autograd KL mixture; autocast"),
+    "gatespace-cold": Contender("our step, gate G5, empty teacher cache"),
+    "gatespace-warm": Contender("the same step again, its scores in the cache"),
+}
+_OURS = ("gatespace-cold", "gatespace-warm")
+# what is compared, of whom (the first that has run), with whom, the limit that is promised; None: none
+_RATIOS: tuple[tuple[str, tuple[str, ...], str, float | None], ...] = (
+    ("wall", ("trl-autocast", "trl"), "gatespace-cold", 8.0),
+    ("cpu", ("trl-autocast", "trl"), "gatespace-cold", 8.0),
+    ("wall", ("trl-autocast", "trl"), "gatespace-warm", 10.0),
+    ("cpu", ("trl-autocast", "trl"), "gatespace-warm", 10.0),
+    ("wall", ("plain",), "gatespace-cold", 5.0),
+    ("cpu", ("plain",), "gatespace-cold", 5.0),
+    ("wall", ("plain",), "gatespace-warm", 5.0),
+    ("cpu", ("plain",), "gatespace-warm", 5.0),
+    ("peak_mib", ("trl-autocast", "trl"), "gatespace-cold", 1.0),
+    ("peak_mib", ("plain",), "gatespace-cold", 1.0),
+)
+_AS_IT_COMES = tuple((key, ("trl",), ours, None) for ours in _OURS for key in ("wall", "cpu"))
+_WORDS = {"wall": "wall time", "cpu": "CPU time", "peak_mib": "peak memory"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run of this benchmark, as asked for."""
+
+    model: str
+    teacher: str | None
+    task: str
+    root: str | None
+    batch: int
+    max_new_tokens: int
+    precision: str
+    contenders: tuple[str, ...]
+    steps: int
+    warm_up: int
+    repeats: int
+    lr: float
+    threads: int
+    seed: int
+    timeout: float
+    patience: int
+    check_times: bool
+    """Whether the sizes are those that the targets are about."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """How many times as much another contender needs, measured, and what was promised of it; None: nothing."""
+
+    key: str
+    other: str
+    ours: str
+    value: float
+    limit: float | None
+
+    @property
+    def met(self) -> bool | None:
+        return None if self.limit is None else self.value >= self.limit
+
+
+Turns = dict[str, list[dict[str, Any]]]
+"""Contender → its answers, one per repeat; an answer with the key "unavailable" has no numbers."""
+
+
+def work_of(settings: Any, report: Callable[[str], None]) -> dict[str, Any]:
+    """What is sent to the processes that measure: names are resolved here, once. Also for ladder.py."""
+    from gatespace.models import build_tiny, smollm2_folder
+    from gatespace.models.load import SMOLLM2, TINY
+    from gatespace.tasks import load_task
+
+    def folder(name: str) -> str:
+        if name == SMOLLM2:
+            return str(smollm2_folder(report=report))
+        if name in TINY:
+            pair = build_tiny(load_task(settings.task, settings.root))
+            return str(pair.teacher if name == "tiny-teacher" else pair.student)
+        return name
+
+    return {
+        "student": folder(settings.model),
+        "teacher": folder(settings.teacher or settings.model),
+        "brief": settings.model in TINY,
+        **{key: getattr(settings, key) for key in ("task", "root", "batch", "max_new_tokens", "precision", "steps")},
+        **{key: getattr(settings, key) for key in ("warm_up", "lr", "seed")},
+    }
+
+
+def task_of(root: Path | None, report: Callable[[str], None]) -> tuple[str, str | None]:
+    """The task and its folder: real tweets where they are at hand."""
+    place = root or os.environ.get("GATESPACE_TWEETEVAL")
+    if place is not None:
+        return TASK, str(place)
+    report("no TweetEval folder (--root or $GATESPACE_TWEETEVAL): generated texts instead, which are shorter")
+    return "synthetic", None
+
+
+def run(settings: Settings, report: Callable[[str], None] = lambda line: None) -> Turns:
+    """All measurements, one process at a time; contenders take turns, each repeat in another order."""
+    work = work_of(settings, report)
+    turns: Turns = {name: [] for name in settings.contenders}
+
+    def ask(name: str, folder: str) -> dict[str, Any]:
+        request = {"contender": name, "threads": settings.threads, "folder": folder, "work": work}
+        return measure.in_fresh_process(WORKER, request, threads=settings.threads, timeout=settings.timeout)
+
+    for repeat in range(settings.repeats):
+        shift = repeat % len(settings.contenders)
+        with tempfile.TemporaryDirectory(prefix="gatespace-bench-") as root:
+            warm = Path(root, "warm")
+            for name in settings.contenders[shift:] + settings.contenders[:shift]:
+                if any("unavailable" in answer for answer in turns[name]):
+                    continue
+                if name == "gatespace-warm" and not warm.exists():
+                    report("gatespace-warm: filling the cache")
+                    warm.mkdir()
+                    ask("gatespace-cold", str(warm))
+                tries: list[dict[str, Any]] = []
+                while not tries or (disturbance(tries[-1:]) > BUSY and len(tries) <= settings.patience):
+                    again = f" again, others took {disturbance(tries[-1:]):.0%} of the machine" if tries else ""
+                    report(f"{name}, {repeat + 1} of {settings.repeats}{again}")
+                    folder = warm if name == "gatespace-warm" else Path(tempfile.mkdtemp(dir=root))
+                    tries.append(ask(name, str(folder)))
+                turns[name].append(min(tries, key=lambda answer: disturbance([answer])))
+    return turns
+
+
+def disturbance(answers: Sequence[dict[str, Any]]) -> float:
+    """Share of the machine that other processes took while these answers were measured."""
+    steps = [step for answer in answers for step in answer.get("steps", ())]
+    wall = sum(step["wall"] for step in steps)
+    return sum(step["others"] for step in steps) / (wall * measure.usable_cores()) if wall else 0.0
+
+
+def summaries(turns: Turns) -> list[dict[str, Any]]:
+    """One flat record per contender: medians over all its steps, and every step's own number."""
+    records = []
+    for name, answers in turns.items():
+        record: dict[str, Any] = {"contender": name, "about": CONTENDERS[name].about}
+        bad = next((answer["unavailable"] for answer in answers if "unavailable" in answer), None)
+        steps = [step for answer in answers for step in answer.get("steps", ())]
+        if bad is not None or not steps:
+            records.append(record | {"unavailable": bad or "no step was measured"})
+            continue
+        for kind in ("wall", "cpu"):
+            for key in (kind, *(f"{kind}_{phase}" for phase in PHASES)):
+                each = [step[key] for step in steps]
+                record |= {key: median(each), f"{key}_all": each}
+        each = [answer["peak_mib"] for answer in answers]
+        record |= {"peak_mib": median(each), "peak_mib_all": each}
+        record["mean_length"] = mean(step["mean_length"] for step in steps)
+        record["others_share"] = disturbance(answers)
+        if "misses" in steps[0]:
+            record |= {key: sum(step[key] for step in steps) for key in ("hits", "misses")}
+        records.append(record)
+    return records
+
+
+def targets(settings: Settings, turns: Turns) -> list[Target]:
+    """The ratios that this run can speak of: medians over the repeats of ratios within one repeat."""
+
+    def values(name: str, key: str) -> list[float] | None:
+        answers = turns.get(name, [])
+        if not answers or any("unavailable" in answer for answer in answers):
+            return None
+        return [
+            answer["peak_mib"] if key == "peak_mib" else median(step[key] for step in answer["steps"])
+            for answer in answers
+        ]
+
+    found: dict[tuple[str, str, str], Target] = {}
+    for key, others, ours, limit in (*_RATIOS, *_AS_IT_COMES):
+        other = next((name for name in others if values(name, key) is not None), None)
+        below = values(ours, key)
+        if other is None or below is None or (key, other, ours) in found:
+            continue
+        ratio = median(x / max(y, 1e-9) for x, y in zip(values(other, key) or [], below, strict=True))
+        found[key, other, ours] = Target(key, other, ours, ratio, limit if settings.check_times else None)
+    return list(found.values())
+
+
+def kept(settings: Settings, turns: Turns) -> bool:
+    """Whether all ran, the warm cache was warm, and every promise was met."""
+    records = summaries(turns)
+    if any("unavailable" in record for record in records):
+        return False
+    warm = all(record["misses"] == 0 for record in records if record["contender"] == "gatespace-warm")
+    return warm and all(target.met is not False for target in targets(settings, turns))
+
+
+def as_json(settings: Settings, facts: dict[str, Any], turns: Turns) -> dict[str, Any]:
+    return {
+        "benchmark": "step",
+        "settings": asdict(settings),
+        "environment": facts,
+        "results": summaries(turns),
+        "targets": [asdict(target) | {"met": target.met} for target in targets(settings, turns)],
+    }
+
+
+def show(settings: Settings, facts: dict[str, Any], turns: Turns) -> None:
+    """The table, what the rows are, and the promises one by one."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 170)
+    records = summaries(turns)
+    packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items() if version)
+    console.print(f"{facts['cpu']}, {facts['threads']} threads; python {facts['python']}, {packages}", highlight=False)
+    size = f"batch {settings.batch}, at most {settings.max_new_tokens} new tokens, {settings.precision}"
+    count = settings.steps * settings.repeats
+    table = Table(title=f"{settings.model}, {settings.task}, {size}: seconds per step, median of {count} steps")
+    table.add_column("contender")
+    for heading in ("wall s", "CPU s", *(f"{phase} wall/CPU" for phase in PHASES), "peak MiB", "length", "others"):
+        table.add_column(heading, justify="right")
+    for r in records:
+        if "unavailable" in r:
+            table.add_row(r["contender"], f"[dim]{escape(r['unavailable'])}[/dim]")
+            continue
+        table.add_row(
+            r["contender"],
+            with_range(r["wall_all"]),
+            with_range(r["cpu_all"]),
+            *(f"{r[f'wall_{phase}']:.2f} / {r[f'cpu_{phase}']:.2f}" for phase in PHASES),
+            f"{r['peak_mib']:.0f}",
+            f"{r['mean_length']:.2f}",
+            f"{r['others_share']:.0%}",
+        )
+    console.print(table)
+    for name in settings.contenders:
+        console.print(f"  {name}: {CONTENDERS[name].about}.", highlight=False, soft_wrap=True)
+    console.print("  length: mean response in tokens; time depends on it. others: CPU taken by other processes.")
+    for r in records:
+        if r["contender"] == "gatespace-warm" and r.get("misses"):
+            console.print(f"  The warm cache was not: {r['misses']} misses, {r['hits']} hits.")
+    console.print()
+    for line in target_lines(records, targets(settings, turns)):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def target_lines(records: Iterable[dict[str, Any]], found: Iterable[Target]) -> list[str]:
+    """Plain lines, one per ratio, and a warning if the machine was not ours alone."""
+    lines = []
+    for target in found:
+        line = f"{target.other}'s {_WORDS[target.key]} / {target.ours}'s: {target.value:.2f}×"
+        if target.limit is None:
+            lines.append(f"      {line} (no target)")
+        else:
+            lines.append(f"{'PASS' if target.met else 'FAIL'}  {line} (target ≥ {target.limit:g}×)")
+    return [*lines, *disturbed_lines(records, "contender")]
+
+
+def disturbed_lines(records: Iterable[dict[str, Any]], name: str) -> list[str]:
+    disturbed = [r for r in records if r.get("others_share", 0) > BUSY]
+    if not disturbed:
+        return []
+    worst = max(disturbed, key=lambda r: r["others_share"])
+    return [
+        f"Disturbed: other processes took {worst['others_share']:.0%} of the machine during {worst[name]} "
+        f"(rows above {BUSY:.0%}: {len(disturbed)}); do not quote these times."
+    ]
+
+
+def with_range(values: Sequence[float], digits: int = 2) -> str:
+    text = f"{median(values):.{digits}f}"
+    return text if len(values) == 1 else f"{text} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+
+
+def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, argparse.Namespace]:
+    rows = "\n".join(f"  {name:<16}{c.about}" for name, c in CONTENDERS.items())
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"contenders:\n{rows}\n\n"
+        "examples:\n"
+        "  python benchmarks/step.py --root tweeteval            everything; about 8 minutes on two idle cores\n"
+        "  python benchmarks/step.py --quick                     does it run? a tiny model; its numbers mean nothing\n"
+        "  python benchmarks/step.py --precision fp32 --contenders plain,gatespace-cold\n"
+        "  python benchmarks/step.py --json > step.json          for programs\n\n"
+        "TRL needs: pip install 'gatespace[bench]'. What does not run is reported, and the rest runs.",
+    )
+    work_arguments(parser)
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="of all passes (%(default)s)")
+    what.add_argument("--contenders", type=names(CONTENDERS), metavar="A,B", help="rows to run (all)")
+    what.add_argument("--steps", type=positive, help="measured steps in each process (3; quick: 1)")
+    what.add_argument("--repeats", type=positive, default=1, help="fresh processes per row (%(default)s)")
+    what.add_argument("--check", action="store_true", help="exit with 1 if a target is missed or a row did not run")
+    options = parser.parse_args(arguments)
+    asked = options.contenders or tuple(CONTENDERS)
+    contenders = tuple(name for name in asked if options.precision in CONTENDERS[name].precisions)
+    if not contenders:
+        parser.error(f"nothing to run: {', '.join(asked)} at {options.precision} is the same as another row")
+    common = common_settings(options)
+    settings = Settings(
+        **common,
+        precision=options.precision,
+        contenders=contenders,
+        steps=options.steps or (1 if options.quick else 3),
+        warm_up=1,
+        repeats=options.repeats,
+        check_times=not options.quick,
+    )
+    return settings, options
+
+
+def work_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that step.py and ladder.py share."""
+    work = parser.add_argument_group("the work")
+    work.add_argument("--model", help="the student: smollm2, tiny, a folder or a Hub name (smollm2; quick: tiny)")
+    work.add_argument("--teacher", help="the teacher (the same model)")
+    work.add_argument("--root", type=Path, help="a TweetEval folder ($GATESPACE_TWEETEVAL)")
+    work.add_argument("--batch", type=positive, help="prompts per step (24; quick: 4)")
+    work.add_argument("--max-new-tokens", type=positive, default=8, metavar="N", help="longest response (%(default)s)")
+    work.add_argument("--lr", type=float, default=1e-6, help="learning rate (%(default)s)")
+    work.add_argument("--seed", type=int, default=0, help="of rows and samples (%(default)s)")
+    how = parser.add_argument_group("how")
+    cores = measure.usable_cores()
+    how.add_argument("--threads", type=positive, default=cores, help="threads of each process (all cores: %(default)s)")
+    how.add_argument(
+        "--timeout", type=float, default=1800.0, metavar="S", help="seconds until a process is given up (%(default).0f)"
+    )
+    how.add_argument(
+        "--patience", type=int, default=1, metavar="N", help="repeat what other processes disturbed, up to N times (1)"
+    )
+    how.add_argument("--quick", action="store_true", help="a tiny model and generated texts: does it run?")
+    how.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else")
+
+
+def common_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """What `work_arguments` asked for, by the names of the settings."""
+    task, root = ("synthetic", None) if options.quick else task_of(options.root, tell)
+    return {
+        "model": options.model or ("tiny" if options.quick else "smollm2"),
+        "teacher": options.teacher,
+        "task": task,
+        "root": root,
+        "batch": options.batch or (4 if options.quick else 24),
+        "max_new_tokens": options.max_new_tokens,
+        "lr": options.lr,
+        "seed": options.seed,
+        "threads": options.threads,
+        "timeout": options.timeout,
+        "patience": 0 if options.quick else options.patience,
+    }
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"a whole number above 0 is needed, got {text!r}")
+    return int(text)
+
+
+def names(known: Iterable[str]) -> Any:
+    def parse_names(text: str) -> tuple[str, ...]:
+        found = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+        unknown = [name for name in found if name not in known]
+        if unknown or not found:
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown) or 'nothing'}; known: {', '.join(known)}")
+        return found
+
+    return parse_names
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    settings, options = parse(arguments)
+    facts = measure.environment(settings.threads)
+    turns = run(settings, tell)
+    if options.json:
+        print(json.dumps(as_json(settings, facts, turns), indent=2))
+    else:
+        show(settings, facts, turns)
+    return int(options.check and not kept(settings, turns))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""What `teach` and `train` do once their configuration is there: estimate or run, and say how it went."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from gatespace.cli.console import console, print_json
+from gatespace.cli.run_options import task_command
+
+if TYPE_CHECKING:
+    from gatespace.config import TeachConfig, TrainConfig
+    from gatespace.config.base import Section
+
+_INTERRUPTED = 130
+_CHECKPOINT = re.compile(r"step-(\d+)")
+
+
+def execute(config: TrainConfig | TeachConfig, *, dry_run: bool, quiet: bool, as_json: bool) -> None:
+    """Run the job of `config`, or say what it would cost."""
+    from gatespace.cli.progress import RunProgress
+    from gatespace.config import TrainConfig
+
+    is_train = isinstance(config, TrainConfig)
+    config = _with_model_folders(config)
+    if dry_run:
+        from gatespace.cli.estimate import estimate
+        from gatespace.cli.estimate_report import print_estimate
+
+        with RunProgress(quiet=quiet, job="estimate") as progress:
+            found = estimate(config, progress.note)
+        print_estimate(config, found, as_json=as_json)
+        return
+
+    from gatespace.training import run
+    from gatespace.training.setup import run_folder
+
+    folder = run_folder(config.output)
+    try:
+        with RunProgress(quiet=quiet, job="train" if is_train else "teach") as progress:
+            if isinstance(config, TrainConfig):
+                for note in _foreign_teacher(config):
+                    progress.note(note)
+                summary = run.train(config, progress)
+            else:
+                summary = run.teach(config, progress)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"stopped: {_how_to_go_on(folder)}\n")
+        raise typer.Exit(_INTERRUPTED) from None
+    report(config, folder, summary, as_json=as_json)
+
+
+def report(config: TrainConfig | TeachConfig, folder: Path, summary: dict[str, Any], *, as_json: bool) -> None:
+    """Print how a run has ended, and what to do next."""
+    from gatespace.cli.tables import results_table
+
+    after = next_command(config, folder)
+    model = folder / summary["model"]
+    if as_json:
+        shown = {key: value for key, value in summary.items() if key != "trace"}
+        print_json({**shown, "output": str(folder), "model": str(model), "next": after})
+        return
+    out = console()
+    if summary["evaluation"]:
+        out.print(results_table(summary["evaluation"]))
+    run = summary.get("run")
+    if run and run["lam_mean"] is not None:
+        saturated = f"{run['lam_saturated']:.1%} of them saturated"
+        out.print(f"E[λ] {run['lam_mean']:.4f} over {run['tokens']} tokens of {run['rows']} answers, {saturated}")
+    out.print(f"model  {model}", soft_wrap=True)
+    out.print(f"next   {after}", soft_wrap=True)
+
+
+def next_command(config: TrainConfig | TeachConfig, folder: Path) -> str:
+    """The command that goes on from a run that is done."""
+    from gatespace.config import TrainConfig
+    from gatespace.training.run import MODEL
+
+    model = str(_short(folder) / MODEL)
+    if isinstance(config, TrainConfig):
+        return f"{shlex.join(['gatespace', 'predict', model])} < texts.txt"
+    words = ["gatespace", "train", "--teacher", model]
+    if config.model != "smollm2":
+        words += ["--student", config.model]
+    return shlex.join([*words, *task_command(config.task)])
+
+
+def list_settings(cls: type[Section], *, as_json: bool) -> None:
+    """Print every setting of a configuration with its kind, default and meaning."""
+    from gatespace.config import describe
+
+    settings = describe(cls)
+    if as_json:
+        print_json([setting._asdict() for setting in settings])
+        return
+    import textwrap
+
+    from rich.text import Text
+
+    out = console()
+    for setting in settings:
+        heading = Text.assemble((setting.path, "bold"), f" = {setting.default}", (f"   {setting.type}", "dim"))
+        out.print(heading, soft_wrap=True)
+        out.print(textwrap.fill(setting.doc, out.width, initial_indent="    ", subsequent_indent="    "))
+
+
+def _with_model_folders(config: Any) -> Any:
+    """The run folder of `gatespace teach` stands for the model in it."""
+    from gatespace.cli.found_model import model_folder
+    from gatespace.config import TrainConfig
+
+    if isinstance(config, TrainConfig):
+        pair = config.pair
+        changed = {"student": model_folder(pair.student), "teacher": model_folder(pair.teacher)}
+        return config.model_copy(update={"pair": pair.model_copy(update=changed)})
+    return config.model_copy(update={"model": model_folder(config.model)})
+
+
+def _foreign_teacher(config: TrainConfig) -> list[str]:
+    """Where a teacher was made for another task than this one, or from rows that this run distils on."""
+    from gatespace.cli.found_model import run_settings
+    from gatespace.config import dump_config
+
+    theirs, ours = run_settings(config.pair.teacher).get("task"), dump_config(config.task)
+    if not isinstance(theirs, dict):
+        return []
+    notes = []
+    if (theirs.get("name"), theirs.get("table")) != (ours["name"], ours["table"]):
+        notes.append(f"the teacher was made for {theirs.get('name') or 'another table'}, which is not this run's task")
+    elif [theirs.get(key) for key in ("split", "split_seed")] != [ours["split"], ours["split_seed"]]:
+        notes.append("task.split is not the teacher's: it may have learned from rows that this run distils on")
+    for key in ("brief", "prefill"):
+        if key in theirs and theirs[key] != ours[key]:
+            notes.append(f"the teacher was made with task.{key} {theirs[key]!r}, and this run has {ours[key]!r}")
+    return notes
+
+
+def _how_to_go_on(folder: Path) -> str:
+    found = [int(match[1]) for path in folder.glob("checkpoints/*") if (match := _CHECKPOINT.fullmatch(path.name))]
+    if not found:
+        return "there is no checkpoint yet; the same command starts again"
+    return f"the same command goes on from step {max(found)}"
+
+
+def _short(folder: Path) -> Path:
+    """As a user would write it."""
+    try:
+        return folder.relative_to(Path.cwd())
+    except ValueError:
+        return folder

@@ -1,0 +1,149 @@
+"""The options that `teach` and `train` share, and the way from options to a configuration.
+
+An option is nothing but a short name for a setting: it becomes an override of the configuration file, and an error
+about the setting speaks of the option.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from gatespace.errors import UsageError
+
+if TYPE_CHECKING:
+    from gatespace.config import TaskConfig
+    from gatespace.config.base import Section
+
+Config = TypeVar("Config", bound="Section")
+
+File = Annotated[
+    Path | None,
+    typer.Argument(metavar="CONFIG.yaml", show_default=False, help="A file of settings; options come before it."),
+]
+Task = Annotated[
+    str | None,
+    typer.Option(
+        "--task", metavar="NAME", show_default=False, help="tweeteval/emotion, another one of TweetEval, or synthetic."
+    ),
+]
+Root = Annotated[
+    Path | None,
+    typer.Option("--root", metavar="DIR", show_default=False, help="The folder of TweetEval's files; else the Hub."),
+]
+Brief = Annotated[
+    bool | None,
+    typer.Option(
+        "--brief/--no-brief", show_default=False, help="Show the model the labels only, without instructions."
+    ),
+]
+Steps = Annotated[int | None, typer.Option("--steps", metavar="N", show_default=False, help="Updates of the model.")]
+BatchSize = Annotated[
+    int | None, typer.Option("--batch-size", metavar="N", show_default=False, help="Rows per update.")
+]
+LearningRate = Annotated[
+    float | None, typer.Option("--lr", metavar="RATE", show_default=False, help="Learning rate of AdamW.")
+]
+Seed = Annotated[
+    int | None,
+    typer.Option("--seed", metavar="N", show_default=False, help="Of the order of rows, and of sampling."),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", "-o", metavar="DIR", show_default=False, help="The folder of the run. A killed run is taken up."
+    ),
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="PATH=VALUE", show_default=False, help="Any other setting, e.g. engine.precision=fp32."
+    ),
+]
+ListSettings = Annotated[bool, typer.Option("--settings", help="List every setting with its default, and exit.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print all settings and an estimate of the cost; train nothing.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+_NEEDED = ("pair: is needed and not given", "pair.teacher: is needed and not given")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """An option of the command line that stands for a setting; a value of None is an option that was not given."""
+
+    option: str
+    path: str
+    value: Any
+
+    @property
+    def override(self) -> str:
+        """As `load_config` takes it. JSON is YAML, with every text in quotation marks."""
+        value = str(self.value) if isinstance(self.value, Path) else self.value
+        return f"{self.path}={json.dumps(value, ensure_ascii=False)}"
+
+
+def load(cls: type[Config], file: Path | None, flags: Sequence[Flag], sets: Sequence[str]) -> Config:
+    """The configuration: the file's settings, then the options, then what `--set` says."""
+    from gatespace.config import load_config
+
+    given = [flag for flag in flags if flag.value is not None]
+    overrides = [part for flag in given for part in _overrides(flag)]
+    try:
+        return load_config(cls, file, [*overrides, *sets])
+    except UsageError as error:
+        raise _about_options(error, given) from None
+
+
+def task_flags(task: str | None, root: Path | None, brief: bool | None) -> list[Flag]:
+    """The flags of the section `task`."""
+    return [Flag("--task", "task.name", task), Flag("--root", "task.root", root), Flag("--brief", "task.brief", brief)]
+
+
+def task_command(task: TaskConfig) -> list[str]:
+    """The options that give this very task to another command."""
+    from gatespace.config import TaskConfig, dump_config
+
+    usual, found = dump_config(TaskConfig()), dump_config(task)
+    words: list[str] = []
+    for key, value in found.items():
+        if value == usual[key] or (key == "name" and value is None):
+            continue
+        if key in ("name", "root"):
+            words += ["--task" if key == "name" else "--root", str(value)]
+        elif key == "brief":
+            words.append("--brief")
+        else:
+            words += ["--set", f"task.{key}={json.dumps(value, ensure_ascii=False)}"]
+    return words
+
+
+def _overrides(flag: Flag) -> list[str]:
+    """An option says what it says whatever the file has: what would contradict it in the file is taken back."""
+    before: list[str] = []
+    if flag.path == "task.name":
+        before = ["task.table=null"] if flag.value.startswith("tweeteval/") else ["task.table=null", "task.root=null"]
+    elif flag.path == "objective.gate":
+        before = ["objective.method=gated", "objective.params={}"]
+    elif flag.path == "objective.method" and flag.value != "gated":
+        before = ["objective.gate=null"]
+    return [*before, flag.override]
+
+
+def _about_options(error: UsageError, given: Sequence[Flag]) -> UsageError:
+    what = error.what
+    for flag in given:
+        what = what.replace(f"--set {flag.path}: ", f"{flag.option}: ")
+    if what.endswith(_NEEDED):
+        return UsageError(
+            "there is no teacher",
+            instead="--teacher FOLDER, which `gatespace teach` makes; or pair.teacher in the file",
+        )
+    return UsageError(what, got=error.got, why=error.why, instead=error.instead)

@@ -1,0 +1,66 @@
+"""`gatespace teach`: make a teacher by fine-tuning a model on a task's labels."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from gatespace.cli import run_options as options
+from gatespace.cli.run_options import Flag
+
+
+def teach(
+    config: options.File = None,
+    task: options.Task = None,
+    root: options.Root = None,
+    brief: options.Brief = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", show_default=False, help="What to start from: smollm2, tiny, a folder, or a Hub name."
+        ),
+    ] = None,
+    steps: options.Steps = None,
+    batch_size: options.BatchSize = None,
+    lr: options.LearningRate = None,
+    seed: options.Seed = None,
+    output: options.Output = None,
+    sets: options.Sets = None,
+    settings: options.ListSettings = False,
+    dry_run: options.DryRun = False,
+    quiet: options.Quiet = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Make a teacher: fine-tune a model on the right labels of a task.
+
+    Only the teacher's share of the training rows is used, so that the texts
+    of a later `gatespace train` are new to it. A run that was stopped goes on
+    with the same command.
+
+    \b
+    gatespace teach --task tweeteval/emotion --output runs/teach
+    gatespace teach --task synthetic --model tiny --brief --lr 0.003
+    gatespace teach teach.yaml --steps 200 --dry-run
+    gatespace teach --settings         everything that a file or --set can say
+
+    Exit code 0: trained; 1: the run failed; 2: a mistake in the call;
+    130: stopped by Ctrl-C. With --json, standard output is the summary alone.
+    """
+    from gatespace.cli.run_command import execute, list_settings
+    from gatespace.config import TeachConfig
+
+    if settings:
+        list_settings(TeachConfig, as_json=as_json)
+        return
+    flags = [
+        *options.task_flags(task, root, brief),
+        Flag("--model", "model", model),
+        Flag("--steps", "steps", steps),
+        Flag("--batch-size", "batch_size", batch_size),
+        Flag("--lr", "optimizer.lr", lr),
+        Flag("--seed", "seed", seed),
+        Flag("--output", "output", output),
+    ]
+    chosen = options.load(TeachConfig, config, flags, sets or [])
+    execute(chosen, dry_run=dry_run, quiet=quiet, as_json=as_json)

@@ -1,0 +1,85 @@
+"""`gatespace train`: distil a teacher into a student."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from gatespace.cli import run_options as options
+from gatespace.cli.run_options import Flag
+
+
+def train(
+    config: options.File = None,
+    teacher: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", show_default=False, help="The model that scores: a folder (of `teach`), or a Hub name."
+        ),
+    ] = None,
+    student: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", show_default=False, help="The model that learns: a folder, smollm2, tiny, or a Hub name."
+        ),
+    ] = None,
+    task: options.Task = None,
+    root: options.Root = None,
+    brief: options.Brief = None,
+    gate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="POINT", show_default=False, help="G5, 4,0,-1,0 or static:0.388; see `gatespace gate --help`."
+        ),
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", show_default=False, help="A published objective in place of a gate, e.g. todi."),
+    ] = None,
+    steps: options.Steps = None,
+    batch_size: options.BatchSize = None,
+    lr: options.LearningRate = None,
+    seed: options.Seed = None,
+    output: options.Output = None,
+    sets: options.Sets = None,
+    settings: options.ListSettings = False,
+    dry_run: options.DryRun = False,
+    quiet: options.Quiet = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Distil a teacher into a student, on the student's own answers.
+
+    The student answers, the teacher scores every token of the answers, the
+    gate mixes forward and reverse KL, and the student learns. Both models
+    need the same tokens. A run that was stopped goes on with the same command.
+
+    \b
+    gatespace train --teacher runs/teach --gate G5
+    gatespace train --teacher runs/teach --gate static:0.388 --dry-run
+    gatespace train run.yaml --seed 2 --output runs/seed-2
+    gatespace train --settings         everything that a file or --set can say
+
+    Exit code 0: trained; 1: the run failed; 2: a mistake in the call;
+    130: stopped by Ctrl-C. With --json, standard output is the summary alone.
+    """
+    from gatespace.cli.run_command import execute, list_settings
+    from gatespace.config import TrainConfig
+
+    if settings:
+        list_settings(TrainConfig, as_json=as_json)
+        return
+    flags = [
+        *options.task_flags(task, root, brief),
+        Flag("--teacher", "pair.teacher", teacher),
+        Flag("--student", "pair.student", student),
+        Flag("--gate", "objective.gate", gate),
+        Flag("--method", "objective.method", method),
+        Flag("--steps", "steps", steps),
+        Flag("--batch-size", "batch_size", batch_size),
+        Flag("--lr", "optimizer.lr", lr),
+        Flag("--seed", "seed", seed),
+        Flag("--output", "output", output),
+    ]
+    chosen = options.load(TrainConfig, config, flags, sets or [])
+    execute(chosen, dry_run=dry_run, quiet=quiet, as_json=as_json)

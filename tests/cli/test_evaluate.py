@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+
+def test_a_run_is_evaluated_as_it_was_at_its_end(cli, taught, tmp_path):
+    """Task, prompt, precision and batches are those of the run, so every prediction is."""
+    result = cli("evaluate", taught.folder, "--limit", "40", "--output", tmp_path, "--quiet")
+    assert result.exit_code == 0, result.stderr
+    for name in ("predictions-test.jsonl", "evaluation-test.json"):
+        assert (tmp_path / name).read_bytes() == (taught.folder / name).read_bytes()
+    assert f"wrote {tmp_path / 'predictions-test.jsonl'}\n" in result.stdout
+    assert result.stderr == ""
+
+
+def test_the_tables_say_what_was_found(cli, taught):
+    metrics = json.loads((taught.folder / "evaluation-test.json").read_text())["metrics"]
+    lines = cli("evaluate", taught.folder / "model", "--limit", "40").stdout.splitlines()
+    for row in metrics["per_label"]:
+        numbers = [f"{row[key]:.3f}" for key in ("precision", "recall", "f1")]
+        expected = [*row["label"].split(), *numbers, *(str(row[key]) for key in ("support", "predicted", "unparsed"))]
+        assert expected in [line.split() for line in lines]
+    whole = f"{metrics['accuracy']:.4f}"
+    assert any(line.split()[:5] == ["test,", "first", "rows", "40", whole] for line in lines)
+    assert "Only the first 40 of 800 rows, which need not be like the rest." in lines
+    assert "0 of these texts also stand in train." in lines
+
+
+def test_json_is_alone(cli, taught):
+    result = cli("evaluate", taught.folder, "--split", "val", "--limit", "3", "--json")
+    found = json.loads(result.stdout)
+    assert (found["split"], found["metrics"]["count"], found["task"]) == ("val", 3, "synthetic")
+    assert found["without_duplicates"]["status"] == "n/a"
+    assert found["model"] == str(taught.folder / "model")
+
+
+def test_duplicates_have_a_row_of_their_own(cli, taught, tmp_path):
+    rows = [json.loads(line) for line in (taught.folder / "predictions-test.jsonl").read_text().splitlines()]
+    table = [json.dumps({"text": row["text"], "label": row["gold"]}) for row in rows]
+    (tmp_path / "train.jsonl").write_text("\n".join(table[:20]))
+    (tmp_path / "val.jsonl").write_text("\n".join(table[20:30]))
+    (tmp_path / "test.jsonl").write_text("\n".join(table[10:40]))
+    labels = ["good news", "bad news", "open question", "open offer"]
+    section = {"table": {"source": str(tmp_path), "labels": labels}, "brief": True}
+    (tmp_path / "own.yaml").write_text(json.dumps({"task": section}))
+    result = cli("evaluate", taught.folder, "--config", tmp_path / "own.yaml", "--precision", "fp32")
+    assert result.exit_code == 0, result.stderr
+    right = [row["label"] == row["gold"] for row in rows]
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert next(line for line in lines if line[:1] == ["test"])[1:3] == ["30", f"{sum(right[10:40]) / 30:.4f}"]
+    without = next(line for line in lines if line[:3] == ["test", "without", "10"])
+    assert f"{sum(right[20:40]) / 20:.4f}" in without
+    assert "20" in without
+
+
+def test_options_say_otherwise_than_the_run(cli, taught):
+    def accuracy(*words):
+        result = cli("evaluate", taught.folder, "--limit", "40", "--json", *words)
+        assert result.exit_code == 0, result.stderr
+        return json.loads(result.stdout)["metrics"]["accuracy"]
+
+    assert accuracy("--no-brief") < accuracy("--brief") == accuracy()
+    short = cli("evaluate", taught.folder, "--limit", "5", "--json", "--max-new-tokens", "1")
+    assert json.loads(short.stdout)["ended"] == 0
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["{run}", "--split", "tset"], "error: unknown split 'tset'\n  instead: did you mean 'test'?"),
+        (["{run}", "--task", "sythetic"], "error: task.name: unknown task 'sythetic'\n"),
+        (["{run}", "--prefill", "nonsense"], "error: task.prefill: a prefill is the beginning of every right answer\n"),
+        (["{run}", "--device", "tpu"], "error: device: must be auto, cpu, cuda"),
+        (["{run}", "--config", "missing.yaml"], "error: missing.yaml cannot be read\n"),
+        (["no-such", "--task", "synthetic"], "error: MODEL: no such model\n  got: 'no-such'\n"),
+        (["smollm2"], "error: which task?\n"),
+    ],
+)
+def test_mistakes_exit_2(cli, taught, words, message):
+    result = cli("evaluate", *(word.format(run=taught.folder) for word in words))
+    assert result.exit_code == 2
+    assert result.stderr.startswith(message)
+    assert result.stdout == ""

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import json
+import re
+import shlex
+
+import pytest
+
+from gatespace.config import TeachConfig, describe, load_config
+
+
+def test_a_teacher_is_made_and_reported(taught):
+    summary = json.loads((taught.folder / "summary.json").read_text())
+    test = summary["evaluation"]["test"]["metrics"]
+    assert test["accuracy"] > test["majority"]["accuracy"] + 0.2
+    out = taught.result.stdout
+    assert f"{test['accuracy']:.4f}" in out
+    assert f"{test['macro_f1']:.4f}" in out
+    assert f"{test['majority']['accuracy']:.4f} ({test['majority']['label']})" in out
+    assert f"model  {taught.folder / 'model'}\n" in out
+    assert (taught.folder / "model" / "config.json").is_file()
+
+
+def test_progress_is_told_on_standard_error(taught):
+    lines = taught.result.stderr.splitlines()
+    assert re.search(r"^step 1/30 · loss \d\S* · tokens right 0\.\d+ · \S+ s \(update \S+, optimizer \S+\)", lines[1])
+    assert any(line.startswith("step 30/30 · loss ") for line in lines)
+    assert any(re.fullmatch(r"after step 20: val accuracy 0\.\d+ \(majority .*", line) for line in lines)
+
+
+def test_the_next_command_can_be_run_as_it_is_printed(taught, cli):
+    command = re.search(r"^next {3}gatespace (.*)$", taught.result.stdout, re.M)[1]
+    words = shlex.split(command)
+    assert words[:3] == ["train", "--teacher", str(taught.folder / "model")]
+    result = cli(*words, "--dry-run", "--json")
+    assert result.exit_code == 0, result.stderr
+    config = json.loads(result.stdout)["config"]
+    assert config["task"]["name"] == "synthetic"
+    assert config["task"]["brief"] is True
+    assert config["pair"]["student"] == "tiny"
+
+
+def test_json_is_alone_and_a_run_that_is_done_is_not_repeated(taught, cli):
+    before = (taught.folder / "metrics.jsonl").stat().st_mtime_ns
+    result = cli(*taught.command, "--json", "--quiet")
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    found = json.loads(result.stdout)
+    assert found["steps"] == 30
+    assert found["model"] == str(taught.folder / "model")
+    assert set(found["evaluation"]) == {"val", "test"}
+    assert found["next"].startswith("gatespace train --teacher ")
+    assert (taught.folder / "metrics.jsonl").stat().st_mtime_ns == before
+
+
+def test_another_run_does_not_get_the_folder(taught, cli):
+    result = cli(*taught.command, "--seed", "7")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: output: this folder holds another run")
+    assert result.stdout == ""
+
+
+def test_settings_lists_them_all(cli):
+    text = cli("teach", "--settings").stdout
+    listed = json.loads(cli("teach", "--settings", "--json").stdout)
+    assert [setting["path"] for setting in listed] == [setting.path for setting in describe(TeachConfig)]
+    assert all(setting["path"] in text for setting in listed)
+    assert "optimizer.lr = 0.0001   number > 0\n    Learning rate.\n" in text
+
+
+def test_dry_run_prints_settings_that_can_be_read_back(cli, tmp_path):
+    words = ["--task", "synthetic", "--model", "tiny", "--brief", "--lr", "1e-3", "--output", str(tmp_path / "new")]
+    result = cli("teach", *words, "--dry-run")
+    assert result.exit_code == 0, result.stderr
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "printed.yaml").write_text(result.stdout)
+    printed = load_config(TeachConfig, tmp_path / "printed.yaml")
+    overrides = ["task.name=synthetic", "model=tiny", "task.brief=true", "optimizer.lr=1e-3"]
+    assert printed == load_config(TeachConfig, None, [*overrides, f"output={tmp_path / 'new'}"])
+    assert re.search(r"^# rows +1440; 120 steps of 24 are 2 passes over them$", result.stdout, re.M)
+    assert re.search(r"^# time +n/a: ", result.stdout, re.M)
+
+
+def test_options_come_before_the_file_and_set_before_options(cli, tmp_path):
+    file = tmp_path / "teach.yaml"
+    file.write_text(
+        "steps: 7\nbatch_size: 3\nmodel: tiny\n"
+        "task:\n  table: {source: gone.jsonl, labels: [a, b], definitions: {}}\noptimizer: {clip: 2.0}\n"
+    )
+    words = ["teach", file, "--task", "synthetic", "--steps", "9", "--lr", "0.5", "--set", "optimizer.lr=0.25"]
+    result = cli(*words, "--dry-run", "--json", "--quiet")
+    assert result.exit_code == 0, result.stderr
+    config = json.loads(result.stdout)["config"]
+    assert (config["steps"], config["batch_size"], config["model"]) == (9, 3, "tiny")
+    assert (config["task"]["name"], config["task"]["table"]) == ("synthetic", None)
+    assert (config["optimizer"]["lr"], config["optimizer"]["clip"]) == (0.25, 2.0)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--steps", "0"], "error: --steps: must be greater than or equal to 1\n  got: 0\n"),
+        (["--set", "stpes=3"], "error: --set stpes: unknown key\n  instead: did you mean 'steps'?"),
+        (["--task", "sythetic"], "error: task.name: unknown task 'sythetic'\n  instead: did you mean 'synthetic'?"),
+        (["missing.yaml"], "error: no such file\n  got: missing.yaml\n"),
+        (["--task", "synthetic", "--model", "no-such"], "error: model: no such model\n  got: 'no-such'\n"),
+        (["--task", "synthetic", "--root", "/"], "error: task: the synthetic task is generated and has no folder\n"),
+    ],
+)
+@pytest.mark.parametrize("dry", [True, False])
+def test_mistakes_are_said_in_the_words_of_the_call(cli, tmp_path, words, message, dry):
+    result = cli("teach", *words, "--output", tmp_path / "run", *(["--dry-run"] if dry else []))
+    assert result.exit_code == 2
+    assert result.stderr.startswith(message)
+    assert result.stdout == ""

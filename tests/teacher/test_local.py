@@ -1,0 +1,379 @@
+"""The teacher in this process: right scores, and the same bits whoever asks, when, and beside whom."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gatespace.errors import RunError, UsageError
+from gatespace.gating.tokens import TeacherTopK
+from gatespace.models import Model, TinyPair, build_tiny, load_model
+from gatespace.models.packed import PackedBody
+from gatespace.models.plain import PlainBody
+from gatespace.tasks import synthetic_task
+from gatespace.teacher.cache import ScoreCache
+from gatespace.teacher.local import LocalTeacher
+
+ROOT = Path(__file__).resolve().parents[2]
+CAP = 8
+PROMPTS = (20, 35, 1, 48, 49, 60, 17, 33, 16, 90)
+RESPONSES = (4, 1, 8, 3, 2, 7, 5, 8, 6, 8)
+
+
+def some_ids(count: int, seed: int) -> list[int]:
+    return torch.randint(3, 400, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+PREFIX = some_ids(37, seed=1)
+QUESTIONS = [
+    (some_ids(prompt, 10 + row), some_ids(response, 50 + row))
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True))
+]
+
+
+def scored(teacher: LocalTeacher, questions: Sequence[tuple[list[int], list[int]]]) -> list[Tensor]:
+    """The payload of each row, bits as they are; first choices as ids, log-probs and the token's own side by side."""
+    payload = teacher.score([prompt for prompt, _ in questions], [response for _, response in questions]).payload
+    if isinstance(payload, TeacherTopK):
+        assert payload.sampled_log_probs is not None
+        payload = torch.cat([payload.ids.float(), payload.log_probs, payload.sampled_log_probs[..., None]], -1)
+    assert payload.shape[0] == 1
+    return list(payload[0].split([len(response) for _, response in questions]))
+
+
+def digests(rows: Sequence[Tensor]) -> list[str]:
+    return [hashlib.sha256(row.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() for row in rows]
+
+
+def invariant(teacher: LocalTeacher, first: list[Tensor]) -> None:
+    """The rows of QUESTIONS have the bits of `first` in whatever company."""
+    every = list(range(len(QUESTIONS)))
+    crowds = [[7], [9, 3, 0]] if teacher._alone else [[7], [2], every[::-1], [9, 3, 0], [*every, *every]]
+    for places in crowds:
+        again = scored(teacher, [QUESTIONS[i] for i in places])
+        assert all(found.equal(first[i]) for i, found in zip(places, again, strict=True)), places
+    # beside rows that are strangers, of many lengths
+    strangers = [(some_ids(length, 900 + length), some_ids(3, length)) for length in (5, 44, 71, 30, 13)]
+    mixed = scored(teacher, [strangers[0], QUESTIONS[5], *strangers[1:3], QUESTIONS[1], *strangers[3:]])
+    assert mixed[1].equal(first[5])
+    assert mixed[4].equal(first[1])
+    # a response that goes on, or stops earlier, shares what it has in common
+    prompt, response = QUESTIONS[7]
+    for part in ([response[0], 9, 9], [*response[:5], 7], response[:1]):
+        (found,) = scored(teacher, [(prompt, part)])
+        same = next((i for i, (a, b) in enumerate(zip(part, response, strict=False)) if a != b), len(part))
+        states = found[: same + 1] if teacher._payload == "hidden" else found[:same]
+        assert states.equal(first[7][: len(states)])
+        assert len(states)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    return build_tiny(synthetic_task(size=600), tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def model(tiny: TinyPair) -> Model:
+    return load_model(str(tiny.teacher))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[ScoreCache]:
+    with ScoreCache(tmp_path / "scores", max_mb=16) as cache:
+        yield cache
+
+
+# ---------------------------------------------------------------------------------------------------- right scores
+
+
+def logits_of(model: Model, prompt: list[int], response: list[int]) -> tuple[Tensor, Tensor]:
+    """Hidden states and logits that predict the response's tokens, by the network's own forward."""
+    ids = torch.tensor([[*PREFIX, *prompt, *response]])
+    start = len(PREFIX) + len(prompt) - 1
+    with torch.no_grad():
+        hidden = model.body(input_ids=ids, use_cache=False).last_hidden_state[0]
+        return hidden[start:-1], model.network(ids).logits[0, start:-1]
+
+
+@pytest.mark.parametrize("mode", ["packed", "alone", "plain"])
+def test_hidden_states_are_the_networks_own(mode: str, model: Model) -> None:
+    teacher = LocalTeacher(model, PREFIX, max_new_tokens=CAP, packed=mode != "plain")
+    assert isinstance(teacher.body, PlainBody if mode == "plain" else PackedBody)
+    assert teacher._alone == (mode == "plain")
+    teacher._alone = mode != "packed"
+    scores = teacher.score(*map(list, zip(*QUESTIONS, strict=True)))
+    assert scores.head is not None
+    assert isinstance(scores.payload, Tensor)
+    right = [logits_of(model, *question) for question in QUESTIONS]
+    torch.testing.assert_close(scores.payload[0], torch.cat([hidden for hidden, _ in right]), rtol=1e-5, atol=2e-5)
+    logits = scores.payload[0] @ scores.head.weight.T
+    torch.testing.assert_close(logits, torch.cat([logits for _, logits in right]), rtol=1e-5, atol=2e-4)
+    assert teacher.stats.rows == len(QUESTIONS)
+    assert teacher.stats.tokens == sum(RESPONSES)
+    assert teacher.stats.computed_tokens == sum(PROMPTS) + sum(RESPONSES) - len(QUESTIONS)
+    assert teacher.stats.passes == (2 if mode == "packed" else len(QUESTIONS))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("k", "vocab_size"), [(5, None), (1, None), (64, 450), (10**6, 450)])
+def test_first_choices_are_the_networks_own(k: int, vocab_size: int | None, packed: bool, model: Model) -> None:
+    teacher = LocalTeacher(
+        model, PREFIX, max_new_tokens=CAP, payload="top_k", k=k, vocab_size=vocab_size, packed=packed
+    )
+    scores = teacher.score(*map(list, zip(*QUESTIONS, strict=True)))
+    assert scores.head is None
+    assert isinstance(scores.payload, TeacherTopK)
+    assert scores.payload.sampled_log_probs is not None
+    size = vocab_size or model.vocab_size
+    whole = torch.cat([logits_of(model, *question)[1][:, :size].double().log_softmax(-1) for question in QUESTIONS])
+    right = whole.topk(min(k, size))
+    ids, log_probs = scores.payload.ids[0], scores.payload.log_probs[0]
+    assert ids.dtype == torch.long
+    torch.testing.assert_close(log_probs.double(), right.values, rtol=0, atol=1e-4)
+    torch.testing.assert_close(whole.gather(1, ids), right.values, rtol=0, atol=1e-4)
+    assert all(len(set(row)) == min(k, size) for row in ids.tolist())
+    tokens = torch.tensor([token for _, response in QUESTIONS for token in response])
+    own = whole.gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(scores.payload.sampled_log_probs[0].double(), own, rtol=0, atol=1e-4)
+
+
+def test_a_row_longer_than_a_pass(model: Model) -> None:
+    teacher = LocalTeacher(model, PREFIX, max_new_tokens=CAP)
+    # 249 + 7 fill a pass; one more takes the next size
+    questions = [(some_ids(length, length), some_ids(CAP, 3)) for length in (249, 250, 510)]
+    together = scored(teacher, [*questions, *QUESTIONS])
+    for question, found in zip(questions, together, strict=False):
+        torch.testing.assert_close(found, logits_of(model, *question)[0], rtol=1e-5, atol=2e-5)
+        assert scored(teacher, [question])[0].equal(found)
+    # neighbours of an odd size change nothing
+    for question, found in zip(QUESTIONS, together[3:], strict=True):
+        assert scored(teacher, [question])[0].equal(found)
+
+
+def test_no_prefix(model: Model) -> None:
+    teacher = LocalTeacher(model, [], max_new_tokens=CAP)
+    assert teacher.trunk is None
+    prompt, response = QUESTIONS[0]
+    (found,) = scored(teacher, [(PREFIX + prompt, response)])
+    torch.testing.assert_close(found, logits_of(model, prompt, response)[0], rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response"), [([5], [7] * (CAP + 1)), ([5], []), ([], [7, 8])], ids=["too long", "empty", "no prompt"]
+)
+def test_questions_that_cannot_be_scored(prompt: list[int], response: list[int], model: Model) -> None:
+    teacher = LocalTeacher(model, PREFIX, max_new_tokens=CAP)
+    with pytest.raises(RunError, match=r"wrong length|no token of its own"):
+        teacher.score([[1], prompt], [[2], response])
+    with pytest.raises(ValueError, match="zip"):
+        teacher.score([[1], [2]], [[3]])
+
+
+def test_unknown_payload(model: Model) -> None:
+    with pytest.raises(UsageError, match="payload"):
+        LocalTeacher(model, PREFIX, payload="logits")
+
+
+# ---------------------------------------------------------------------------------------------------- the same bits
+
+
+@pytest.mark.parametrize(
+    ("mode", "payload"), [("packed", "hidden"), ("packed", "top_k"), ("alone", "top_k"), ("plain", "hidden")]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_bits_do_not_depend_on_companions(dtype: torch.dtype, payload: str, mode: str, tiny: TinyPair) -> None:
+    model = load_model(str(tiny.teacher), dtype=dtype)
+    teacher = LocalTeacher(model, PREFIX, max_new_tokens=CAP, payload=payload, k=5, packed=mode != "plain")
+    assert teacher._alone == (mode == "plain")
+    teacher._alone = mode != "packed"
+    first = scored(teacher, QUESTIONS)
+    assert first[0].dtype == (dtype if payload == "hidden" else torch.float32)
+    assert len({row[0].double().sum().item() for row in first}) == len(first)
+    invariant(teacher, first)
+
+
+def test_a_machine_on_which_companions_leave_a_trace(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device whose kernels depend on the whole of a batch: every row is then scored alone."""
+    read = PackedBody.read
+
+    def noisy(self: PackedBody, rows: Any, **options: Any) -> Any:
+        found = read(self, rows, **options)
+        found.hidden.mul_(1 + 1e-6 * rows[0][0])  # whoever stands first
+        return found
+
+    monkeypatch.setattr(PackedBody, "read", noisy)
+    teacher = LocalTeacher(model, PREFIX, max_new_tokens=CAP)
+    assert teacher._alone
+    assert "alone" in teacher._numerics
+    assert teacher.stats.passes == 0
+    first = scored(teacher, QUESTIONS)
+    assert teacher.stats.passes == len(QUESTIONS)
+    invariant(teacher, first)
+
+
+# ---------------------------------------------------------------------------------------------------- the cache
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("payload", ["hidden", "top_k"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_cached_scores_have_the_same_bits(
+    dtype: torch.dtype, payload: str, packed: bool, tiny: TinyPair, cache: ScoreCache
+) -> None:
+    model = load_model(str(tiny.teacher), dtype=dtype)
+    options: dict[str, Any] = {"max_new_tokens": CAP, "payload": payload, "k": 5, "packed": packed}
+    first = scored(LocalTeacher(model, PREFIX, **options), QUESTIONS)
+    teacher = LocalTeacher(model, PREFIX, cache=cache, **options)
+    assert all(a.equal(b) for a, b in zip(scored(teacher, QUESTIONS[:4]), first, strict=False))
+    passes, tokens = teacher.stats.passes, sum(RESPONSES[:4])
+    assert cache.stats.written == cache.stats.misses == tokens
+    # some are there and some are not
+    mixed = scored(teacher, QUESTIONS[2:])
+    assert all(a.equal(b) for a, b in zip(mixed, first[2:], strict=True))
+    assert cache.stats.hits == sum(RESPONSES[2:4])
+    # all are there: the network is not asked
+    passes = teacher.stats.passes
+    again = LocalTeacher(load_model(str(tiny.teacher), dtype=dtype), PREFIX, cache=cache, **options)
+    for found in (scored(teacher, QUESTIONS[::-1])[::-1], scored(again, QUESTIONS)):
+        assert all(a.equal(b) for a, b in zip(found, first, strict=True))
+    assert teacher.stats.passes == passes
+    assert again.stats.passes == 0
+    assert cache.stats.damaged == 0
+
+
+@pytest.mark.parametrize("payload", ["hidden", "top_k"])
+def test_a_shorter_response_is_in_the_cache_with_the_longer_one(payload: str, model: Model, cache: ScoreCache) -> None:
+    teacher = LocalTeacher(model, PREFIX, max_new_tokens=CAP, payload=payload, k=5, cache=cache)
+    prompt, response = QUESTIONS[7]
+    (whole,) = scored(teacher, [(prompt, response)])
+    passes = teacher.stats.passes
+    # hidden states say nothing of the token itself, first choices come with its log-probability
+    part = [*response[:4], 11] if payload == "hidden" else response[:5]
+    (found,) = scored(teacher, [(prompt, part)])
+    assert found.equal(whole[:5])
+    assert teacher.stats.passes == passes
+    (other,) = scored(teacher, [(prompt, [*response[:4], 11])])
+    assert teacher.stats.passes == passes + (payload == "top_k")
+    assert other[:4].equal(whole[:4])
+    (longer,) = scored(teacher, [(prompt, [*response[:3], 12, 13])])
+    assert teacher.stats.passes == passes + 1 + (payload == "top_k")
+    assert longer[:3].equal(whole[:3])
+
+
+def test_scores_of_something_else_are_not_served(model: Model, tiny: TinyPair, cache: ScoreCache) -> None:
+    scored(LocalTeacher(model, PREFIX, max_new_tokens=CAP, cache=cache), QUESTIONS)
+    others = [
+        LocalTeacher(load_model(str(tiny.student)), PREFIX, max_new_tokens=CAP, cache=cache),
+        LocalTeacher(load_model(str(tiny.teacher), dtype=torch.bfloat16), PREFIX, max_new_tokens=CAP, cache=cache),
+        LocalTeacher(model, PREFIX[:-1], max_new_tokens=CAP, cache=cache),
+        LocalTeacher(model, PREFIX, max_new_tokens=CAP + 1, cache=cache),
+        LocalTeacher(model, PREFIX, max_new_tokens=CAP, packed=False, cache=cache),
+        LocalTeacher(model, PREFIX, max_new_tokens=CAP, payload="top_k", k=5, cache=cache),
+        LocalTeacher(model, PREFIX, max_new_tokens=CAP, payload="top_k", k=6, cache=cache),
+        LocalTeacher(model, PREFIX, max_new_tokens=CAP, payload="top_k", k=6, vocab_size=450, cache=cache),
+    ]
+    for teacher in others:
+        scored(teacher, QUESTIONS)
+    assert cache.stats.hits == 0
+
+
+def test_where_a_prompt_ends_matters(model: Model, cache: ScoreCache) -> None:
+    teacher = LocalTeacher(model, PREFIX, max_new_tokens=CAP, cache=cache)
+    scored(teacher, [([5, 6, 7], [8, 9])])
+    scored(teacher, [([5, 6], [7, 8, 9])])
+    assert cache.stats.hits == 0
+
+
+def test_a_damaged_entry_is_computed_again(model: Model, tmp_path: Path) -> None:
+    folder = tmp_path / "scores"
+    with ScoreCache(folder, max_mb=16) as cache:
+        teacher = LocalTeacher(model, PREFIX, max_new_tokens=CAP, cache=cache)
+        first = scored(teacher, QUESTIONS)
+        needle = first[5][2].numpy().tobytes()[40:80]
+    data = bytearray((folder / "data.mdb").read_bytes())
+    assert data.count(needle) == 1
+    data[data.find(needle)] ^= 0x10
+    (folder / "data.mdb").write_bytes(data)
+    with ScoreCache(folder, max_mb=16) as cache:
+        teacher = LocalTeacher(model, PREFIX, max_new_tokens=CAP, cache=cache)
+        again = scored(teacher, QUESTIONS)
+        assert all(a.equal(b) for a, b in zip(again, first, strict=True))
+        assert cache.stats.damaged == 1
+        assert teacher.stats.passes == 1
+        # and it is whole again
+        scored(teacher, QUESTIONS)
+        assert teacher.stats.passes == 1
+
+
+# ---------------------------------------------------------------------------------------------------- other processes
+
+_SCRIPT = """
+import json, sys
+import torch
+from gatespace.models import load_model
+from gatespace.teacher.local import LocalTeacher
+from tests.teacher import test_local as t
+model = load_model(sys.argv[1], dtype=getattr(torch, sys.argv[2]))
+teacher = LocalTeacher(model, t.PREFIX, max_new_tokens=t.CAP)
+order = [3, 8, 1, 0, 9, 2]
+assert not teacher._alone
+print(json.dumps(dict(zip(order, t.digests(t.scored(teacher, [t.QUESTIONS[i] for i in order]))))))
+"""
+
+
+def elsewhere(folder: Path, dtype: torch.dtype, threads: int) -> dict[int, str]:
+    """The bits of some of QUESTIONS as another process computes them."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    command = [sys.executable, "-c", _SCRIPT, str(folder), str(dtype).removeprefix("torch.")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return {int(place): digest for place, digest in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+def test_another_process_finds_the_same_bits(model: Model, tiny: TinyPair) -> None:
+    here = digests(scored(LocalTeacher(model, PREFIX, max_new_tokens=CAP), QUESTIONS))
+    there = elsewhere(tiny.teacher, torch.float32, threads=2)
+    assert there == {place: here[place] for place in there}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_real_model_is_batch_invariant(dtype: torch.dtype, smollm2: Path, tmp_path: Path) -> None:
+    model = load_model(str(smollm2), dtype=dtype)
+    teacher = LocalTeacher(model, PREFIX, max_new_tokens=CAP)
+    assert not teacher._alone
+    first = scored(teacher, QUESTIONS)
+    right = torch.cat([logits_of(model, *question)[0] for question in QUESTIONS[:3]]).double()
+    error = (torch.cat(first[:3]).double() - right).norm() / right.norm()
+    assert error < (1e-5 if dtype == torch.float32 else 0.05)
+    invariant(teacher, first)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2 if threads == 1 else 1)
+        assert scored(teacher, [QUESTIONS[6]])[0].equal(first[6])
+    finally:
+        torch.set_num_threads(threads)
+    there = elsewhere(smollm2, dtype, threads=1)
+    here = digests(first)
+    assert there == {place: here[place] for place in there}
+    with ScoreCache(tmp_path / "scores", max_mb=16) as cache:
+        teacher._cache, teacher._fingerprint = cache, model.fingerprint()
+        for questions in (QUESTIONS[3:6], QUESTIONS[4:8], QUESTIONS[3:8]):
+            found = scored(teacher, questions)
+            assert all(a.equal(first[QUESTIONS.index(q)]) for a, q in zip(found, questions, strict=True))
+        assert cache.stats.hits == sum(RESPONSES[4:6]) + sum(RESPONSES[3:8])
+    # first choices, with a product of their own
+    teacher._cache, teacher._payload = None, "top_k"
+    choices = scored(teacher, QUESTIONS[:4])
+    assert scored(teacher, QUESTIONS[2:3])[0].equal(choices[2])
+    assert all(a.equal(b) for a, b in zip(scored(teacher, QUESTIONS[3::-1])[::-1], choices, strict=True))

@@ -1,0 +1,213 @@
+"""A teacher that has learned the synthetic task, and steps put together by hand."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from gatespace.config import ObjectiveConfig, OptimizerConfig, RolloutConfig, TeachConfig, TrainConfig, parse_config
+from gatespace.models import Model, TinyPair, build_tiny, load_model
+from gatespace.models.body import body_of
+from gatespace.models.encode import Encoder
+from gatespace.tasks import Example, Prompt, Task, synthetic_task
+from gatespace.teacher.local import LocalTeacher
+from gatespace.training.batches import Batches, Row
+from gatespace.training.clock import Clock
+from gatespace.training.objective import build_objective
+from gatespace.training.optimizer import Optimizer, Update
+from gatespace.training.run import teach
+from gatespace.training.step import Distillation, Scored
+
+TASK = {"name": "synthetic", "brief": True}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Networks this small are slower on several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def shared_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of this test run see, and no other test run."""
+    base = tmp_path_factory.getbasetemp()
+    place = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "training"
+    place.mkdir(exist_ok=True)
+    return place
+
+
+@pytest.fixture(autouse=True)
+def own_cache(shared_place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing in these tests comes from the user's cache or goes there, but for the real model."""
+    cache = shared_place / "cache"
+    monkeypatch.setenv("GATESPACE_CACHE", str(cache))
+    return cache
+
+
+@pytest.fixture(scope="session")
+def tiny(shared_place: Path, synthetic: Task) -> TinyPair:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GATESPACE_CACHE", str(shared_place / "cache"))
+        return build_tiny(synthetic)
+
+
+@pytest.fixture(scope="session")
+def taught(shared_place: Path, tiny: TinyPair) -> Path:
+    """The run folder of a teacher; the first worker makes it, the others wait for it."""
+    output = shared_place / "taught"
+    settings = {
+        "task": TASK,
+        "model": str(tiny.teacher),
+        "steps": 60,
+        "optimizer": {"lr": 3e-3},
+        "engine": {"precision": "fp32", "threads": 1},
+        "evaluation": {"every": 30, "limit": 100, "final": ["val"]},
+        "output": str(output),
+    }
+    with FileLock(shared_place / "taught.lock"):
+        teach(parse_config(TeachConfig, settings))
+    return output
+
+
+@pytest.fixture(scope="session")
+def synthetic() -> Task:
+    return synthetic_task()
+
+
+@pytest.fixture
+def student(tiny: TinyPair) -> Model:
+    """Untrained."""
+    return load_model(str(tiny.student))
+
+
+@pytest.fixture
+def teacher(taught: Path) -> Model:
+    return load_model(str(taught / "model"))
+
+
+@pytest.fixture
+def train_config(taught: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
+    """A short run on the tiny pair; sections that are given are laid over these."""
+
+    def make(**settings: Any) -> TrainConfig:
+        whole: dict[str, Any] = {
+            "task": TASK,
+            "pair": {"student": "tiny", "teacher": str(taught / "model")},
+            "steps": 3,
+            "batch_size": 6,
+            "rollout": {"max_new_tokens": 8},
+            "teacher": {"cache": str(tmp_path / "scores")},
+            "optimizer": {"lr": 2e-3},
+            "engine": {"precision": "fp32", "threads": 1},
+            "evaluation": {"limit": 12, "max_new_tokens": 12, "final": ["val"]},
+            "checkpoint": {"every": 2},
+            "trace": {"tokens_every": 2, "rollouts": 2},
+            "output": str(tmp_path / "train"),
+        }
+        for name, value in settings.items():
+            whole[name] = {**whole.get(name, {}), **value} if isinstance(value, dict) else value
+        return parse_config(TrainConfig, whole)
+
+    return make
+
+
+@dataclass
+class Stepped:
+    """What one step of a distillation did."""
+
+    update: Update
+    gradients: dict[str, Tensor]
+    """Of the mean loss."""
+    loss: float
+    """The mean over all tokens."""
+    scored: list[Scored] = field(default_factory=list)
+
+    @property
+    def responses(self) -> list[list[int]]:
+        return [ids for scored in self.scored for ids in scored.part.rollout.responses]
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for scored in self.scored for row in scored.part.rows]
+
+    @property
+    def sources(self) -> list[str]:
+        return [source for scored in self.scored for source in scored.part.sources]
+
+
+class Lab:
+    """Makes single steps. They leave the student as it is: their learning rate is far below rounding."""
+
+    def __init__(self, student: Model, teacher: Model, task: Task, examples: list[Example], *, brief: bool) -> None:
+        self.student, self.teacher = student, teacher
+        self.prompt = Prompt.of(task, brief=brief)
+        self.examples = examples
+        self.vocab_size = student.vocab_size
+
+    def step(
+        self,
+        *,
+        number: int = 0,
+        rows: int = 6,
+        objective: dict[str, Any] | None = None,
+        rollout: dict[str, Any] | None = None,
+        micro_tokens: int = 10**9,
+        reuse: bool = True,
+        fused: bool = True,
+        share: bool = True,
+        packed: bool | None = None,
+        payload: str = "hidden",
+        seed: int = 5,
+    ) -> Stepped:
+        settings = parse_config(ObjectiveConfig, objective or {})
+        sampling = parse_config(RolloutConfig, {"max_new_tokens": 7, **(rollout or {})})
+        texts = [example.text for example in self.examples]
+        encoder = Encoder(self.prompt, self.student.tokenizer, texts, share=share)
+        # Without memory of earlier gradients, AdamW's first moment after one update is that update's gradient.
+        config = parse_config(OptimizerConfig, {"lr": 1e-30, "betas": [0.0, 0.999], "clip": None})
+        optimizer = Optimizer(self.student.network, config, steps=1, dtype=torch.float32)
+        distillation = Distillation(
+            student=body_of(self.student, packed=packed),
+            teacher=LocalTeacher(
+                self.teacher,
+                encoder.prefix,
+                max_new_tokens=sampling.max_new_tokens,
+                payload=payload,
+                vocab_size=self.vocab_size,
+                packed=packed,
+            ),
+            encoder=encoder,
+            objective=build_objective(settings),
+            settings=settings,
+            rollout=sampling,
+            optimizer=optimizer,
+            vocab_size=self.vocab_size,
+            seed=seed,
+            micro_tokens=micro_tokens,
+            reuse=reuse,
+            fused=fused,
+        )
+        batches = Batches(self.examples, encoder, batch_size=rows, seed=seed)
+        scored: list[Scored] = []
+        update = distillation.step(number, batches.at(number), Clock(), scored.append)
+        state = optimizer.tensors()
+        gradients = {n[len("exp_avg/") :]: t.clone() for n, t in state.items() if n.startswith("exp_avg/")}
+        tokens = sum(one.output.tokens for one in scored)
+        loss = sum(float(one.output.loss.detach()) for one in scored) / tokens
+        return Stepped(update, gradients, loss, scored)
+
+
+@pytest.fixture
+def lab(student: Model, teacher: Model, synthetic: Task) -> Lab:
+    return Lab(student, teacher, synthetic, synthetic.train[:40], brief=True)

@@ -1,0 +1,367 @@
+"""Whole runs on the tiny pair: what they write, what they refuse, and how they fail."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gatespace.config import TeachConfig, TrainConfig, load_config, parse_config
+from gatespace.errors import RunError, UsageError
+from gatespace.evaluation import evaluate
+from gatespace.files import read
+from gatespace.models import Model, TinyPair, load_model
+from gatespace.tasks import Prompt, Task
+from gatespace.training import checkpoint
+from gatespace.training.loop import Silent
+from gatespace.training.run import teach, train
+
+from .conftest import TASK
+
+Make = Callable[..., TrainConfig]
+
+
+class Listener(Silent):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.steps: list[int] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def step(self, step: int, steps: int, record: Any, timing: Any) -> None:
+        self.steps.append(step)
+
+
+def assert_predicts_as_recorded(folder: Path, task: Task, *, dtype: torch.dtype = torch.float32) -> None:
+    path = folder / "config.yaml"
+    kind: type[TrainConfig] | type[TeachConfig] = TrainConfig if "pair:" in path.read_text() else TeachConfig
+    settings = load_config(kind, path).evaluation
+    model = load_model(str(folder / "model"), dtype=dtype)
+    for split in settings.final:
+        found = evaluate(
+            model,
+            task,
+            Prompt.of(task, brief=True),
+            split=split,
+            limit=settings.limit,
+            max_new_tokens=settings.max_new_tokens,
+        )
+        lines = [json.loads(line) for line in (folder / f"predictions-{split}.jsonl").read_text().splitlines()]
+        assert [(line["label"], line["raw"]) for line in lines] == [(p.label, p.raw) for p in found.predictions]
+        assert json.loads((folder / f"evaluation-{split}.json").read_text()) == found.as_json()
+
+
+def weights(model: Model) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in model.network.named_parameters()}
+
+
+def assert_finite(records: list[dict[str, Any]]) -> None:
+    for record in records:
+        assert math.isfinite(record["loss"])
+        assert record["grad_norm"] > 0
+
+
+# ---------------------------------------------------------------------------------------------------- whole runs
+
+
+def test_teach(taught: Path, tiny: TinyPair, synthetic: Task) -> None:
+    names = {"config.yaml", "done", "environment.json", "evaluation-val.json", "evaluations.jsonl", "identity.json"}
+    names |= {"metrics.jsonl", "model", "predictions-val.jsonl", "summary.json", "timings.jsonl", ".lock"}
+    assert set(os.listdir(taught)) == names  # no checkpoint, and nothing half-written
+    records = read(taught / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(1, 61))
+    assert_finite(records)
+    assert records[-1]["loss"] < 0.2 * records[0]["loss"]
+    assert records[-1]["token_accuracy"] > 0.7
+    assert [record["step"] for record in read(taught / "evaluations.jsonl")] == [0, 30]
+    summary = json.loads((taught / "summary.json").read_text())
+    assert summary["steps"] == 60
+    model = load_model(str(taught / "model"))
+    assert summary["fingerprint"] == model.fingerprint() != load_model(str(tiny.teacher)).fingerprint()
+    metrics = summary["evaluation"]["val"]["metrics"]
+    assert metrics["accuracy"] > 0.65 > 0.4 > metrics["majority"]["accuracy"]
+    assert read(taught / "evaluations.jsonl")[0]["accuracy"] < 0.4
+    assert_predicts_as_recorded(taught, synthetic)
+
+
+def test_train(train_config: Make, synthetic: Task, tiny: TinyPair) -> None:
+    config = train_config(
+        steps=40,
+        batch_size=16,
+        optimizer={"lr": 4e-3},
+        evaluation={"every": 20, "limit": 60, "final": ["val", "test"]},
+        checkpoint={"every": 15},
+        trace={"tokens_every": 20, "rollouts": 3},
+    )
+    listener = Listener()
+    summary = train(config, listener)
+    folder = config.output
+    names = {"config.yaml", "done", "environment.json", "identity.json", "evaluations.jsonl", "metrics.jsonl"}
+    names |= {"tokens.jsonl", "timings.jsonl", "model", "summary.json", ".lock"}
+    names |= {"predictions-val.jsonl", "predictions-test.jsonl", "evaluation-val.json", "evaluation-test.json"}
+    assert set(os.listdir(folder)) == names
+    assert listener.steps == list(range(1, 41))
+    assert load_config(TrainConfig, folder / "config.yaml") == config
+
+    records = read(folder / "metrics.jsonl")
+    assert [record["step"] for record in records] == listener.steps
+    assert_finite(records)
+    assert all(0 < record["lam_mean"] < 1 and sum(record["lam_hist"]) == record["tokens"] for record in records)
+    assert all(record["rows"] == 16 for record in records)
+    assert records[-1]["loss"] < 0.5 * records[0]["loss"]
+    assert not {"wall", "cpu", "cache_hits"} & set(records[0])
+    timings = read(folder / "timings.jsonl")
+    assert set(timings[0]["wall"]) == {"rollout", "score", "update", "optimizer"}
+    assert timings[0]["cache_misses"] == records[0]["tokens"]
+    tokens = read(folder / "tokens.jsonl")
+    assert [record["step"] for record in tokens] == [1, 1, 1, 21, 21, 21]
+    assert all(len(record["lam"]) == len(record["ids"]) > 0 for record in tokens)
+
+    run = summary["run"]
+    total = sum(record["tokens"] for record in records)
+    mean = sum(record["lam_mean"] * record["tokens"] for record in records) / total
+    assert (run["steps"], run["tokens"], run["rows"]) == (40, total, 640)
+    assert run["lam_mean"] == pytest.approx(mean, rel=1e-9)
+    assert summary == json.loads((folder / "summary.json").read_text())
+    looks = read(folder / "evaluations.jsonl")
+    assert [look["step"] for look in looks] == [0, 20]
+    assert looks[0]["accuracy"] < 0.35
+    assert summary["evaluation"]["val"]["metrics"]["accuracy"] > looks[0]["accuracy"] + 0.2
+    model = load_model(str(folder / "model"))
+    assert summary["fingerprint"] == model.fingerprint()
+    assert_predicts_as_recorded(folder, synthetic)
+
+
+def test_a_finished_run_is_not_repeated(train_config: Make) -> None:
+    config = train_config()
+    first = train(config)
+    stamps = {path: path.stat().st_mtime_ns for path in config.output.rglob("*") if path.name != ".lock"}
+    listener = Listener()
+    # settings that cannot change numbers are not asked to be the same
+    again = train(train_config(checkpoint={"every": 1}, teacher={"cache": None}), listener)
+    assert again == first
+    assert listener.steps == []
+    assert any("this run is done" in note for note in listener.notes)
+    assert {p: p.stat().st_mtime_ns for p in config.output.rglob("*") if p.name != ".lock"} == stamps
+
+
+def test_another_run_in_the_same_folder(train_config: Make, tiny: TinyPair, taught: Path) -> None:
+    config = train_config(steps=1)
+    train(config)
+
+    def refused(what: str, other: TrainConfig | TeachConfig) -> None:
+        with pytest.raises(UsageError, match="output: this folder holds another run") as caught:
+            teach(other) if isinstance(other, TeachConfig) else train(other)
+        assert what in caught.value.why
+        assert caught.value.exit_code == 2
+
+    before = {p: p.read_bytes() for p in config.output.iterdir() if p.is_file()}
+    refused("its seed is 42, not 7", train_config(steps=1, seed=7))
+    # a setting without effect on numbers differs too, and stands first in the file
+    refused("its steps is 1, not 2", train_config(steps=2, checkpoint={"every": 1}, trace={"rollouts": 1}))
+    refused("its optimizer.lr is 0.002, not 0.01", train_config(steps=1, optimizer={"lr": 0.01}))
+    refused("its gate is", train_config(steps=1, objective={"gate": "G4"}))
+    refused("its precision is fp32, not bf16", train_config(steps=1, engine={"precision": "bf16"}))
+    refused("its teacher is another one", train_config(steps=1, pair={"teacher": str(tiny.teacher)}))
+    settings = {"task": TASK, "model": str(tiny.teacher), "output": str(config.output), "steps": 1}
+    refused("not a run of this command", parse_config(TeachConfig, settings))
+    assert {p: p.read_bytes() for p in config.output.iterdir() if p.is_file()} == before
+
+
+def test_bfloat16(train_config: Make, synthetic: Task) -> None:
+    config = train_config(engine={"precision": "bf16"}, optimizer={"lr": 1e-5}, steps=2)
+    summary = train(config)
+    assert_finite(read(config.output / "metrics.jsonl"))
+    model = load_model(str(config.output / "model"))
+    assert model.fingerprint() == summary["fingerprint"]
+    assert {p.dtype for p in weights(model).values()} == {torch.float32}
+    assert any(not torch.equal(p, p.bfloat16().float()) for p in weights(model).values())
+    assert_predicts_as_recorded(config.output, synthetic, dtype=torch.bfloat16)
+
+
+def test_bfloat16_follows_float32(train_config: Make, tmp_path: Path) -> None:
+    runs = {}
+    for precision in ("fp32", "bf16"):
+        # the right answers, so that both learn from the same tokens
+        config = train_config(
+            engine={"precision": precision},
+            rollout={"from": {"gold": 1.0}},
+            steps=4,
+            output=str(tmp_path / precision),
+        )
+        train(config)
+        runs[precision] = [record["loss"] for record in read(config.output / "metrics.jsonl")]
+    assert runs["bf16"] == pytest.approx(runs["fp32"], rel=0.02)
+    assert runs["bf16"] != runs["fp32"]
+
+
+def test_lora(train_config: Make, tiny: TinyPair, synthetic: Task) -> None:
+    config = train_config(pair={"lora": {"r": 4, "alpha": 8.0}}, optimizer={"lr": 0.02}, steps=6)
+    train(config)
+    records = read(config.output / "metrics.jsonl")
+    assert_finite(records)
+    assert records[-1]["loss"] < records[0]["loss"]
+    folder = config.output / "model"
+    assert not list(folder.glob("adapter*"))
+    model, base = load_model(str(folder)), load_model(str(tiny.student))
+    assert set(weights(model)) == set(weights(base))
+    changed = {name for name, p in weights(model).items() if not torch.equal(p, weights(base)[name])}
+    assert changed
+    assert all("_proj" in name for name in changed)  # embeddings and norms have no adapters
+    assert_predicts_as_recorded(config.output, synthetic)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"method": "todi"},
+        {"method": "eopd", "params": {"tau": 0.5}},
+        {"method": "static", "params": {"lam": 0.388}},
+        {"method": "sampled_reverse_kl"},
+    ],
+)
+def test_other_objectives(train_config: Make, tiny: TinyPair, objective: dict[str, Any]) -> None:
+    config = train_config(objective=objective, steps=2, evaluation={"final": []})
+    summary = train(config)
+    records = read(config.output / "metrics.jsonl")
+    assert len(records) == 2
+    assert all(math.isfinite(record["loss"]) and record["grad_norm"] > 0 for record in records)
+    if objective["method"] == "static":
+        assert all(record["lam_mean"] == pytest.approx(0.388, abs=1e-6) for record in records)
+    else:
+        assert all(record["lam_mean"] is None for record in records) == (objective["method"] != "eopd")
+    assert summary["evaluation"] == {}
+    assert summary["fingerprint"] != load_model(str(tiny.student)).fingerprint()
+
+
+def test_first_choices_of_the_teacher(train_config: Make) -> None:
+    config = train_config(
+        teacher={"payload": "top_k", "k": 16}, objective={"support": "bucket"}, steps=3, evaluation={"final": []}
+    )
+    train(config)
+    records = read(config.output / "metrics.jsonl")
+    assert_finite(records)
+    assert all(0.1 < record["tail_mass"] < 1 for record in records)  # an untrained student knows none of the sixteen
+    assert records[0]["forward_kl"] > 1
+    # a cache that knows everything gives the same run
+    again = train_config(
+        teacher={"payload": "top_k", "k": 16},
+        objective={"support": "bucket"},
+        steps=3,
+        evaluation={"final": []},
+        output=str(config.output) + "-again",
+    )
+    train(again)
+    assert (again.output / "metrics.jsonl").read_bytes() == (config.output / "metrics.jsonl").read_bytes()
+    assert all(timing["cache_misses"] == 0 for timing in read(again.output / "timings.jsonl"))
+
+
+# ---------------------------------------------------------------------------------------------------- failure
+
+
+def test_numbers_that_explode_stop_the_run(train_config: Make, tiny: TinyPair) -> None:
+    config = train_config(optimizer={"lr": 1e30}, steps=5, checkpoint={"every": 1})
+    with pytest.raises(RunError, match=r"step 2 failed: .*not finite") as caught:
+        train(config)
+    assert caught.value.exit_code == 1
+    assert "failed-step-2.json" in caught.value.why
+    folder = config.output
+    assert not (folder / "done").exists()
+    assert not (folder / "summary.json").exists()
+    assert not (folder / "model").exists()
+    assert [record["step"] for record in read(folder / "metrics.jsonl")] == [1]
+    failed = json.loads((folder / "failed-step-2.json").read_text())
+    assert failed["step"] == 2
+    assert "not finite" in failed["error"]
+    assert len(failed["rows"]) == 6
+    assert all(set(row) == {"index", "text", "gold", "response"} for row in failed["rows"])
+    found = checkpoint.latest(folder / "checkpoints")
+    assert found is not None
+    assert found.step == 1
+    with pytest.raises(RunError, match="step 2 failed"):  # nothing about it depends on chance
+        train(config)
+    assert json.loads((folder / "failed-step-2.json").read_text()) == failed
+
+
+@pytest.fixture
+def poisoned(tiny: TinyPair, tmp_path: Path) -> Path:
+    """A model that is sound but for one word, which some texts have."""
+    model = load_model(str(tiny.teacher))
+    (word,) = model.tokenizer.encode(" lamp", add_special_tokens=False)
+    with torch.no_grad():
+        model.network.get_input_embeddings().weight[word, 3] = math.nan
+    model.save(tmp_path / "poisoned")
+    return tmp_path / "poisoned"
+
+
+def test_the_micro_batch_that_failed_is_saved(train_config: Make, poisoned: Path, synthetic: Task) -> None:
+    config = train_config(pair={"student": str(poisoned)}, engine={"micro_tokens": 100}, batch_size=40)
+    with pytest.raises(RunError, match=r"step 1 failed: .*not finite"):
+        train(config)
+    folder = config.output
+    failed = json.loads((folder / "failed-step-1.json").read_text())
+    texts = [row["text"] for row in failed["rows"]]
+    # nothing after the micro-batch with the word was looked at, and it is there itself
+    assert 3 < len(texts) < 40
+    assert any("the lamp" in text for text in texts[-4:])
+    assert not any("the lamp" in text for text in texts[:-4])
+    assert all(row["gold"] in synthetic.labels for row in failed["rows"])
+    assert len(failed["losses"]) > 0
+    assert not (folder / "done").exists()
+
+
+def test_the_weights_before_a_failure_are_kept(train_config: Make, tiny: TinyPair, poisoned: Path) -> None:
+    """Steps before the word comes up are sound, and so is what they have left behind."""
+    config = train_config(pair={"student": str(poisoned)}, batch_size=1, steps=40, checkpoint={"every": 1, "keep": 2})
+    with pytest.raises(RunError) as caught:
+        train(config)
+    done = len(read(config.output / "metrics.jsonl"))
+    assert 0 < done < 40
+    assert f"step {done + 1} failed" in caught.value.what
+    found = checkpoint.latest(config.output / "checkpoints")
+    assert found is not None
+    assert found.step == done
+    start = weights(load_model(str(tiny.teacher)))
+    for name in start:
+        kept = found.tensors[f"weight/{name}"]
+        assert int(kept.isfinite().logical_not().sum()) == (1 if name == "model.embed_tokens.weight" else 0), name
+    assert any(not torch.equal(found.tensors[f"weight/{name}"], p) for name, p in start.items())
+
+
+def test_teaching_stops_too(poisoned: Path, tmp_path: Path) -> None:
+    settings = {
+        "task": TASK,
+        "model": str(poisoned),
+        "steps": 4,
+        "batch_size": 24,
+        "engine": {"precision": "fp32"},
+        "evaluation": {"every": 0},
+        "output": str(tmp_path / "teach"),
+    }
+    with pytest.raises(RunError, match=r"step \d failed: the loss is not finite") as caught:
+        teach(parse_config(TeachConfig, settings))
+    assert caught.value.exit_code == 1
+    done = len(read(tmp_path / "teach" / "metrics.jsonl"))
+    failed = json.loads((tmp_path / "teach" / f"failed-step-{done + 1}.json").read_text())
+    assert len(failed["rows"]) == 24
+    assert any("the lamp" in row["text"] for row in failed["rows"])
+    assert not (tmp_path / "teach" / "done").exists()
+
+
+def test_a_model_that_is_not_finite_is_refused_before_the_run(
+    train_config: Make, student: Model, tmp_path: Path
+) -> None:
+    with torch.no_grad():
+        student.network.model.norm.weight[0] = math.nan
+    student.save(tmp_path / "broken")
+    with pytest.raises(UsageError, match=r"pair\.student: .* computes numbers that are not finite"):
+        train(train_config(pair={"student": str(tmp_path / "broken")}))
