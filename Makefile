@@ -10,19 +10,28 @@ BENCH_READY := $(BENCH_VENV)/.ready
 # Two workers with one thread each: more threads than cores make the tests slower, and sums depend on thread count.
 TEST_ARGS ?= -n 2
 DEMO_DIR  := build/demo
+DEMO_TASK := --task synthetic --brief
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench docs wheel clean
+.PHONY: help demo test lint format bench bench-step bench-ladder docs wheel clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(READY) ## see the family and its loss at work
-	@mkdir -p $(DEMO_DIR)
+demo: $(READY) ## gates, the loss, then a whole distillation of a tiny pair (about a minute)
+	@rm -rf $(DEMO_DIR) && mkdir -p $(DEMO_DIR)
 	@$(BIN)/gatespace gate G5 H2 static:0.388 --plot $(DEMO_DIR)/gates.svg
 	@$(BIN)/python examples/first_loss.py
+	@echo; echo "== a teacher: supervised fine-tuning of a tiny model on generated messages"
+	@$(BIN)/gatespace teach $(DEMO_TASK) --model tiny --steps 150 --batch-size 24 --lr 2e-3 --output $(DEMO_DIR)/teacher
+	@echo; echo "== a student: on-policy distillation at the point G5"
+	@$(BIN)/gatespace train $(DEMO_TASK) --student tiny --teacher $(DEMO_DIR)/teacher --gate G5 \
+	  --steps 100 --batch-size 24 --lr 2e-3 --set rollout.max_new_tokens=12 --set evaluation.every=50 \
+	  --output $(DEMO_DIR)/student
+	@echo; echo "== the student at work"
+	@printf '%s\n' "they saved our garden, we love the song" "who has my coat, where is the ladder" | $(BIN)/gatespace predict $(DEMO_DIR)/student --quiet
 
 test: $(READY) ## run every test and docstring example
 	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_ARGS)
@@ -39,6 +48,12 @@ format: $(READY) ## rewrite the code in the house style
 
 bench: $(BENCH_READY) ## measure the loss beside its peers (large: several GiB of memory)
 	@$(BENCH_VENV)/bin/python benchmarks/loss.py $(BENCH_ARGS)
+
+bench-step: $(BENCH_READY) ## measure a whole step beside TRL and a plain loop (SmolLM2; 12 GiB of memory)
+	@$(BENCH_VENV)/bin/python benchmarks/step.py $(BENCH_ARGS)
+
+bench-ladder: $(BENCH_READY) ## what each speed-up of a step buys, and how far the limit is
+	@$(BENCH_VENV)/bin/python benchmarks/ladder.py $(BENCH_ARGS)
 
 docs: $(READY) ## build the site into build/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # not --quiet: it hides warnings from --strict too

@@ -192,17 +192,18 @@ def test_gradient_on_the_real_architecture(smollm2: Path) -> None:
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in teacher.network.parameters():
-            p += 0.05 * p.std() * torch.randn(p.shape, generator=draw)
+            # Far enough away: between like distributions the gradient is a small difference, and rounding shows.
+            p += 0.25 * p.std() * torch.randn(p.shape, generator=draw)
     task = synthetic_task(size=60)
-    lab = Lab(student, teacher, task, task.train[:4], brief=True)
-    settings: dict[str, Any] = {"objective": {"gate": list(WITH_GAP)}, "rollout": {"max_new_tokens": 5}, "rows": 4}
+    lab = Lab(student, teacher, task, task.train[:3], brief=True)
+    settings: dict[str, Any] = {"objective": {"gate": list(WITH_GAP)}, "rollout": {"max_new_tokens": 4}, "rows": 3}
     stepped = lab.step(**settings)
     parts = lab.step(micro_tokens=75, **settings)
     assert len(parts.scored) > 1
+    assert parts.responses == stepped.responses
     value, gradients = expected(lab, stepped, gated(WITH_GAP), double=False)
     assert stepped.loss == pytest.approx(value, rel=1e-5)
     assert_same_gradient(stepped.gradients, gradients)
-    assert parts.responses == stepped.responses
     assert_same_gradient(parts.gradients, gradients)
 
 

@@ -17,9 +17,17 @@ from torch import nn
 from gatespace.config import LoraConfig, TeachConfig, TrainConfig, in_setting
 from gatespace.errors import UsageError, missing_extra
 from gatespace.models import Model, build_tiny, check_pair
-from gatespace.models.load import TINY, _located
+from gatespace.models.load import TINY, located
 from gatespace.training.objective import build_objective
-from gatespace.training.setup import Material, Placement, encoder_for, material, micro_tokens, placement
+from gatespace.training.setup import (
+    Material,
+    Placement,
+    activation_bytes,
+    encoder_for,
+    material,
+    micro_tokens,
+    placement,
+)
 
 if TYPE_CHECKING:
     from gatespace.models.encode import Encoder
@@ -217,7 +225,7 @@ def _outline(
         if name in TINY:
             tiny = build_tiny(task)
             folder = str(getattr(tiny, name.removeprefix("tiny-") if name != "tiny" else role))
-        where, options, source = _located(folder, revision, note)
+        where, options, source = located(folder, revision, note)
         options |= {"trust_remote_code": trust_remote_code}
         try:
             config = transformers.AutoConfig.from_pretrained(where, **options)
@@ -235,16 +243,12 @@ def _sizes(model: Model, lora: LoraConfig | None) -> Sizes:
     embedding = model.network.get_input_embeddings()
     rows = getattr(embedding, "weight", head)
     tied = rows is head
-    config = model.network.config.get_text_config()
-    hidden = int(config.hidden_size)
-    inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
     return Sizes(
         all=whole,
         body=whole - head.numel() - (0 if tied else rows.numel()),
         head=head.numel(),
         trained=whole if lora is None else _adapters(model, lora),
-        # as in gatespace.training.setup.micro_tokens
-        bytes_per_token=int(config.num_hidden_layers) * (34 * hidden + 6 * inner) * 2,
+        bytes_per_token=activation_bytes(model.network.config.get_text_config()),
     )
 
 

@@ -62,8 +62,7 @@ def report(config: TrainConfig | TeachConfig, folder: Path, summary: dict[str, A
     after = next_command(config, folder)
     model = folder / summary["model"]
     if as_json:
-        shown = {key: value for key, value in summary.items() if key != "trace"}
-        print_json({**shown, "output": str(folder), "model": str(model), "next": after})
+        print_json({**summary, "output": str(folder), "model": str(model), "next": after})
         return
     out = console()
     if summary["evaluation"]:

@@ -163,7 +163,7 @@ def load_model(
         from safetensors import SafetensorError
     except ImportError as error:
         raise missing_extra("loading a model", module="transformers", extra="train") from error
-    where, options, source = _located(name, revision, report)
+    where, options, source = located(name, revision, report)
     options |= {"trust_remote_code": trust_remote_code}
     try:
         config = transformers.AutoConfig.from_pretrained(where, **options)
@@ -240,7 +240,7 @@ def check_network(model: Model) -> None:
         )
 
 
-def _located(
+def located(
     name: str, revision: str | None, report: Callable[[str], None] | None
 ) -> tuple[str, dict[str, Any], str | None]:
     """Where transformers finds the model, with which options, and the source if it is known before loading."""

@@ -128,7 +128,7 @@ def run(course: Course) -> dict[str, Any]:
             results[split] = evaluation.as_json()
     for log in logs.values():
         log.close()
-    summary = {"steps": course.steps, "evaluation": results, **course.state(), **course.finish()}
+    summary = {"steps": course.steps, "evaluation": results, **course.finish()}
     atomic_write(folder / SUMMARY, json.dumps(summary, indent=2, sort_keys=True) + "\n")
     atomic_write(folder / DONE, "")
     shutil.rmtree(checkpoints, ignore_errors=True)

@@ -61,6 +61,15 @@ def train(config: TrainConfig, progress: Progress | None = None) -> dict[str, An
             "trust_remote_code": pair.trust_remote_code,
             "report": progress.note,
         }
+        # The teacher first: it is the one that is most often not there.
+        teacher = open_model(
+            pair.teacher,
+            "pair.teacher",
+            role="teacher",
+            revision=pair.teacher_revision,
+            dtype=place.dtype,
+            **options,
+        )
         student = open_model(
             pair.student,
             "pair.student",
@@ -68,14 +77,6 @@ def train(config: TrainConfig, progress: Progress | None = None) -> dict[str, An
             revision=pair.student_revision,
             lora=pair.lora,
             seed=config.seed,
-            **options,
-        )
-        teacher = open_model(
-            pair.teacher,
-            "pair.teacher",
-            role="teacher",
-            revision=pair.teacher_revision,
-            dtype=place.dtype,
             **options,
         )
         report = check_pair(student, teacher)
@@ -138,7 +139,7 @@ def train(config: TrainConfig, progress: Progress | None = None) -> dict[str, An
             state=telemetry.state,
             restore=telemetry.restore,
             evaluate=_evaluator(student, data, encoder, config),
-            finish=lambda: _save(folder, student, optimizer),
+            finish=lambda: {"run": telemetry.summary(), **_save(folder, student, optimizer)},
             evaluation=config.evaluation,
             checkpoint=config.checkpoint,
             trackers=config.trace.trackers,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -134,12 +135,14 @@ def micro_tokens(model: Model, given: int | None) -> int:
     """
     if given is not None:
         return given
-    config = model.network.config.get_text_config()
+    return max(64, _ACTIVATIONS // activation_bytes(model.network.config.get_text_config()))
+
+
+def activation_bytes(config: Any) -> int:
+    """About how much autograd keeps for a token: per layer, some vectors of the stream's width and of the inner one."""
     hidden = int(config.hidden_size)
     inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
-    # What autograd keeps for a token: about 34 vectors of the stream's width and 6 of the inner one per layer.
-    per_token = int(config.num_hidden_layers) * (34 * hidden + 6 * inner) * 2
-    return max(64, _ACTIVATIONS // per_token)
+    return int(config.num_hidden_layers) * (34 * hidden + 6 * inner) * 2
 
 
 def run_folder(path: Path) -> Path:

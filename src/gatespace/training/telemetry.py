@@ -100,12 +100,16 @@ class Telemetry:
         return Outcome(record, timing, self._sample)
 
     def state(self) -> dict[str, Any]:
-        """The sums of the run: E[λ] and what goes with it."""
-        return {"trace": self._trace.state(), "run": self._trace.summary()}
+        """The sums of the run, for a checkpoint."""
+        return self._trace.state()
+
+    def summary(self) -> dict[str, Any]:
+        """The run so far: tokens, E[λ] over them, saturation."""
+        return self._trace.summary()
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` gave."""
-        self._trace.restore(state["trace"])
+        self._trace.restore(state)
 
     # ------------------------------------------------------------------ single tokens
 
