@@ -355,7 +355,11 @@ def limit_lines(settings: Settings, records: Sequence[dict[str, Any]], found: Fo
         if "unavailable" in rates:
             lines.append(f"The rates in {precision} could not be measured: {rates['unavailable']}")
             continue
-        speeds = [f"{name.replace('_', ' ')} {1e-12 / r['wall']:.2f}" for name, r in rates.items() if "wall" in r]
+        speeds = [
+            f"{name.replace('_', ' ')} {1e-12 / r['wall']:.2f}"
+            for name, r in rates.items()
+            if isinstance(r, dict) and "wall" in r
+        ]
         lines.append(
             f"{precision}: TFLOP/s of products at the model's shapes: {', '.join(speeds[:-1])}; "
             f"copy {1e-9 / rates['copy']['wall']:.1f} GB/s"
@@ -377,7 +381,8 @@ def limit_lines(settings: Settings, records: Sequence[dict[str, Any]], found: Fo
             lines.append(f"{'PASS' if r['share_wall'] >= SHARE else 'FAIL'}  {line} (target ≥ {SHARE})")
         else:
             lines.append(f"      {line} (no target)")
-    return [*lines, *disturbed_lines(records, "rung")]
+    measured = [{"rung": f"the rates in {precision}", **rates} for precision, rates in found.rates.items()]
+    return [*lines, *disturbed_lines([*records, *measured], "rung")]
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, argparse.Namespace]:

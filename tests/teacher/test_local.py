@@ -204,6 +204,32 @@ def test_bits_do_not_depend_on_companions(dtype: torch.dtype, payload: str, mode
     invariant(teacher, first)
 
 
+def test_passes_have_canonical_shapes(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the bits depend on where they depend on a shape: tokens of a pass, and a row's length in attention."""
+    teacher = LocalTeacher(model, PREFIX, max_new_tokens=CAP)
+    tokens: set[int] = set()
+    lengths: dict[int, set[int]] = {}
+    handle = model.body.register_forward_pre_hook(
+        lambda module, args, kwargs: tokens.add(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    read = PackedBody.read
+
+    def watched(self: PackedBody, rows: Any, *, shape: Any, **options: Any) -> Any:
+        for place, row in enumerate(rows):
+            for prompt, _ in QUESTIONS:
+                if list(row[: len(prompt)]) == prompt:
+                    lengths.setdefault(len(prompt), set()).add(shape(place))
+        return read(self, rows, shape=shape, **options)
+
+    monkeypatch.setattr(PackedBody, "read", watched)
+    for cut in (1, 2, CAP):
+        scored(teacher, [(prompt, response[:cut]) for prompt, response in QUESTIONS])
+        scored(teacher, [(QUESTIONS[5][0], QUESTIONS[5][1][:cut])])
+    handle.remove()
+    assert tokens == {256}
+    assert lengths == {prompt: {-(-prompt // 16) * 16 + CAP - 1} for prompt in PROMPTS}
+
+
 def test_a_machine_on_which_companions_leave_a_trace(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device whose kernels depend on the whole of a batch: every row is then scored alone."""
     read = PackedBody.read
@@ -289,11 +315,17 @@ def test_scores_of_something_else_are_not_served(model: Model, tiny: TinyPair, c
     assert cache.stats.hits == 0
 
 
-def test_where_a_prompt_ends_matters(model: Model, cache: ScoreCache) -> None:
+def test_where_prefix_and_prompt_end_matters(model: Model, cache: ScoreCache) -> None:
     teacher = LocalTeacher(model, PREFIX, max_new_tokens=CAP, cache=cache)
     scored(teacher, [([5, 6, 7], [8, 9])])
     scored(teacher, [([5, 6], [7, 8, 9])])
     assert cache.stats.hits == 0
+    # the same text, but another part of it is shared: other shapes, other bits
+    other = LocalTeacher(model, PREFIX[:-1], max_new_tokens=CAP, cache=cache)
+    scored(other, [([PREFIX[-1], 5, 6, 7], [8, 9])])
+    assert cache.stats.hits == 0
+    scored(teacher, [([5, 6, 7], [8, 9])])
+    assert cache.stats.hits == 2
 
 
 def test_a_damaged_entry_is_computed_again(model: Model, tmp_path: Path) -> None:

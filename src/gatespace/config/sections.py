@@ -169,6 +169,12 @@ class TeachOptimizerConfig(OptimizerConfig):
     lr: Positive = 1e-4
     """Learning rate."""
 
+    warmup_steps: CountOrZero = 10
+    """Steps over which the learning rate rises from 0."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """The course of the learning rate after the warm-up."""
+
 
 class TeachEngineConfig(Section):
     """Where and how the numbers are computed."""
