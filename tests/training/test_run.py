@@ -124,7 +124,7 @@ def test_train(train_config: Make, synthetic: Task, tiny: TinyPair) -> None:
     assert timings[0]["cache_misses"] == records[0]["tokens"]
     tokens = read(folder / "tokens.jsonl")
     assert [record["step"] for record in tokens] == [1, 1, 1, 21, 21, 21]
-    assert all(len(record["lam"]) == len(record["ids"]) > 0 for record in tokens)
+    assert all(len(record["values"]["lam"]) == len(record["ids"]) > 0 for record in tokens)
 
     run = summary["run"]
     total = sum(record["tokens"] for record in records)

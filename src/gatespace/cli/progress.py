@@ -85,6 +85,9 @@ class RunProgress:
     def evaluating(self, split: str, done: int, total: int) -> None:
         """An evaluation is under way."""
         if self._bar is None:
+            if time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES and done < total:
+                self._last_line = time.monotonic()
+                self._say(f"evaluate {split}: {done}/{total} texts")
             return
         if self._looking is None:
             self._looking = self._bar.add_task(f"evaluate {split}", total=total, text="texts")

@@ -76,7 +76,7 @@ def body_of(model: Model, *, packed: bool | None = None) -> Body:
         return PackedBody(model)
     if packed:
         raise UsageError(
-            "this network cannot run over packed tokens", got=model.name, why=reason, instead="packed: false"
+            "this network cannot run over packed tokens", got=model.name, why=reason, instead="engine.packed: false"
         )
     return PlainBody(model)
 

@@ -64,6 +64,8 @@ class Read:
     hidden: Tensor
     kept: Kept
     trunk: Kept | None
+    continued: bool = False
+    """Whether the rows went on from an earlier pass, so that `kept` is not all that they have."""
 
     def last(self) -> Tensor:
         """(B, H) hidden states at the last token of every row."""
@@ -130,7 +132,7 @@ class PackedBody:
             )
         else:
             root = trunk if isinstance(trunk, Kept) else None
-        return Read(hidden[len(inline) :], kept, root)
+        return Read(hidden[len(inline) :], kept, root, past is not None)
 
     def trunk(self, ids: Sequence[int]) -> Kept | None:
         """The shared prefix, kept; None if it is empty."""
@@ -164,6 +166,8 @@ class Decoding:
     """Rows that are being continued token by token; their keys and values lie in buffers of fixed size."""
 
     def __init__(self, body: PackedBody, read: Read, room: int) -> None:
+        if read.continued:
+            raise UsageError("writing starts after a pass over whole prompts", got="a pass that continued another")
         self._body = body
         trunk, kept = read.trunk, read.kept
         before = trunk.lengths[0] if trunk is not None else 0
@@ -307,7 +311,8 @@ class _Decode(_Plan):
     def __init__(self, layers: list[tuple[Tensor, Tensor]], used: Tensor) -> None:
         self.layers, self.used = layers, used
         self.longest = int(used.max()) + 1
-        seen = torch.arange(self.longest, device=used.device) <= used[:, None]
+        # The whole buffers, though their ends are still empty: a slice would have to be copied for the products.
+        seen = torch.arange(layers[0][0].shape[2], device=used.device) <= used[:, None]
         self.mask = _mask(seen[:, None], layers[0][0].dtype)
         self.rows = torch.arange(len(used), device=used.device)
 
@@ -315,7 +320,6 @@ class _Decode(_Plan):
         keys, values = self.layers[layer]
         keys[self.rows, :, self.used] = key.transpose(0, 1)
         values[self.rows, :, self.used] = value.transpose(0, 1)
-        keys, values = keys[:, :, : self.longest], values[:, :, : self.longest]
         return _attention(query.transpose(0, 1)[:, :, None], keys, values, self.mask, scale)[:, :, 0].transpose(0, 1)
 
 

@@ -83,6 +83,7 @@ class LocalTeacher:
         self._payload, self._k = payload, min(k, self._vocab_size)
         self._cache = cache
         self.body: Body = body_of(model, packed=packed)
+        self._alone = False
         with torch.no_grad():
             self.trunk = self.body.trunk(self.prefix)
             self._alone = not self._companions_leave_no_trace()
@@ -95,6 +96,8 @@ class LocalTeacher:
     @torch.no_grad()
     def score(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Scores:
         """The scores of all tokens of `responses`, each the continuation of its prompt (after the shared prefix)."""
+        if not responses:
+            raise UsageError("there is nothing to score")
         for prompt, response in zip(prompts, responses, strict=True):
             if not prompt:
                 raise RunError("a prompt has no token of its own after the shared prefix", got=repr(list(response)))
@@ -181,14 +184,23 @@ class LocalTeacher:
         return passes
 
     def _pass(self, rows: Sequence[Sequence[int]], prompts: Sequence[int], size: int) -> list[Tensor]:
-        idle = size - sum(map(len, rows)) if isinstance(self.body, PackedBody) else 0
-        filling = [[self.model.pad_id] * min(_IDLE, idle - start) for start in range(0, idle, _IDLE)]
+        lengths = [len(row) for row in rows]
+        idle = self.model.pad_id
+        if self._alone:
+            # What stands beside a row must not depend on its response either: it is filled up to the longest one.
+            rows = [
+                [*row, *[idle] * (prompt + self._longest - 1 - len(row))]
+                for row, prompt in zip(rows, prompts, strict=True)
+            ]
+        left = size - sum(map(len, rows)) if isinstance(self.body, PackedBody) else 0
+        filling = [[idle] * min(_IDLE, left - start) for start in range(0, left, _IDLE)]
         shapes = [-(-prompt // _STEP) * _STEP + self._longest - 1 for prompt in prompts]
         shapes += [len(row) for row in filling]
         read = self.body.read([*rows, *filling], trunk=self.trunk, shape=shapes.__getitem__)
         self.stats.passes += 1
-        self.stats.computed_tokens += sum(map(len, rows))
-        return list(read.hidden.split([len(row) for row in (*rows, *filling)]))[: len(rows)]
+        self.stats.computed_tokens += sum(lengths)
+        states = read.hidden.split([len(row) for row in (*rows, *filling)])
+        return [part[:length] for part, length in zip(states, lengths, strict=False)]
 
     def _first_choices(self, hidden: Tensor, response: Sequence[int]) -> Tensor:
         """(positions, 2k+1) ids and log-probabilities of the first choices, log-probability of the token itself."""
