@@ -14,8 +14,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import typer
 
 import gatespace
+from gatespace.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sysconfig.get_path("scripts"))
@@ -134,16 +136,35 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
 
 def commands(program: str) -> list[str]:
     """The lines of the pages' shell blocks that start with `program`, without their remarks."""
-    lines = (
-        line.split("#")[0].strip() for page in PAGES for block in blocks(page, "bash") for line in block.split("\n")
-    )
+    whole = (block.replace("\\\n", " ") for page in PAGES for block in blocks(page, "bash"))
+    lines = (line.split("#")[0].strip() for block in whole for line in block.split("\n"))
     return sorted({line for line in lines if line.split(" ")[0] == program})
 
 
-@pytest.mark.parametrize("command", commands("gatespace"))
+JOBS = ("teach", "train", "evaluate", "predict")
+"""Commands that take long, or need what another one has made."""
+
+
+@pytest.mark.parametrize("command", [line for line in commands("gatespace") if line.split()[1] not in JOBS])
 def test_commands_in_the_text_run(command: str, tmp_path: Path) -> None:
     program, *arguments = shlex.split(command)
     run(BIN / program, *arguments, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("command", [line for line in commands("gatespace") if line.split()[1] in JOBS])
+def test_jobs_in_the_text_are_well_formed(command: str) -> None:
+    _, job, *arguments = shlex.split(command.split("<")[0])
+    commands = typer.main.get_command(app).commands
+    commands[job].make_context(job, arguments)  # an unknown option or a missing argument raises
+
+
+@pytest.mark.slow
+def test_distillation_in_the_text_runs(tmp_path: Path) -> None:
+    """The whole block, as a reader would paste it."""
+    (block,) = [block for block in blocks(ROOT / "docs" / "engine.md", "bash") if "gatespace train" in block]
+    script = f"set -e\nexport PATH={BIN}:$PATH GATESPACE_CACHE={tmp_path / 'cache'}\n{block}"
+    shown = run("bash", "-c", script, cwd=tmp_path, OMP_NUM_THREADS="1").stdout
+    assert shown.splitlines()[-1].startswith("good news\t")
 
 
 @pytest.mark.parametrize("command", commands("make"))

@@ -33,11 +33,15 @@ def atomic_write(path: Path, content: str | bytes) -> None:
     beside = path.with_name(f".{path.name}.tmp")
     with _io(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with beside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
+        try:
+            with beside.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+        except OSError:
+            beside.unlink(missing_ok=True)
+            raise
         sync_folder(path.parent)
 
 

@@ -85,8 +85,8 @@ def test_files_are_as_readable_as_others(evaluation: Evaluation, tmp_path: Path)
 
 def test_a_failure_leaves_no_half_file(evaluation: Evaluation, tmp_path: Path) -> None:
     (tmp_path / "evaluation-test.json").mkdir()
-    with pytest.raises(RunError, match="cannot be written"):
+    with pytest.raises(RunError, match="cannot be read or written"):
         write(evaluation, tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["evaluation-test.json", "predictions-test.jsonl"]
-    with pytest.raises(RunError, match="cannot be written"):
+    with pytest.raises(RunError, match="cannot be read or written"):
         write(evaluation, tmp_path / "predictions-test.jsonl")

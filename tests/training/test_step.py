@@ -88,11 +88,13 @@ def expected(lab: Lab, stepped: Stepped, loss: Loss, *, double: bool = True) -> 
 
 def assert_same_gradient(found: dict[str, Tensor], wanted: dict[str, Tensor], rel: float = 1e-5) -> None:
     assert set(found) == set(wanted)
-    assert distance(found, wanted) < rel
-    for name in wanted:  # and no small tensor hides behind a large one
-        one = {name: wanted[name]}
-        if float(wanted[name].norm()) > 1e-4 * norm(wanted):
-            assert distance({name: found[name]}, one) < 10 * rel, name
+    whole = distance(found, wanted)
+    assert whole < rel
+    enough = 1e-4 * norm(wanted)
+    for name, gradient in wanted.items():  # and no small tensor hides behind a large one
+        if float(gradient.norm()) > enough:
+            part = distance({name: found[name]}, {name: gradient})
+            assert part < 10 * rel, name
 
 
 def norm(tensors: dict[str, Tensor]) -> float:
@@ -227,7 +229,7 @@ def test_states_are_those_that_the_tokens_were_drawn_from(skilled: Lab, source: 
         found = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
         torch.testing.assert_close(found, drawn, rtol=1e-4, atol=1e-4)
         elsewhere = logits.roll(1, 0).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-        assert float((elsewhere.detach() - drawn).abs().median()) > 1
+        assert float((elsewhere.detach() - drawn).abs().max()) > 1
 
 
 # ---------------------------------------------------------------------------------------------------- responses

@@ -6,15 +6,14 @@ Importing this needs no torch: whoever reads results does not need what made the
 from __future__ import annotations
 
 import json
-import os
-import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gatespace.errors import RunError, UsageError
+from gatespace.errors import UsageError
 from gatespace.evaluation.metrics import Metrics, measure
+from gatespace.files import atomic_write
 from gatespace.tasks.data import Task
 from gatespace.tasks.prompt import Prompt
 
@@ -178,30 +177,12 @@ def write(evaluation: Evaluation, folder: str | Path) -> tuple[Path, Path]:
     lines = [json.dumps(asdict(row), sort_keys=True) + "\n" for row in evaluation.predictions]
     predictions = place / f"predictions-{evaluation.split}.jsonl"
     summary = place / f"evaluation-{evaluation.split}.json"
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        _replace(predictions, "".join(lines))
-        # The labels of a task have an order, so the keys stay in theirs.
-        _replace(summary, json.dumps(evaluation.as_json(), indent=2) + "\n")
-    except OSError as error:
-        raise RunError("the evaluation cannot be written", got=f"{place}: {error.strerror or error}") from error
+    atomic_write(predictions, "".join(lines))
+    # The labels of a task have an order, so the keys stay in theirs.
+    atomic_write(summary, json.dumps(evaluation.as_json(), indent=2) + "\n")
     return predictions, summary
 
 
 def _measured(predictions: list[Prediction], task: Task, constant: str) -> Metrics:
     gold = [row.gold for row in predictions]
     return measure(gold, [row.label for row in predictions], task.labels, majority=constant)
-
-
-def _replace(path: Path, content: str) -> None:
-    """Put `content` in the place of `path`. Whoever reads it meanwhile sees the old file or the new one."""
-    fresh = path.with_name(f".{path.name}.new-{os.getpid()}-{uuid.uuid4().hex[:8]}")
-    try:
-        # JSON escapes what is not ASCII, so no text is beyond this encoding.
-        with fresh.open("x", encoding="ascii", newline="\n") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)

@@ -49,7 +49,8 @@ class Rollout:
 
     responses: list[list[int]] = field(default_factory=list)
     log_probs: list[list[float]] = field(default_factory=list)
-    """Log-probabilities of the tokens under the distribution they were drawn from."""
+    """Log-probabilities of the tokens under the distribution they were drawn from; at temperature 0, where nothing is
+    drawn, under the model's own."""
     ended: list[bool] = field(default_factory=list)
     """Whether the row came to an end by itself, and not by `max_new_tokens`."""
 

@@ -133,7 +133,8 @@ class Distillation:
             if source == "gold":
                 end = None if self.rollout.stop == "json" else self.student.model.turn_end
                 gold = [self.encoder.gold(part.rows[i].example.label, end) for i in chosen]
-                found = Rollout(gold, [[0.0] * len(ids) for ids in gold], [True] * len(gold))
+                whole = [len(ids) <= self.rollout.max_new_tokens for ids in gold]
+                found = Rollout(gold, [[0.0] * len(ids) for ids in gold], whole)
             else:
                 draws = [generator(self.seed, "rollout", number, part.places[i]).random for i in chosen]
                 found = self._sample(source, part, chosen, read, sampling, draws)
