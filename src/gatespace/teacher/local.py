@@ -27,7 +27,7 @@ from gatespace.teacher.scores import Scores
 
 _VERSION = 1
 """Counts up when the same teacher would give other bits than before."""
-_PASS = 256
+_PASS = 512
 """Tokens of a pass; longer rows take the next power of two."""
 _STEP = 16
 """Prompts attend at multiples of this length."""
