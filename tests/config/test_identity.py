@@ -55,14 +55,19 @@ OPTIMIZER = {
     "optimizer.schedule": "cosine",
     "optimizer.min_lr_ratio": 0.1,
 }
-ENGINE = {"engine.precision": "bf16", "engine.micro_tokens": 4096, "engine.share_prefix": False}
+ENGINE = {
+    "engine.precision": "bf16",
+    "engine.micro_tokens": 4096,
+    "engine.packed": False,
+    "engine.share_prefix": False,
+}
 EVALUATION = {
     "evaluation.limit": 10,
     "evaluation.max_new_tokens": 8,
     "evaluation.batch_size": 32,
     "evaluation.final": ["test"],
 }
-LORA = {"r": 8, "alpha": 16.0, "dropout": 0.1, "targets": ["q_proj"]}
+LORA = {"r": 8, "alpha": 16.0, "targets": ["q_proj"]}
 RUN = {"steps": 7, "batch_size": 7, "seed": 7}
 COUNTED: dict[type[TrainConfig] | type[TeachConfig], dict[str, Any]] = {
     TrainConfig: {

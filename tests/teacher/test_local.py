@@ -27,8 +27,8 @@ from gatespace.teacher.local import LocalTeacher
 
 ROOT = Path(__file__).resolve().parents[2]
 CAP = 8
-PROMPTS = (20, 35, 1, 48, 49, 60, 17, 33, 16, 90)
-RESPONSES = (4, 1, 8, 3, 2, 7, 5, 8, 6, 8)
+PROMPTS = (20, 35, 1, 48, 49, 60, 17, 33, 16, 90, 75, 82)
+RESPONSES = (4, 1, 8, 3, 2, 7, 5, 8, 6, 8, 3, 4)
 
 
 def some_ids(count: int, seed: int) -> list[int]:

@@ -1,0 +1,60 @@
+"""A few true steps of the real 135M model, through the same functions as the commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gatespace.config import TeachConfig, TrainConfig, parse_config
+from gatespace.files import read
+from gatespace.training.run import MODEL, teach, train
+
+COMMON: dict[str, Any] = {
+    "task": {"name": "synthetic"},
+    "batch_size": 6,
+    "engine": {"precision": "bf16"},
+    "evaluation": {"final": ["val"], "limit": 6, "every": 0, "max_new_tokens": 8},
+    "checkpoint": {"every": 0},
+}
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in read(folder / "metrics.jsonl")]
+
+
+@pytest.mark.slow
+def test_the_real_model_learns_and_is_learned_from(smollm2: Path, tmp_path: Path) -> None:
+    taught = teach(
+        parse_config(
+            TeachConfig,
+            {
+                **COMMON,
+                "model": str(smollm2),
+                "steps": 8,
+                "optimizer": {"lr": 1e-4, "warmup_steps": 0, "schedule": "constant"},
+                "output": str(tmp_path / "teacher"),
+            },
+        )
+    )
+    found = losses(tmp_path / "teacher")
+    assert sum(found[-2:]) < 0.6 * sum(found[:2])
+    assert taught["evaluation"]["val"]["metrics"]["parse_failures"] == 0
+    common: dict[str, Any] = {
+        **COMMON,
+        "pair": {"student": str(smollm2), "teacher": str(tmp_path / "teacher" / MODEL)},
+        "rollout": {"max_new_tokens": 8},
+        "teacher": {"cache": str(tmp_path / "cache")},
+        "optimizer": {"lr": 5e-5},
+    }
+    student = tmp_path / "student"
+    summary = train(parse_config(TrainConfig, {**common, "steps": 8, "output": str(student)}))
+    found = losses(student)
+    assert sum(found[-2:]) < 0.6 * sum(found[:2])
+    assert 0 < summary["run"]["lam_mean"] < 1
+    # The same run again, now with every score of the first two steps in the cache: the same numbers, to the bit.
+    again = tmp_path / "again"
+    train(parse_config(TrainConfig, {**common, "steps": 2, "output": str(again)}))
+    assert losses(again) == found[:2]
+    assert sum(record["cache_misses"] for record in read(again / "timings.jsonl")) == 0
