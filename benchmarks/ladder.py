@@ -392,7 +392,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, argparse.Na
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"rungs, each with all that stands above it:\n{rows}\n\n"
         "examples:\n"
-        "  python benchmarks/ladder.py --root tweeteval          everything; about 12 minutes on two idle cores\n"
+        "  python benchmarks/ladder.py --root tweeteval          everything; about 20 minutes on two idle cores\n"
         "  python benchmarks/ladder.py --quick                   does it run? a tiny model; its times mean nothing\n"
         "  python benchmarks/ladder.py --rungs fused,bf16,engine-cold,engine-warm\n"
         "  python benchmarks/ladder.py --json > ladder.json      for programs",

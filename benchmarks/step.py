@@ -314,7 +314,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, argparse.Na
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"contenders:\n{rows}\n\n"
         "examples:\n"
-        "  python benchmarks/step.py --root tweeteval            everything; about 8 minutes on two idle cores\n"
+        "  python benchmarks/step.py --root tweeteval            everything; about 9 minutes on two idle cores\n"
         "  python benchmarks/step.py --quick                     does it run? a tiny model; its numbers mean nothing\n"
         "  python benchmarks/step.py --precision fp32 --contenders plain,gatespace-cold\n"
         "  python benchmarks/step.py --json > step.json          for programs\n\n"
