@@ -1,10 +1,11 @@
 """Settings for every test: Hypothesis repeats the same examples on every machine and never judges by time.
 
-And the real model, for those who need one.
+And the real model and the real tweets, for those who need them.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,13 @@ def smollm2() -> Path:
         if "neither on a Hub" not in error.what:
             raise
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def tweeteval() -> Path:
+    """The folder with the real tweets."""
+    places = [os.environ.get("GATESPACE_TWEETEVAL"), Path(__file__).resolve().parents[2] / "shared" / "tweeteval"]
+    for place in places:
+        if place and (Path(place) / "hate" / "train_text.txt").is_file():
+            return Path(place)
+    pytest.skip(f"no TweetEval files in $GATESPACE_TWEETEVAL or {places[-1]}")

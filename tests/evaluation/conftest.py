@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -64,13 +62,3 @@ def trained(pair: TinyPair, task: Task, prompt: Prompt) -> Model:
         model.network(input_ids=ids, labels=targets).loss.backward()
         optimizer.step()
     return model
-
-
-@pytest.fixture(scope="session")
-def tweeteval() -> Path:
-    """The folder with the real files."""
-    places = [os.environ.get("GATESPACE_TWEETEVAL"), Path(__file__).resolve().parents[3] / "shared" / "tweeteval"]
-    for place in places:
-        if place and (Path(place) / "emotion" / "test_text.txt").is_file():
-            return Path(place)
-    pytest.skip(f"no TweetEval files in $GATESPACE_TWEETEVAL or {places[-1]}")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -48,13 +46,3 @@ def scripted(tiny: TinyPair) -> Callable[[Sequence[int]], Model]:
         return model
 
     return write
-
-
-@pytest.fixture(scope="session")
-def tweeteval() -> Path:
-    """The folder with the real files."""
-    places = [os.environ.get("GATESPACE_TWEETEVAL"), Path(__file__).resolve().parents[3] / "shared" / "tweeteval"]
-    for place in places:
-        if place and (Path(place) / "emotion" / "test_text.txt").is_file():
-            return Path(place)
-    pytest.skip(f"no TweetEval files in $GATESPACE_TWEETEVAL or {places[-1]}")
