@@ -9,6 +9,7 @@ serves sampling and update alike.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -207,15 +208,15 @@ class Decoding:
 # ---------------------------------------------------------------------- attention
 
 
-class _Plan:
+class _Plan(ABC):
     """How the tokens of one pass attend; reached through the keyword arguments of the network."""
 
     longest: int
     """The most keys that any token sees."""
 
+    @abstractmethod
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """(Hq, N, D) from (Hq, N, D), (Hkv, N, D), (Hkv, N, D)."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
