@@ -28,6 +28,7 @@ from gatespace.config.sections import (
     TeachTraceConfig,
     TraceConfig,
 )
+from gatespace.config.study import StudyConfig
 from gatespace.config.task import CarveConfig, SplitConfig, TableConfig, TaskConfig
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "Setting",
     "SourceConfig",
     "SplitConfig",
+    "StudyConfig",
     "TableConfig",
     "TaskConfig",
     "TeachConfig",

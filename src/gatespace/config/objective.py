@@ -19,7 +19,8 @@ Parameter = bool | int | float | str
 GateValue = str | tuple[float, float, float, float] | dict[str, float]
 
 
-def _gate(value: Any) -> GateValue | None:
+def gate_value(value: Any) -> GateValue | None:
+    """A gate as a file spells it, in a form that JSON knows."""
     if value is None:
         return None
     if isinstance(value, str):
@@ -50,7 +51,8 @@ def _is_finite(value: object) -> bool:
         return False
 
 
-def _parameters(value: Any) -> Any:
+def method_parameters(value: Any) -> Any:
+    """Parameters of a method, checked to be values that JSON knows."""
     if not isinstance(value, Mapping):
         raise ValueError("must be a mapping of parameter to value, such as {beta: 1.0}")
     for name, part in value.items():
@@ -66,11 +68,11 @@ class ObjectiveConfig(Section):
     """gated: λ = σ(a·h + b·u + c + d·gap) mixes reverse and forward KL. static: a constant λ. The others are published
     methods as their authors define them."""
 
-    gate: Annotated[GateValue | None, BeforeValidator(_gate)] = "G5"
+    gate: Annotated[GateValue | None, BeforeValidator(gate_value)] = "G5"
     """The point of the family, for the method gated: a name (G1 … G5, H1 … H4, HG4,d+2, entropy-only(4), gap-only(-2),
     static:0.388), four numbers a,b,c,d as text or list, or a mapping such as {a: 4, c: -1, student_entropy: 2}."""
 
-    params: Annotated[dict[str, Parameter], BeforeValidator(_parameters)] = Field(default={})
+    params: Annotated[dict[str, Parameter], BeforeValidator(method_parameters)] = Field(default={})
     """Parameters of the method by name, e.g. {lam: 0.388} for static, {beta: 1.0} for todi, {tau: 0.8, alpha: 1.0} for
     eopd. What is not named has the published default."""
 

@@ -1,0 +1,244 @@
+"""A study file: tasks × points × axes × seeds over common settings of training.
+
+What a file says under `train` and `teach` is kept as it was written and becomes whole configurations, one per run, in
+`gatespace.study.plan`: a study says once what all its runs have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from gatespace.config.base import Fault, Name, Place, Section, Seed, Switch
+from gatespace.config.objective import GateValue, Method, Parameter, gate_value, method_parameters
+
+BEST = "best"
+
+
+def _once(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(set(values)) < len(values):
+        raise ValueError("must not name anything twice")
+    return values
+
+
+def _some(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not values:
+        raise ValueError("must not be empty")
+    return _once(values)
+
+
+def _settings(value: Any) -> Any:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError("must be a mapping of settings")
+    return dict(value)
+
+
+def _points(value: Any) -> Any:
+    """A list of gates; a mapping gives them names of the user's own."""
+    if value == "paper":
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): gate_value(part) for name, part in value.items()}
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError("must be paper, a list of gates such as [G4, G5, '4,0,-1,2'], or a mapping of name to gate")
+    if not all(isinstance(part, str) and part.strip() for part in value):
+        raise ValueError("must be a list of gates as text, e.g. [G4, G5, '4,0,-1,2']")
+    return _once(tuple(part.strip() for part in value))
+
+
+Settings = Annotated[dict[str, Any], BeforeValidator(_settings)]
+Points = Annotated[Literal["paper"] | tuple[str, ...] | dict[str, GateValue], BeforeValidator(_points)]
+Seeds = Annotated[tuple[Seed, ...], AfterValidator(_some)]
+Labels = Annotated[tuple[Name, ...], AfterValidator(_once)]
+
+
+class PublishedConfig(Section):
+    """A published method beside the family."""
+
+    method: Method
+    """Its name: todi, eopd, akl, jsd, skl, srkl, abkd, sampled_reverse_kl."""
+
+    params: Annotated[dict[str, Parameter], BeforeValidator(method_parameters)] = Field(default={})
+    """Its parameters; what is not named has the published default."""
+
+    label: Name | None = None
+    """Its name in tables; null: the method's, with the parameters that are named."""
+
+    @property
+    def point(self) -> str:
+        """The label by which comparisons speak of it."""
+        given = ",".join(f"{name}={value}" for name, value in self.params.items())
+        return self.label or (f"{self.method}({given})" if given else self.method)
+
+
+def _published(value: Any) -> Any:
+    if not isinstance(value, list | tuple):
+        raise ValueError("must be a list of methods, e.g. [todi, eopd, {method: jsd, params: {beta: 0.1}}]")
+    return [{"method": part} if isinstance(part, str) else part for part in value]
+
+
+class IsolationConfig(Section):
+    """Static twins: the same training at the constant λ that a dynamic point had on average."""
+
+    match: Annotated[tuple[Literal["lam", "rkl"], ...], AfterValidator(_some)] = ("lam",)
+    """What the constant is: lam is E[λ] over all tokens of the training, as in the paper; rkl is Σλ·RKL / ΣRKL, which
+    gives reverse KL the same total weight."""
+
+    reuse: Literal["per-seed", "first-seed"] = "per-seed"
+    """Whose E[λ]: that of the dynamic run with the same seed, or, as in the paper, of the first seed for all."""
+
+    decimals: Annotated[int, Field(ge=1, le=15)] | None = None
+    """Round the constant to so many decimals (the paper: 3); null: as it is."""
+
+    points: Literal["all"] | Labels = "all"
+    """The dynamic points that get a twin: all points of the task, or a list of labels."""
+
+
+class ControlsConfig(Section):
+    """Controls: what remains of a gate when something about it is taken away."""
+
+    shuffled: Literal["all"] | Labels = ()
+    """The dynamic points that get a shuffled-λ control: the values of λ in every step, dealt out to its tokens at
+    random. What it loses against the gate is due to where the gate puts λ, not to which values it has."""
+
+
+class AxesConfig(Section):
+    """What the points are compared with."""
+
+    restrictions: Switch = True
+    """Each point against its matched-magnitude restrictions: entropy-only (-|a|,0,0,0) and gap-only (0,0,0,d)."""
+
+    gap: Switch = True
+    """Each point with d against the same point without, where the study has it."""
+
+    static: Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], AfterValidator(_once)] = (0.5,)
+    """Constant λ that every point is compared with."""
+
+    isolation: IsolationConfig | None = IsolationConfig()
+    """Mean-matched static twins; null: none."""
+
+    controls: ControlsConfig = ControlsConfig()
+    """Controls."""
+
+    published: Annotated[tuple[PublishedConfig, ...], BeforeValidator(_published)] = ()
+    """Published methods as their authors define them."""
+
+
+class PairOfPoints(Section):
+    """Two points of a task that are compared."""
+
+    task: Name
+    """The task's name in this study."""
+
+    left: Name
+    """Label of a point: G4, HG5,d+4, 4,0,-1,2."""
+
+    right: Name
+    """Label of another: entropy-only(-4), gap-only(+2), static:0.5, twin(G4), shuffled(G4), todi."""
+
+
+class ReplicationConfig(Section):
+    """Comparisons that are run again on fresh seeds."""
+
+    comparisons: Literal["paper", "all"] | tuple[PairOfPoints, ...] = "paper"
+    """paper: the nine of the paper's Table 3seed, where the study has their tasks. all: every comparison of the sweep.
+    Or a list of task, left and right."""
+
+    seeds: Seeds
+    """The fresh seeds."""
+
+
+class StudyTask(Section):
+    """A task of a study."""
+
+    task: Settings
+    """Texts and labels, and how a model is asked: the section `task` of `gatespace train`."""
+
+    points: Points | None = None
+    """Points of this task; null: those of the study."""
+
+    base: Name | None = None
+    """The point that HG points are built on: G5, G4, …, or best; null: that of the study."""
+
+    sweep: Switch = True
+    """Whether all points and axes are run on this task; false: only what the replication needs."""
+
+    train: Settings = Field(default={})
+    """Settings that differ from the study's `train` on this task, e.g. {steps: 200}."""
+
+
+class TeachersConfig(Section):
+    """Models that are made before the runs, per task."""
+
+    teacher: Settings | None = None
+    """Settings of `gatespace teach` for the teacher of each task; null: `train.pair.teacher` is there already."""
+
+    student: Settings | None = None
+    """The same for the student that every run starts from, e.g. to teach it the form of an answer; null: it starts as
+    `train.pair.student` is."""
+
+
+class StudyConfig(Section):
+    """A whole study."""
+
+    name: Name
+    """What reports call it."""
+
+    about: str = ""
+    """A sentence or two about what it asks, shown in the report."""
+
+    tasks: Annotated[dict[Name, StudyTask], Field(min_length=1)]
+    """Name → task. The names stand in ids, tables and folders."""
+
+    train: Settings = Field(default={})
+    """What all runs have in common: settings of `gatespace train` but for task, objective.gate, seed and output."""
+
+    teach: TeachersConfig = TeachersConfig()
+    """Models to be made first."""
+
+    points: Points = "paper"
+    """paper: the 13 points of the paper's sweeps (G1 … G5, H1 … H4 on G2, four HG points on the base). Or a list."""
+
+    base: Name = BEST
+    """The point that HG points are built on; best: the one of G1 … G5 with the best mean validation accuracy."""
+
+    axes: AxesConfig = AxesConfig()
+    """What the points are compared with."""
+
+    seeds: Seeds = (42,)
+    """Seeds of the sweep."""
+
+    selection_seed: Seed | None = None
+    """The seed on which choices were made; it is left out of confirmations. null: the first of `seeds`."""
+
+    replication: ReplicationConfig | None = None
+    """Comparisons on fresh seeds; null: none."""
+
+    keep_models: Switch = False
+    """Keep the trained weights of every run, as large as the student each; false: predictions and records only."""
+
+    output: Place | None = None
+    """The folder of the study; null: studies/NAME."""
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> StudyConfig:
+        for name in self.tasks:
+            if not all(char.isalnum() or char in "_." for char in name):
+                raise Fault("tasks", f"{name!r} stands in ids and folders", instead="letters, digits, _ and .")
+        for key in ("task", "seed", "output"):
+            if key in self.train:
+                raise Fault(f"train.{key}", "differs from run to run", instead="tasks, seeds, or the study's output")
+        if isinstance(objective := self.train.get("objective"), Mapping):
+            for key in ("gate", "method", "params", "shuffle"):
+                if key in objective:
+                    raise Fault(f"train.objective.{key}", "differs from run to run", instead="points and axes")
+        if self.replication is not None:
+            if again := sorted(set(self.replication.seeds) & set(self.seeds)):
+                raise Fault("replication.seeds", f"{again} are seeds of the sweep and not fresh")
+            if self.replication.comparisons == "all" and not any(task.sweep for task in self.tasks.values()):
+                raise Fault("replication.comparisons", "all are those of the sweep, and no task has one")
+        if self.selection_seed is not None and self.selection_seed not in self.seeds:
+            raise Fault("selection_seed", "is one of the seeds of the sweep", instead=f"one of {list(self.seeds)}")
+        return self

@@ -1,0 +1,1 @@
+"""Evidence: what the numbers of a study, or of the paper, may claim."""

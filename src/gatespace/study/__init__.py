@@ -1,0 +1,1 @@
+"""Studies: tasks × points × axes × seeds, planned before anything is trained, run in any order, read back as one."""

@@ -1,0 +1,274 @@
+"""What a study is made of, as plain values: runs, comparisons, and what was found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from gatespace.config.study import StudyConfig
+
+Kind = Literal["point", "restriction", "static", "twin", "control", "published"]
+Axis = Literal["restriction", "isolation", "control", "static", "published", "gap"]
+State = Literal["done", "failed", "running", "waiting"]
+Coefficients = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One training at one point and seed, as it is planned.
+
+    Args:
+        id: Names the run and its folder: task, point, seed, and a hash of every setting that can change its numbers.
+        task: The task's name in the study.
+        point: The label by which comparisons speak of it, e.g. ``G5``, ``twin(G5)``, ``todi``.
+        kind: What it is for.
+        seed: Its seed.
+        gate: (a, b, c, d); None for a published method, and where it is known only when other runs are done.
+        of: The dynamic point that a twin or a control belongs to.
+        needs: Runs that must be done before it can start.
+    """
+
+    id: str
+    task: str
+    point: str
+    kind: Kind
+    seed: int
+    gate: Coefficients | None = None
+    of: str | None = None
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two points of a task at one seed; the difference is left minus right.
+
+    Args:
+        task: The task's name in the study.
+        axis: What the two differ in.
+        left: Label of the first point.
+        right: Label of the second; what it would have been where there is none.
+        seed: Of both runs.
+        status: ``comparable``, or ``n/a`` by construction.
+        reason: Why it is not applicable.
+        restriction: ``entropy-only`` or ``gap-only`` on that axis.
+        role: Part of the sweep, or of its replication on fresh seeds.
+    """
+
+    task: str
+    axis: Axis
+    left: str
+    right: str
+    seed: int
+    status: Literal["comparable", "n/a"] = "comparable"
+    reason: str = ""
+    restriction: Literal["entropy-only", "gap-only"] | None = None
+    role: Literal["sweep", "replication"] = "sweep"
+
+
+# ---------------------------------------------------------------------------------------------------- what was found
+
+
+class Subset(NamedTuple):
+    """Accuracy on a part of a split."""
+
+    correct: int
+    count: int
+    accuracy: float
+    macro_f1: float
+
+
+@dataclass(frozen=True)
+class Score:
+    """How well a model did on a split. `majority` is the accuracy of giving train's most frequent label to all."""
+
+    split: str
+    accuracy: float
+    correct: int
+    count: int
+    macro_f1: float
+    parse_failures: int
+    majority: float
+    majority_label: str
+    labels: tuple[str, ...]
+    confusion: Mapping[str, Mapping[str, int]]
+    """Gold label → predicted label → rows; what a row lacks to its label's support had no legal label."""
+    per_label: tuple[Mapping[str, Any], ...]
+    duplicates: int = 0
+    """Rows of a test split whose text also stands in train."""
+    without_duplicates: Subset | None = None
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Score:
+        """From what an evaluation wrote."""
+        metrics, clean = record["metrics"], record["without_duplicates"]
+        subset = None
+        if "accuracy" in clean:
+            subset = Subset(clean["correct"], clean["count"], clean["accuracy"], clean["macro_f1"])
+        return cls(
+            split=record["split"],
+            accuracy=metrics["accuracy"],
+            correct=metrics["correct"],
+            count=metrics["count"],
+            macro_f1=metrics["macro_f1"],
+            parse_failures=metrics["parse_failures"],
+            majority=metrics["majority"]["accuracy"],
+            majority_label=metrics["majority"]["label"],
+            labels=tuple(row["label"] for row in metrics["per_label"]),
+            confusion=metrics["confusion"],
+            per_label=tuple(metrics["per_label"]),
+            duplicates=record["duplicates"],
+            without_duplicates=subset,
+        )
+
+
+@dataclass(frozen=True)
+class LamStats:
+    """λ over all response tokens of a training, each token counting alike."""
+
+    mean: float
+    sd: float
+    saturated: float
+    """The share of tokens whose λ is within `SATURATION` of 0 or 1."""
+    hist: tuple[int, ...]
+    """Tokens in bins of equal width over [0, 1]."""
+    rkl_mean: float | None
+    """Σ λ·RKL / Σ RKL: the constant that gives reverse KL the same total weight."""
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a run took. Seconds differ from one moment to the next; tokens depend on what the cache held."""
+
+    seconds: float
+    cpu_seconds: float
+    steps: int
+    response_tokens: int
+    teacher_tokens: int
+    """Tokens that the teacher's network read for this run."""
+    scores_asked: int
+    """Response tokens for which a score was wanted,"""
+    scores_cached: int
+    """and those of them that another step or run had asked for before."""
+
+
+class Predicted(NamedTuple):
+    """One row of a split; `label` is None where the answer had no legal one."""
+
+    gold: str
+    label: str | None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A run of the plan with what is known of it."""
+
+    spec: RunSpec
+    state: State
+    folder: Path
+    error: str = ""
+    gate: Coefficients | None = None
+    """As trained; None for a published method, and while it is not known."""
+    lam: float | None = None
+    """The constant λ of a static point."""
+    scores: Mapping[str, Score] = field(default_factory=dict)
+    lam_stats: LamStats | None = None
+    cost: Cost | None = None
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    fingerprint: str = ""
+    """Of the trained weights."""
+
+    def predictions(self, split: str) -> list[Predicted]:
+        """What it said about every row, in the order of the rows."""
+        return [Predicted(row["gold"], row["label"]) for row in _lines(self.folder / f"predictions-{split}.jsonl")]
+
+    def curve(self) -> list[dict[str, Any]]:
+        """One record per step: loss, lam_mean, lam_sd, h, u, gap, forward_kl, reverse_kl and more."""
+        return list(_lines(self.folder / "metrics.jsonl"))
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The evaluations on the way: step, split, accuracy, macro_f1."""
+        return list(_lines(self.folder / "evaluations.jsonl"))
+
+
+@dataclass(frozen=True)
+class TaskBaseline:
+    """What stands beside every accuracy of a task."""
+
+    name: str
+    """Of the data, e.g. ``tweeteval/emotion``."""
+    digest: str
+    start: Mapping[str, Score]
+    """The student before training, by split."""
+    teacher: Mapping[str, Score]
+
+
+class Base(NamedTuple):
+    """The point that the HG points of a task are built on."""
+
+    point: str
+    chosen_by: str
+    """``the study file``, or how it was chosen."""
+    val: Mapping[str, float]
+    """Candidate → mean validation accuracy; empty where nothing was chosen."""
+
+
+class SplitRead(NamedTuple):
+    """A model that was evaluated on a test split. Reading it again after a kill gives the same predictions again."""
+
+    run: str
+    task: str
+    rows: int
+    purpose: str
+    reads: int
+
+
+@dataclass(frozen=True)
+class StudyResults:
+    """A whole study as it stands."""
+
+    name: str
+    folder: Path
+    config: StudyConfig
+    seeds: tuple[int, ...]
+    replication_seeds: tuple[int, ...]
+    selection_seed: int
+    """What was chosen was chosen looking at this seed: it is left out where a choice is confirmed."""
+    tasks: tuple[str, ...]
+    runs: Mapping[str, RunResult]
+    comparisons: tuple[Comparison, ...]
+    baselines: Mapping[str, TaskBaseline]
+    test_reads: tuple[SplitRead, ...]
+    bases: Mapping[str, Base]
+    problems: tuple[str, ...] = ()
+    """Why the results are not complete."""
+
+    def run(self, task: str, point: str, seed: int) -> RunResult | None:
+        """The run at a point and seed."""
+        for result in self.runs.values():
+            spec = result.spec
+            if (spec.task, spec.point, spec.seed) == (task, point, seed):
+                return result
+        return None
+
+    @property
+    def done(self) -> list[RunResult]:
+        """The runs that are done."""
+        return [result for result in self.runs.values() if result.state == "done"]
+
+    def points(self, task: str, kind: Kind | None = None) -> list[str]:
+        """Labels of a task's points in the order of the plan."""
+        specs = [result.spec for result in self.runs.values()]
+        return list(dict.fromkeys(s.point for s in specs if s.task == task and kind in (None, s.kind)))
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):  # a run that is under way may be in the middle of one
+                yield json.loads(line)
