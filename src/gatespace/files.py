@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from gatespace.errors import RunError, UsageError
 
-__all__ = ["JsonLines", "atomic_write", "claim", "encode", "read", "sync_folder"]
+__all__ = ["JsonLines", "atomic_write", "claim", "encode", "is_claimed", "read", "sync_folder"]
 
 _LOCK = ".lock"
 
@@ -79,6 +79,21 @@ def claim(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def is_claimed(folder: Path) -> bool:
+    """Whether a process holds `folder` by `claim` at this moment."""
+    try:
+        handle = os.open(Path(folder) / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+    finally:
+        os.close(handle)
+    return False
 
 
 def encode(record: Mapping[str, Any]) -> bytes:

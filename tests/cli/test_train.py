@@ -51,6 +51,18 @@ def test_a_student_is_trained_and_reported(trained):
     assert re.search(r"\(rollout \S+, score \S+, update \S+, optimizer \S+\) · cache 0% · ", line)
 
 
+def test_without_a_model_there_is_no_next_step(cli, distil, tmp_path):
+    words = [*distil, "--set", "checkpoint.model=false", "--output", tmp_path / "run"]
+    result = cli(*words)
+    assert result.exit_code == 0, result.stderr
+    assert "E[λ]" in result.stdout
+    assert not re.search(r"^(model|next) ", result.stdout, re.MULTILINE)
+    assert not (tmp_path / "run" / "model").exists()
+    again = json.loads(cli(*words, "--json").stdout)
+    assert (again["model"], again["next"]) == (None, None)
+    assert again["fingerprint"] == json.loads((tmp_path / "run" / "summary.json").read_text())["fingerprint"]
+
+
 def test_the_estimate_holds_what_the_run_then_did(trained):
     folder, dry, _ = trained
     found = dry["estimate"]

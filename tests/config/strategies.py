@@ -56,6 +56,7 @@ objectives = st.one_of(
         top_k=count,
         temperature=positive,
         stop_gradient=st.booleans(),
+        shuffle=st.booleans(),
         entropy=st.sampled_from(["full", "bucket"]),
     ),
     st.fixed_dictionaries(

@@ -45,6 +45,7 @@ OBJECTIVE_OPTIONS: dict[str, Any] = {
     "u": None,
     "total_tokens": None,
     "vocab_size": None,
+    "lam_order": None,
 }
 KL_OPTIONS: dict[str, Any] = {
     "support": "full",

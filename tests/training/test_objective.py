@@ -38,6 +38,11 @@ def test_settings_of_a_gate_arrive() -> None:
     assert build(gate="static:0.388").gate == Gate.static(0.388)
 
 
+@pytest.mark.parametrize("gate", ["G5", [0, 1, 0, 0], [0, 0, 0, -2], {"student_entropy": 2}])
+def test_any_gate_that_reads_a_signal_can_be_shuffled(gate: object) -> None:
+    assert build(gate=gate, shuffle=True).gate == build(gate=gate).gate
+
+
 def test_static() -> None:
     built = build(method="static", params={"lam": 0.388}, support="renorm", support_k=3)
     assert type(built) is Static
@@ -81,6 +86,9 @@ def test_names_are_those_of_gating() -> None:
         ({"method": "eopd", "params": {"top_k": 1.5}}, "objective.params.top_k: must be a whole number"),
         ({"method": "eopd", "params": {"pg": "none"}}, "objective.params: unknown policy-gradient term"),
         ({"method": "srkl", "params": {"detach_mixture": 1}}, "objective.params.detach_mixture: must be true or false"),
+        ({"gate": "static:0.5", "shuffle": True}, "objective.shuffle: a static gate has one λ and nothing to shuffle"),
+        ({"gate": [0, 0, 3, 0], "shuffle": True}, "objective.shuffle: a static gate"),
+        ({"gate": {"c": 1}, "shuffle": True}, "objective.shuffle: a static gate"),
         ({"method": "akl", "params": {"mass": 2}}, "objective.params: mass of AKL lies between 0 and 1"),
     ],
 )

@@ -183,15 +183,15 @@ def born(shared_place: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def train_in(train_config: Callable[..., TrainConfig], tmp_path: Path) -> Callable[..., TrainConfig]:
     """A run of eight steps in several micro-batches, with looks and checkpoints at different steps."""
 
-    def make(name: str, *, cache: str | None = None) -> TrainConfig:
+    def make(name: str, *, cache: str | None = None, shuffle: bool = False, model: bool = True) -> TrainConfig:
         return train_config(
             steps=8,
             engine={"micro_tokens": 150},
             optimizer={"schedule": "cosine"},
             rollout={"from": {"student": 0.7, "teacher": 0.2, "gold": 0.1}},
-            objective={"gate": [1.5, -1.0, 0.3, 2.5]},
+            objective={"gate": [1.5, -1.0, 0.3, 2.5], "shuffle": shuffle},
             evaluation={"every": 3, "limit": 70, "batch_size": 32, "max_new_tokens": 6, "final": ["val"]},
-            checkpoint={"every": 2},
+            checkpoint={"every": 2, "model": model},
             trace={"tokens_every": 3, "rollouts": 2},
             teacher={"cache": cache and str(tmp_path / cache)},
             output=str(tmp_path / name / "train"),
@@ -210,7 +210,8 @@ def numbers(folder: Path) -> dict[str, bytes]:
 def assert_same_numbers(found: Path, wanted: Path) -> None:
     one, other = numbers(found), numbers(wanted)
     assert set(one) == set(other)  # nothing is missing, and no scrap of a killed life is left
-    assert {"metrics.jsonl", "summary.json", "model/model.safetensors", "predictions-val.jsonl"} <= set(other)
+    assert {"metrics.jsonl", "summary.json", "predictions-val.jsonl"} <= set(other)
+    assert ("model/model.safetensors" in other) == (json.loads(other["summary.json"])["model"] is not None)
     for name, content in other.items():
         assert one[name] == content, name
 
@@ -226,6 +227,22 @@ def test_a_killed_run_is_taken_up_where_it_was(born: Nursery, train_in: Callable
     assert_same_numbers(killed.output, straight.output)
     steps = [record["step"] for record in read(killed.output / "timings.jsonl")]
     assert steps == list(range(1, 9))
+
+
+def test_a_killed_control_without_its_model(born: Nursery, train_in: Callable[..., TrainConfig]) -> None:
+    settings: dict[str, Any] = {"shuffle": True, "model": False}
+    straight, killed = train_in("straight", **settings), train_in("killed", **settings)
+    assert born.live(straight)["code"] == 0
+    assert born.live(killed, ["step", 5])["killed"]
+    # killed once more with the model already written, by a life that was asked for it
+    assert born.live(train_in("killed", shuffle=True), ["at", "open", ".summary.json.tmp"])["killed"]
+    assert (killed.output / "model").exists()
+    assert born.live(killed)["code"] == 0
+    assert not (killed.output / "model").exists()
+    assert_same_numbers(killed.output, straight.output)
+    run = json.loads((killed.output / "summary.json").read_text())["run"]
+    assert run["lam_sd"] > 0
+    assert 0 < run["lam_rkl_mean"] < 1
 
 
 @pytest.mark.slow

@@ -265,6 +265,78 @@ def test_first_choices_of_the_teacher(train_config: Make) -> None:
     assert all(timing["cache_misses"] == 0 for timing in read(again.output / "timings.jsonl"))
 
 
+@pytest.mark.parametrize("teacher", [{}, {"payload": "top_k", "k": 16}])
+def test_shuffled_lam(train_config: Make, teacher: dict[str, Any]) -> None:
+    objective = {"gate": [1.5, -1.0, 0.3, 2.5], "support": "bucket" if teacher else "full"}
+    common = {"steps": 3, "teacher": teacher, "evaluation": {"final": []}}
+    own = train_config(objective=objective, **common)
+    made = {}
+    for name, seed in (("one", 42), ("two", 42), ("three", 7)):
+        settings = train_config(
+            objective={**objective, "shuffle": True}, seed=seed, output=f"{own.output}-{name}", **common
+        )
+        made[name] = (train(settings), read(settings.output / "metrics.jsonl"), read(settings.output / "tokens.jsonl"))
+    plain, records = train(own), read(own.output / "metrics.jsonl")
+    (summary, shuffled, tokens), again, other = made.values()
+    assert again == (summary, shuffled, tokens)
+    assert other[0]["fingerprint"] != summary["fingerprint"] != plain["fingerprint"]
+    # The first step has the same responses, and therefore the same λ on other tokens.
+    for name in ("lam_mean", "lam_sd", "lam_hist", "lam_saturated", "h", "gap", "reverse_kl", "response_length"):
+        assert shuffled[0][name] == records[0][name], name
+    assert shuffled[0]["loss"] != records[0]["loss"]
+    assert [record["kappa_share"] for record in shuffled] == [0.0, None, 0.0]
+    assert records[0]["kappa_share"] > 1e-3
+    # What is recorded is what was applied.
+    for line in tokens:
+        values = line["values"]
+        names = ("lam", "reverse_kl", "forward_kl", "loss")
+        for lam, reverse, forward, loss in zip(*(values[name] for name in names), strict=True):
+            assert loss == pytest.approx(lam * reverse + (1 - lam) * forward, rel=1e-4)
+
+
+def test_a_shuffled_run_is_another_run(train_config: Make) -> None:
+    train(train_config(steps=1))
+    with pytest.raises(UsageError, match="output: this folder holds another run") as caught:
+        train(train_config(steps=1, objective={"shuffle": True}))
+    assert caught.value.why == "its objective.shuffle is false, not true"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_without_its_model(train_config: Make, precision: str) -> None:
+    engine = {"precision": precision}
+    config = train_config(engine=engine)
+    with_model = train(config)
+    config = train_config(engine=engine, checkpoint={"model": False}, output=f"{config.output}-without")
+    summary = train(config)
+    assert summary == {**with_model, "model": None}
+    assert json.loads((config.output / "summary.json").read_text()) == summary
+    assert summary["fingerprint"] == load_model(str(train_config().output / "model")).fingerprint()
+    assert not (config.output / "model").exists()
+    assert (config.output / "done").exists()
+    listener = Listener()
+    assert train(config.model_copy(update={"checkpoint": train_config().checkpoint}), listener) == summary
+    assert any("its model was not kept" in note for note in listener.notes)
+    assert listener.steps == []
+
+
+def test_lam_over_the_run_is_that_of_its_records(train_config: Make) -> None:
+    config = train_config(steps=4, objective={"gate": [1.5, -1.0, 0.3, 2.5]}, evaluation={"final": []})
+    run = train(config)["run"]
+    records = read(config.output / "metrics.jsonl")
+    tokens = sum(record["tokens"] for record in records)
+    mean = sum(record["tokens"] * record["lam_mean"] for record in records) / tokens
+    squares = sum(r["tokens"] * (r["lam_sd"] ** 2 + (r["lam_mean"] - mean) ** 2) for r in records)
+    assert run["lam_sd"] == pytest.approx(math.sqrt(squares / tokens), rel=1e-12)
+    config = train_config(steps=1, batch_size=2, output=f"{config.output}-one", evaluation={"final": []})
+    run = train(config)["run"]  # all tokens of this one are written down, to six digits
+    lines = [line["values"] for line in read(config.output / "tokens.jsonl")]
+    lam, rkl = ([value for line in lines for value in line[name]] for name in ("lam", "reverse_kl"))
+    assert len(lam) == run["tokens"]
+    weighted = sum(a * b for a, b in zip(lam, rkl, strict=True)) / sum(rkl)
+    assert run["lam_rkl_mean"] == pytest.approx(weighted, rel=1e-5)
+    assert run["lam_rkl_mean"] != pytest.approx(run["lam_mean"], rel=1e-3)
+
+
 # ---------------------------------------------------------------------------------------------------- failure
 
 

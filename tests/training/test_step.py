@@ -17,6 +17,7 @@ from gatespace.config import ObjectiveConfig, RolloutConfig, parse_config
 from gatespace.errors import RunError
 from gatespace.gating import distillation_loss
 from gatespace.models import Model, load_model
+from gatespace.seeding import permutation
 from gatespace.tasks import Task, synthetic_task
 from gatespace.training.objective import build_objective
 
@@ -43,8 +44,15 @@ def logits_of(model: Model, prompts: list[list[int]], responses: list[list[int]]
     ]
 
 
-def gated(coefficients: tuple[float, ...], *, top_k: int = 8, temperature: float = 1.0, stop: bool = False) -> Loss:
-    """Σ λR + (1-λ)F with λ = σ(a·h + b·u + c + d·gap), token by token."""
+def gated(
+    coefficients: tuple[float, ...],
+    *,
+    top_k: int = 8,
+    temperature: float = 1.0,
+    stop: bool = False,
+    order: list[int] | None = None,
+) -> Loss:
+    """Σ λR + (1-λ)F with λ = σ(a·h + b·u + c + d·gap), token by token; with an order, token i has λ of order[i]."""
     a, b, c, d = coefficients
 
     def entropy(logits: Tensor) -> Tensor:
@@ -53,18 +61,20 @@ def gated(coefficients: tuple[float, ...], *, top_k: int = 8, temperature: float
         return -(top * top.log()).sum(-1) / math.log(top_k)
 
     def loss(student: list[Tensor], teacher: list[Tensor], responses: list[list[int]]) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64)
+        lams, terms = [], []
         for z, w in zip(student, teacher, strict=True):
             u = entropy(w[:1])
             for position in range(len(z)):
                 row, other = z[position], w[position]
                 gap = 1 - row.softmax(-1)[other.argmax()]
-                lam = torch.sigmoid(a * entropy(other[None]) + b * u + c + d * gap)[0]
+                lams.append(torch.sigmoid(a * entropy(other[None]) + b * u + c + d * gap)[0])
                 s, t = (row / temperature).log_softmax(-1), (other / temperature).log_softmax(-1)
-                reverse, forward = (s.exp() * (s - t)).sum(), (t.exp() * (t - s)).sum()
-                lam = lam.detach() if stop else lam
-                total = total + lam * reverse + (1 - lam) * forward
-        return total
+                terms.append(((s.exp() * (s - t)).sum(), (t.exp() * (t - s)).sum()))
+        lam = torch.stack(lams)
+        lam = lam.detach() if stop or order is not None else lam
+        lam = lam if order is None else lam[order]
+        reverse, forward = (torch.stack(side) for side in zip(*terms, strict=True))
+        return (lam * reverse + (1 - lam) * forward).sum()
 
     return loss
 
@@ -186,6 +196,64 @@ def test_parts_are_weighted_by_their_tokens(skilled: Lab) -> None:
     assert sum(means) / len(means) != pytest.approx(many.loss, rel=1e-3)  # a mean of means would be another number
     assert many.loss == pytest.approx(one.loss, rel=1e-5)
     assert_same_gradient(many.gradients, one.gradients)
+
+
+# ---------------------------------------------------------------------------------------------------- λ dealt out
+
+
+SHUFFLED = {"gate": list(WITH_GAP), "shuffle": True}
+
+
+def orders(stepped: Stepped, seed: int, number: int) -> list[int]:
+    """Whose λ each token has: of a token of its micro-batch, by the run's seed, the step and the part's first row."""
+    order: list[int] = []
+    for scored in stepped.scored:
+        count = sum(map(len, scored.part.rollout.responses))
+        dealt = permutation(count, seed, "shuffle", number, scored.part.places[0])
+        order += [len(order) + place for place in dealt]
+    return order
+
+
+def lams(stepped: Stepped) -> list[list[float]]:
+    return [scored.output.lam[0].tolist() for scored in stepped.scored if scored.output.lam is not None]
+
+
+@pytest.mark.parametrize("micro_tokens", [10**9, 120])
+@pytest.mark.parametrize("way", [set(), {"fused"}, {"reuse", "share", "packed"}])
+def test_shuffled_gradient_is_that_of_the_dealt_constants(skilled: Lab, way: set[str], micro_tokens: int) -> None:
+    stepped = skilled.step(objective=SHUFFLED, micro_tokens=micro_tokens, number=3, **dict.fromkeys(way, False))
+    assert (len(stepped.scored) > 1) == (micro_tokens == 120)
+    order = orders(stepped, 5, 3)
+    value, gradients = expected(skilled, stepped, gated(WITH_GAP, order=order))
+    assert stepped.loss == pytest.approx(value, rel=1e-5)
+    assert_same_gradient(stepped.gradients, gradients)
+    for other in (gated(WITH_GAP), gated(WITH_GAP, stop=True), gated(WITH_GAP, order=order[::-1])):
+        assert distance(stepped.gradients, expected(skilled, stepped, other)[1]) > 1e-3  # the comparison can fail
+
+
+@pytest.mark.parametrize("micro_tokens", [10**9, 120])
+@pytest.mark.parametrize("fused", [True, False])
+def test_shuffling_keeps_every_value_of_a_micro_batch(skilled: Lab, fused: bool, micro_tokens: int) -> None:
+    own = skilled.step(objective={"gate": list(WITH_GAP)}, fused=fused, micro_tokens=micro_tokens)
+    shuffled = skilled.step(objective=SHUFFLED, fused=fused, micro_tokens=micro_tokens)
+    assert shuffled.responses == own.responses
+    assert lams(shuffled) != lams(own)
+    assert [sorted(part) for part in lams(shuffled)] == [sorted(part) for part in lams(own)]
+    for one, other in zip(shuffled.scored, own.scored, strict=True):
+        assert torch.equal(one.output.gap, other.output.gap)  # the rest is the token's own
+
+
+def test_shuffling_depends_on_seed_and_step(skilled: Lab) -> None:
+    def dealt(**options: Any) -> list[list[float]]:
+        # Right answers, so that seed and step choose no other responses; the rows are all there are.
+        lab = Lab(skilled.student, skilled.teacher, synthetic_task(), skilled.examples[:1], brief=True)
+        return lams(lab.step(rows=1, objective=SHUFFLED, rollout={"from": {"gold": 1.0}}, **options))
+
+    first = dealt()
+    assert dealt() == first
+    for other in (dealt(seed=6), dealt(number=1), dealt(number=2)):
+        assert other != first
+        assert [sorted(part) for part in other] == [sorted(part) for part in first]
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import statistics
+from fractions import Fraction
 
 import pytest
 import torch
@@ -212,6 +213,64 @@ def test_lam_over_the_run_counts_every_token_alike() -> None:
     assert sum(summary["lam_hist"]) == len(all_lam)
 
 
+def all_tokens(numbers: range) -> tuple[list[Fraction], list[Fraction]]:
+    """λ and reverse KL of all tokens of `steps`, as exact fractions."""
+    lam: list[Fraction] = []
+    rkl: list[Fraction] = []
+    for step in numbers:
+        count = 1 + step % 5
+        out = gated_kl(logits(step, count), logits(step + 100, count), gate=Gate(4, 1, -1, 2))
+        assert out.lam is not None
+        lam += map(Fraction, out.lam.flatten().tolist())
+        rkl += map(Fraction, out.reverse_kl.flatten().tolist())
+    return lam, rkl
+
+
+def test_spread_and_weighted_mean_of_lam_over_the_run() -> None:
+    trace = Trace()
+    steps(trace, range(1, 41))
+    lam, rkl = all_tokens(range(1, 41))
+    mean = sum(lam) / len(lam)
+    variance = sum((one - mean) ** 2 for one in lam) / len(lam)
+    weighted = sum(one * weight for one, weight in zip(lam, rkl, strict=True)) / sum(rkl)
+    summary = trace.summary()
+    assert summary["lam_sd"] == pytest.approx(math.sqrt(variance), rel=1e-14)
+    assert summary["lam_rkl_mean"] == pytest.approx(float(weighted), rel=1e-14)
+    assert abs(summary["lam_rkl_mean"] - summary["lam_mean"]) > 1e-3  # they could be told apart
+
+
+def test_a_small_spread_is_not_lost_in_rounding() -> None:
+    values = [0.7 + 1e-9 * (i % 7) for i in range(60)]
+    trace, static = Trace(), Trace()
+    for one, lam in ((trace, values), (static, [0.1] * 60)):
+        for step in range(6):
+            one.begin(step)
+            one.rollout(lengths=[10], ended=[True])
+            one.add(with_lam(*lam[10 * step : 10 * step + 10]), rows=[0] * 10)
+            one.record()
+    exact = [Fraction(value) for value in values]
+    mean = sum(exact) / len(exact)
+    variance = float(sum((value - mean) ** 2 for value in exact) / len(exact))
+    assert trace.summary()["lam_sd"] == pytest.approx(math.sqrt(variance), rel=1e-6)
+    assert static.summary()["lam_sd"] == 0.0
+
+
+@pytest.mark.parametrize("rkl, expected", [([0.0, 0.0], None), ([3.0, 1.0], 0.35), ([math.inf, 1.0], None)])
+def test_a_mean_by_reverse_kl_needs_a_reverse_kl(rkl: list[float], expected: float | None) -> None:
+    out = with_lam(0.25, 0.65)
+    out = LossOutput(**{**vars(out), "reverse_kl": torch.tensor([rkl], dtype=torch.float64)})
+    trace = traced((out, [0, 0]))
+    trace.record()
+    assert trace.summary()["lam_rkl_mean"] == (expected if expected is None else pytest.approx(expected))
+
+
+def test_a_run_without_lam_has_no_statistics_of_it() -> None:
+    trace = traced((distillation_loss(logits(1), logits(2), objective=ToDi()), ROWS))
+    trace.record()
+    names = ("lam_mean", "lam_sd", "lam_rkl_mean", "lam_saturated", "lam_hist")
+    assert [trace.summary()[name] for name in names] == [None] * 5
+
+
 def test_a_trace_goes_on_exactly_from_its_state_in_json() -> None:
     whole, first, second = Trace(), Trace(), Trace()
     steps(whole, range(1, 31))
@@ -222,8 +281,10 @@ def test_a_trace_goes_on_exactly_from_its_state_in_json() -> None:
     steps(second, range(14, 31))
     assert repr(second.summary()) == repr(whole.summary())
     assert second.state() == whole.state()
-    with pytest.raises(UsageError, match="state of a trace"):
-        Trace().restore({"steps": 1})
+    older = {name: value for name, value in state.items() if name != "lam_squares"}
+    with pytest.raises(UsageError, match="state of a trace") as caught:
+        Trace().restore(older)
+    assert "remove the run's checkpoints" in caught.value.instead
 
 
 # ---------------------------------------------------------------------------------------------------- κ

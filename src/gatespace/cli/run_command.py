@@ -59,10 +59,11 @@ def report(config: TrainConfig | TeachConfig, folder: Path, summary: dict[str, A
     """Print how a run has ended, and what to do next."""
     from gatespace.cli.tables import results_table
 
-    after = next_command(config, folder)
-    model = folder / summary["model"]
+    written = summary["model"]
+    model = None if written is None else str(folder / written)
+    after = None if written is None else next_command(config, folder)
     if as_json:
-        print_json({**summary, "output": str(folder), "model": str(model), "next": after})
+        print_json({**summary, "output": str(folder), "model": model, "next": after})
         return
     out = console()
     if summary["evaluation"]:
@@ -71,8 +72,9 @@ def report(config: TrainConfig | TeachConfig, folder: Path, summary: dict[str, A
     if run and run["lam_mean"] is not None:
         saturated = f"{run['lam_saturated']:.1%} of them saturated"
         out.print(f"E[λ] {run['lam_mean']:.4f} over {run['tokens']} tokens of {run['rows']} answers, {saturated}")
-    out.print(f"model  {model}", soft_wrap=True)
-    out.print(f"next   {after}", soft_wrap=True)
+    if model is not None:
+        out.print(f"model  {model}", soft_wrap=True)
+        out.print(f"next   {after}", soft_wrap=True)
 
 
 def next_command(config: TrainConfig | TeachConfig, folder: Path) -> str:

@@ -24,6 +24,7 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         "evaluation.split": "what one looks at on the way",
         "checkpoint.every": "how much of a killed run is computed again",
         "checkpoint.keep": "how many checkpoints stay",
+        "checkpoint.model": "whether the trained weights are kept",
         "trace.tokens_every": "what is written down",
         "trace.rollouts": "what is written down",
         "trace.trackers": "where it is written down",
@@ -33,6 +34,9 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
 
 That includes the speed-ups of `engine`: they are exact but for the order of sums, and a run is promised to the bit.
 """
+
+LATER: Mapping[str, Any] = MappingProxyType({"objective.shuffle": False})
+"""Setting → the value with which runs are what they were before there was the setting; their identities stay too."""
 
 CONTENT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -74,7 +78,9 @@ def identity(config: Section, *, content: Mapping[str, str] | None = None) -> st
     settings = {
         path: value
         for path, value in settings_of(config).items()
-        if path not in LEFT_OUT and not any(path == other or path.startswith(f"{other}.") for other in replaced)
+        if path not in LEFT_OUT
+        and not (path in LATER and value == LATER[path])
+        and not any(path == other or path.startswith(f"{other}.") for other in replaced)
     }
     whole = {"version": _VERSION, "kind": type(config).__name__, "settings": settings, "content": found}
     text = json.dumps(whole, sort_keys=True, ensure_ascii=True, allow_nan=False, separators=(",", ":"))

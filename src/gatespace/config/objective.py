@@ -86,6 +86,10 @@ class ObjectiveConfig(Section):
     stop_gradient: Switch = False
     """Treat λ as a constant in the gradient. By default gradient flows through the gate, as in the paper."""
 
+    shuffle: Switch = False
+    """A control: the gate's values of λ in a step are dealt out to its tokens at random, within each micro-batch, as
+    constants. What the gate gains over this is due to where it puts λ, not to which values it has."""
+
     support: Literal["full", "bucket", "hybrid", "renorm", "recipe"] = "full"
     """What both KLs sum over: full is all of the vocabulary; the others make do with the teacher's top-K."""
 
@@ -114,6 +118,8 @@ class ObjectiveConfig(Section):
             raise Fault("gate", f"the method {self.method} has no gate", instead=hint)
         if self.method != "gated" and self.stop_gradient:
             raise Fault("stop_gradient", f"the method {self.method} has no gate to stop the gradient of")
+        if self.method != "gated" and self.shuffle:
+            raise Fault("shuffle", f"the method {self.method} has no gate whose λ could be dealt out", instead="false")
         if self.method not in ("gated", "static") and self.support != "full":
             raise Fault("support", f"the method {self.method} defines its own support", instead="full")
         if self.support == "full" and self.support_k is not None:

@@ -251,6 +251,9 @@ class CheckpointConfig(Section):
     keep: Count = 1
     """How many of the latest checkpoints are kept."""
 
+    model: Switch = True
+    """Write the trained model at the end; false: only its records."""
+
 
 class TeachTraceConfig(Section):
     """What is written down on the way."""

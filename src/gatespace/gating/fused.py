@@ -10,9 +10,10 @@ with head rows and hidden states. So the gate, every support and every objective
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from gatespace.gating.loss import (
     LossOutput,
     check_finite,
     check_objective,
+    check_order,
     check_rows,
     forbidden,
     nothing,
@@ -133,10 +135,15 @@ def fused_distillation_loss(
     u: Tensor | None = None,
     total_tokens: float | Tensor | None = None,
     vocab_size: int | None = None,
+    lam_order: Tensor | None = None,
     recompute: bool | None = None,
     chunk_mb: float = CHUNK_MB,
 ) -> LossOutput:
-    """Any objective, from hidden states and heads. Arguments as in `fused_gated_kl`."""
+    """Any objective, from hidden states and heads.
+
+    Arguments as in `fused_gated_kl`; `objective` and `lam_order` as in `distillation_loss`. With `lam_order` there is
+    one pass over the vocabulary more, since λ of all chunks is needed before the first loss.
+    """
     check_objective(objective)
     if not chunk_mb > 0:
         raise UsageError("chunk_mb must be positive", got=chunk_mb)
@@ -172,7 +179,9 @@ def fused_distillation_loss(
         sampled_log_probs=sampled_log_probs,
         u=u,
         total_tokens=total_tokens,
+        lam_order=lam_order,
     )
+    check_order(context, objective)
     if context.layout.count == 0:
         return nothing(context, objective, student_hidden, head.weight, head.bias)
     work = _Work(context, objective, head, teacher, chunk_mb)
@@ -248,6 +257,15 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor, begin: bool = False)
         total.addmm_(left, right, beta=0 if begin else 1)
 
 
+class _Chunk(NamedTuple):
+    """Some of the tokens, with both sides' logits in buffers that the next chunk overwrites."""
+
+    span: slice
+    student: ChunkStudent
+    teacher_logits: Tensor | None
+    tokens: Tokens
+
+
 def _narrow(buffer: Tensor, tokens: int) -> Tensor:
     """A logits buffer for fewer tokens at the start of the same memory."""
     width = buffer.shape[1]
@@ -274,6 +292,7 @@ class _Work:
         self.telemetry: dict[str, list[Tensor]] = {}
         self.tapes: list[Tape] = []
         self.learned_grad: Tensor | None = None
+        self.lam: Tensor | None = None
 
     def bind(self, hidden: Tensor) -> None:
         """Take the student's hidden states (N, H), and both sides in the precision of their products."""
@@ -313,24 +332,14 @@ class _Work:
 
     def run(self, gradients: _Gradients | None, keep_tape: bool = False) -> Tensor:
         """The loss, with its gradient added to `gradients`, or with tapes kept for `replay`."""
-        n, step = self.context.layout.count, self._chunk()
-        width = self._tile(step)
-        z_s = logits_buffer(self.student.hidden, step, self.context.vocab_size, self.student.dtype)
-        z_t = torch.empty_like(z_s) if isinstance(self.source, Projection) else None
-        seen: dict[str, Tensor] = {}
+        width = self._tile(self._chunk())
         self.per_token, self.telemetry, self.tapes, self.learned_grad = [], {}, [], None
-        for start in range(0, n, step):
-            span = slice(start, min(start + step, n))
-            count = span.stop - span.start
-            if count < step:  # the last chunk: a smaller buffer in the same memory
-                z_s, z_t = _narrow(z_s, count), None if z_t is None else _narrow(z_t, count)
-            student = ChunkStudent(self._logits(self.student, "student", z_s, span, width), width)
-            if z_t is None:
-                assert isinstance(self.source, TopKTeacher)
-                teacher: Teacher = self.source.part(span)
-            else:
-                teacher = LogitsTeacher(self._logits(self.source, "teacher", z_t, span, width), width)
-            tokens = self._tokens(student, teacher, span, seen)
+        if self.context.lam_order is not None and self.lam is None:
+            with torch.no_grad():
+                own = [self.objective.own_lam(chunk.tokens) for chunk in self._chunks()]
+            self.lam = self.context.dealt(torch.cat(own))
+        for span, student, z_t, tokens in self._chunks():
+            tokens.lam = None if self.lam is None else self.lam[span]
             with torch.set_grad_enabled(keep_tape or gradients is not None):
                 result = self.objective(tokens)
                 total = (result.loss / self.context.total_tokens).sum()
@@ -351,6 +360,26 @@ class _Work:
                 grad = tape.gradient(logits, None if z_t is None else z_t[:, first:last], first, last)
                 gradients.add(self.student.pull_back(grad, logits), self.student, span, first, last)
         return torch.cat(self.per_token).sum() / self.context.total_tokens
+
+    def _chunks(self) -> Iterator[_Chunk]:
+        """All tokens, chunk by chunk, in two buffers."""
+        n, step = self.context.layout.count, self._chunk()
+        width = self._tile(step)
+        z_s = logits_buffer(self.student.hidden, step, self.context.vocab_size, self.student.dtype)
+        z_t = torch.empty_like(z_s) if isinstance(self.source, Projection) else None
+        seen: dict[str, Tensor] = {}
+        for start in range(0, n, step):
+            span = slice(start, min(start + step, n))
+            count = span.stop - span.start
+            if count < step:  # the last chunk: a smaller buffer in the same memory
+                z_s, z_t = _narrow(z_s, count), None if z_t is None else _narrow(z_t, count)
+            student = ChunkStudent(self._logits(self.student, "student", z_s, span, width), width)
+            if z_t is None:
+                assert isinstance(self.source, TopKTeacher)
+                teacher: Teacher = self.source.part(span)
+            else:
+                teacher = LogitsTeacher(self._logits(self.source, "teacher", z_t, span, width), width)
+            yield _Chunk(span, student, z_t, self._tokens(student, teacher, span, seen))
 
     def _logits(self, side: Projection | TopKTeacher, name: str, out: Tensor, span: slice, width: int) -> Tensor:
         assert isinstance(side, Projection)

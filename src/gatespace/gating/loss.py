@@ -66,6 +66,7 @@ class Context:
     sampled: Tensor | None
     sampled_log_probs: Tensor | None
     prompt_entropy: Tensor | None
+    lam_order: Tensor | None = None
 
     @classmethod
     def of(
@@ -83,6 +84,7 @@ class Context:
         sampled_log_probs: Tensor | None = None,
         u: Tensor | None = None,
         total_tokens: float | Tensor | None = None,
+        lam_order: Tensor | None = None,
     ) -> Context:
         """Check everything that can be checked before a number is computed."""
         if not 0.0 < float(temperature) < float("inf"):
@@ -102,8 +104,16 @@ class Context:
             if u.shape == shape[:1]:
                 u = u[:, None].expand(shape)
             u = layout.select(_shaped("u", u, shape, device)).detach()
+        if lam_order is not None:
+            lam_order = _order(lam_order, layout)
         settings = SignalSettings(top_k, entropy)
-        return cls(layout, float(temperature), settings, vocab_size, total_tokens, sampled, sampled_log_probs, u)
+        own = (sampled, sampled_log_probs, u, lam_order)
+        return cls(layout, float(temperature), settings, vocab_size, total_tokens, *own)
+
+    def dealt(self, lam: Tensor) -> Tensor:
+        """λ (N,) of the tokens, as `lam_order` deals it out."""
+        assert self.lam_order is not None
+        return lam[self.lam_order]
 
     def output(self, loss: Tensor, per_token: Tensor, telemetry: Mapping[str, Tensor]) -> LossOutput:
         """Numbers per token back into the batch."""
@@ -206,8 +216,15 @@ def distillation_loss(
     u: Tensor | None = None,
     total_tokens: float | Tensor | None = None,
     vocab_size: int | None = None,
+    lam_order: Tensor | None = None,
 ) -> LossOutput:
-    """Any objective, from logits. Arguments as in `gated_kl`; `objective` is e.g. ``ToDi()`` or ``Gated(gate)``.
+    """Any objective, from logits. Arguments as in `gated_kl`, and two more.
+
+    Args:
+        objective: E.g. ``ToDi()`` or ``Gated(gate)``.
+        lam_order: (N,) a permutation of the N masked tokens in reading order: token i is given the λ that the objective
+            has for token lam_order[i], as a constant. The control that keeps all values of λ and takes away where they
+            are. h, u and gap of the result stay the token's own.
 
     Example:
         >>> from gatespace.gating import ToDi, distillation_loss
@@ -231,10 +248,15 @@ def distillation_loss(
         sampled_log_probs=sampled_log_probs,
         u=u,
         total_tokens=total_tokens,
+        lam_order=lam_order,
     )
+    check_order(context, objective)
     if context.layout.count == 0:
         return nothing(context, objective, student_logits)
     tokens = _plain_tokens(student_logits, teacher_logits, context)
+    if context.lam_order is not None:
+        # with a graph that nobody goes back through: log-probabilities without one would be kept for the divergences
+        tokens.lam = context.dealt(objective.own_lam(tokens))
     result = objective(tokens)
     check_finite(result, context.layout)
     return context.output(result.loss.sum() / context.total_tokens, result.loss, result.telemetry)
@@ -485,6 +507,27 @@ def check_objective(objective: Objective) -> None:
         raise UsageError(
             "objective must be an Objective", got=type(objective).__name__, instead="ToDi(), Gated(Gate(...)), ..."
         )
+
+
+def check_order(context: Context, objective: Objective) -> None:
+    """λ that is dealt out is a constant, and gives no gradient to an objective that learns."""
+    if context.lam_order is not None and objective.learned() is not None:
+        raise UsageError(
+            "with lam_order there is nothing to learn for the objective's own coefficients",
+            why="λ is then a constant",
+            instead="lam_order=None, or an objective without coefficients",
+        )
+
+
+def _order(order: Tensor, layout: Layout) -> Tensor:
+    order = order.to(layout.index.device)
+    right = order.shape == (layout.count,) and not order.is_floating_point() and order.dtype != torch.bool
+    if not right or not torch.equal(order.long().sort().values, torch.arange(layout.count, device=order.device)):
+        raise UsageError(
+            "lam_order must be a permutation of the masked tokens, each number from 0 to N-1 once",
+            got=f"{order.dtype} of shape {tuple(order.shape)}, N={layout.count}",
+        )
+    return order.long()
 
 
 def _shaped(name: str, tensor: Tensor, shape: torch.Size, device: torch.device) -> Tensor:

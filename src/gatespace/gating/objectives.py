@@ -64,7 +64,9 @@ class Objective(ABC):
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
         """L_t for N tokens, with telemetry."""
-        divergence, lam, weight = self.divergence(tokens), self.lam(tokens), self.token_weight(tokens)
+        divergence = self.divergence(tokens)
+        lam = self.lam(tokens) if tokens.lam is None else tokens.lam
+        weight = self.token_weight(tokens)
         telemetry: dict[str, Tensor] = {}
         if not isinstance(divergence, Tensor):
             if lam is None:
@@ -86,6 +88,13 @@ class Objective(ABC):
                 **{name: signals.read(name, tokens) for name in self.further_signals()},
             }
         return TokenLoss(loss, {name: value.detach() for name, value in telemetry.items()})
+
+    def own_lam(self, tokens: Tokens) -> Tensor:
+        """λ_t as a constant; an error where nothing is mixed."""
+        lam = self.lam(tokens)
+        if lam is None:
+            raise UsageError(f"the objective {self.name!r} mixes nothing and has no λ to deal out", got="lam_order")
+        return lam.detach()
 
     def further_signals(self) -> tuple[str, ...]:
         """Names of signals beyond h, u and gap that the objective reads."""

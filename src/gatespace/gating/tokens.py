@@ -142,6 +142,8 @@ class Tokens:
         """(N,) u(x) as the caller gave it, or None."""
         self.infinite = infinite
         """(N,) each: where reverse and where forward KL are infinite, because one side alone forbids an id."""
+        self.lam: Tensor | None = None
+        """(N,) λ as it was dealt out, a constant in place of the objective's own; or None."""
         self.memo: dict[tuple[str, bool], Tensor] = {}
         """Signals that were read already, by name and whether they carry gradient."""
 

@@ -71,7 +71,8 @@ class Comparison:
 # ---------------------------------------------------------------------------------------------------- what was found
 
 
-class Subset(NamedTuple):
+@dataclass(frozen=True)
+class Subset:
     """Accuracy on a part of a split."""
 
     correct: int

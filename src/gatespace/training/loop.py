@@ -75,7 +75,7 @@ class Course:
     evaluate: Callable[[str, Callable[[int, int], None]], Evaluation]
     """Evaluate on a split."""
     finish: Callable[[], dict[str, Any]]
-    """Write the trained model; what it returns enters the summary."""
+    """Write the trained model where it is wanted; what it returns enters the summary."""
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
     trackers: tuple[str, ...]

@@ -31,11 +31,20 @@ def build_gate(config: ObjectiveConfig, *, path: str = "objective") -> Gate | No
         return None
     with in_setting(f"{path}.gate"):
         if isinstance(gate, str):
-            return Gate.parse(gate)
-        if isinstance(gate, tuple):
-            return Gate(*gate)
-        extra = {name: weight for name, weight in gate.items() if name not in COEFFICIENTS}
-        return Gate(**{name: gate.get(name, 0.0) for name in COEFFICIENTS}, extra=extra)
+            found = Gate.parse(gate)
+        elif isinstance(gate, tuple):
+            found = Gate(*gate)
+        else:
+            extra = {name: weight for name, weight in gate.items() if name not in COEFFICIENTS}
+            found = Gate(**{name: gate.get(name, 0.0) for name in COEFFICIENTS}, extra=extra)
+    if config.shuffle and found.is_static:
+        with in_setting(f"{path}.shuffle"):
+            raise UsageError(
+                "a static gate has one λ and nothing to shuffle",
+                got=f"gate {found}",
+                instead="false, or a gate with a, b or d",
+            )
+    return found
 
 
 def build_objective(config: ObjectiveConfig, *, path: str = "objective") -> Objective:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from gatespace.config import TeachConfig, TrainConfig, dump_config, dump_yaml, identity, load_config
+from gatespace.config import CheckpointConfig, TeachConfig, TrainConfig, dump_config, dump_yaml, identity, load_config
 from gatespace.config.identity import CONTENT, LEFT_OUT, settings_of
 from gatespace.errors import GatespaceError, UsageError
 from gatespace.evaluation import Evaluation, evaluate
@@ -139,7 +140,7 @@ def train(config: TrainConfig, progress: Progress | None = None) -> dict[str, An
             state=telemetry.state,
             restore=telemetry.restore,
             evaluate=_evaluator(student, data, encoder, config),
-            finish=lambda: {"run": telemetry.summary(), **_save(folder, student, optimizer)},
+            finish=lambda: {"run": telemetry.summary(), **_finish(folder, student, optimizer, config.checkpoint)},
             evaluation=config.evaluation,
             checkpoint=config.checkpoint,
             trackers=config.trace.trackers,
@@ -209,7 +210,7 @@ def teach(config: TeachConfig, progress: Progress | None = None) -> dict[str, An
             state=dict,
             restore=lambda state: None,
             evaluate=_evaluator(model, data, encoder, config),
-            finish=lambda: _save(folder, model, optimizer),
+            finish=lambda: _finish(folder, model, optimizer, config.checkpoint),
             evaluation=config.evaluation,
             checkpoint=config.checkpoint,
             trackers=config.trace.trackers,
@@ -243,6 +244,8 @@ def _begin(
             )
         if (summary := loop.finished(folder)) is not None:
             progress.note("this run is done; its summary was read from the folder")
+            if config.checkpoint.model and summary["model"] is None:
+                progress.note("its model was not kept (checkpoint.model: false); in another output it is trained again")
             return summary
     atomic_write(folder / "config.yaml", dump_yaml(config))
     atomic_write(folder / "environment.json", json.dumps(environment(place), indent=2, sort_keys=True) + "\n")
@@ -302,9 +305,12 @@ def _evaluator(
     return on
 
 
-def _save(folder: Path, model: Model, optimizer: Optimizer) -> dict[str, Any]:
-    """Write the model with its float32 weights."""
+def _finish(folder: Path, model: Model, optimizer: Optimizer, settings: CheckpointConfig) -> dict[str, Any]:
+    """Write the model with its float32 weights, if it is wanted."""
     optimizer.widen()
     remove_leftovers(folder / MODEL)
-    model.save(folder / MODEL)
-    return {"model": MODEL, "fingerprint": model.fingerprint()}
+    if settings.model:
+        model.save(folder / MODEL)
+    else:  # this very run may have written it, and been killed before it was done
+        shutil.rmtree(folder / MODEL, ignore_errors=True)
+    return {"model": MODEL if settings.model else None, "fingerprint": model.fingerprint()}

@@ -20,7 +20,7 @@ from gatespace.gating.projection import Head
 from gatespace.models.body import Body, Kept, Read
 from gatespace.models.encode import Encoder
 from gatespace.rollout import Rollout, Sampling, sample
-from gatespace.seeding import generator
+from gatespace.seeding import generator, permutation
 from gatespace.teacher.local import LocalTeacher
 from gatespace.teacher.scores import Scores
 from gatespace.training.batches import Row, micro_batches
@@ -106,7 +106,7 @@ class Distillation:
                     scores = self.teacher.score(part.prompts, part.rollout.responses)
                 with clock("update"):
                     hidden = self._hidden(part, read if self.reuse else None, trunk)
-                    output = self._loss(part, hidden, scores)
+                    output = self._loss(number, part, hidden, scores)
                     output.loss.backward()
                     self.optimizer.collect()
             tokens += output.tokens
@@ -189,7 +189,7 @@ class Distillation:
         pieces = zip(read.last().split(1), after, responses, strict=True)
         return torch.cat([torch.cat([first, rest[: len(ids) - 1]]) for first, rest, ids in pieces])
 
-    def _loss(self, part: Part, hidden: Tensor, scores: Scores) -> LossOutput:
+    def _loss(self, number: int, part: Part, hidden: Tensor, scores: Scores) -> LossOutput:
         """The sum of the losses of all tokens; the optimizer divides it by the tokens of the whole step."""
         if not bool(torch.isfinite(hidden).all()):
             raise RunError("the student's hidden states are not finite", instead="a smaller learning rate, or fp32")
@@ -209,6 +209,7 @@ class Distillation:
             "segment_ids": part.segments.to(device)[None],
             "total_tokens": 1.0,
             "vocab_size": self.vocab_size,
+            "lam_order": self._order(number, part) if self.settings.shuffle else None,
         }
         if self.fused:
             return fused_distillation_loss(hidden[None], head, scores.payload, scores.head, **common)
@@ -216,6 +217,11 @@ class Distillation:
         if scores.head is not None and isinstance(payload, Tensor):
             payload = whole_logits(payload, scores.head)
         return distillation_loss(whole_logits(hidden[None], head), payload, **common)
+
+    def _order(self, number: int, part: Part) -> Tensor:
+        """(N,) whose λ each token gets. Within the micro-batch: λ of the others is not known before their turn."""
+        tokens = sum(map(len, part.rollout.responses))
+        return torch.tensor(permutation(tokens, self.seed, "shuffle", number, part.places[0]))
 
 
 @contextmanager

@@ -133,8 +133,10 @@ class Telemetry:
             else:
                 assert head is not None
                 teacher = whole_logits(payload[0, :count], head)[:, :size]
-        if self._gate is not None:
-            settings = distillation.settings
+        settings = distillation.settings
+        if settings.shuffle:
+            self._kappa = 0.0  # λ that was dealt out is a constant
+        elif self._gate is not None:
             responses = [token for ids in part.rollout.responses[:rows] for token in ids]
             self._kappa = kappa_share(
                 student,

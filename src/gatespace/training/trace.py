@@ -25,7 +25,18 @@ BINS = 20
 """Bins of the λ histograms, of equal width over [0, 1]."""
 _COLUMNS = ("weight", "forward_kl", "reverse_kl", "h", "u", "gap", "tail_mass")
 _SPREAD = ("lam", "h", "u", "gap")
-_RUN = {"steps": 0, "rows": 0, "tokens": 0, "lam_tokens": 0, "lam_sum": 0.0, "lam_saturated": 0}
+_RUN = {
+    "steps": 0,
+    "rows": 0,
+    "tokens": 0,
+    "lam_tokens": 0,
+    "lam_sum": 0.0,
+    "lam_centre": 0.0,  # mean of λ, and the sum of squares around it
+    "lam_squares": 0.0,
+    "lam_rkl": 0.0,  # Σ λ·RKL and Σ RKL over the tokens that have a λ
+    "rkl": 0.0,
+    "lam_saturated": 0,
+}
 
 
 class Trace:
@@ -167,14 +178,21 @@ class Trace:
     # ------------------------------------------------------------------ the whole run
 
     def summary(self) -> dict[str, Any]:
-        """The run so far: steps, rows, tokens, and λ over all tokens, each token counting alike."""
+        """The run so far: steps, rows, tokens, and λ over all tokens, each token counting alike.
+
+        lam_rkl_mean is the one where a token counts by its reverse KL: Σ λ·RKL / Σ RKL, the constant λ that would have
+        given reverse KL the same total. None where Σ RKL is not a positive number.
+        """
         run = self._run
         tokens = run["lam_tokens"]
+        weighed = math.isfinite(run["lam_rkl"]) and 0 < run["rkl"] < math.inf
         return {
             "steps": run["steps"],
             "rows": run["rows"],
             "tokens": run["tokens"],
             "lam_mean": run["lam_sum"] / tokens if tokens else None,
+            "lam_sd": math.sqrt(run["lam_squares"] / tokens) if tokens else None,
+            "lam_rkl_mean": run["lam_rkl"] / run["rkl"] if weighed else None,
             "lam_saturated": run["lam_saturated"] / tokens if tokens else None,
             "lam_hist": list(run["lam_hist"]) if tokens else None,
         }
@@ -186,7 +204,11 @@ class Trace:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` gave."""
         if set(state) != set(self._run) or len(state["lam_hist"]) != BINS:
-            raise UsageError("this is not the state of a trace", got=", ".join(sorted(state)))
+            raise UsageError(
+                "this is not the state of a trace that this gatespace goes on from",
+                got=", ".join(sorted(state)),
+                instead="go on with the gatespace that wrote it, or remove the run's checkpoints to start it again",
+            )
         self._run = {**state, "lam_hist": list(state["lam_hist"])}
         self._step = None
         self._clear()
@@ -197,10 +219,23 @@ class Trace:
         run["rows"] += len(self._lengths)
         run["tokens"] += len(self._rows)
         if lam:
+            self._count_spread(lam)
+            weights = self._values["reverse_kl"]
+            run["lam_rkl"] += _sum([one * weight for one, weight in zip(lam, weights, strict=True)])
+            run["rkl"] += _sum(weights)
             run["lam_tokens"] += len(lam)
             run["lam_sum"] += _sum(lam)
             run["lam_saturated"] += saturated
             run["lam_hist"] = [old + new for old, new in zip(run["lam_hist"], _histogram(lam), strict=True)]
+
+    def _count_spread(self, lam: list[float]) -> None:
+        """Join the step's mean and squares to the run's: Σλ² - (Σλ)²/N would lose the digits of a small spread."""
+        run, before, count = self._run, self._run["lam_tokens"], len(lam)
+        least = min(lam)  # around it a constant λ has a spread of exactly 0, and the order of tokens does not show
+        centre = least + _sum([one - least for one in lam]) / count
+        apart, share = centre - run["lam_centre"], count / (before + count)
+        run["lam_squares"] += _sum([(one - centre) ** 2 for one in lam]) + apart**2 * before * share
+        run["lam_centre"] += apart * share
 
     def _clear(self) -> None:
         self._rows = []

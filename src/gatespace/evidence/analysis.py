@@ -1,0 +1,382 @@
+"""A whole study, analysed: every comparison, every group claim, and what stands beside them.
+
+Accuracies are counts on the test split, in pp where they are subtracted. A run that is not done is left out and said
+to be missing; a comparison that cannot be made by construction stays in, with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any, Literal
+
+import numpy as np
+
+from gatespace.evidence.counts import Cell, win_count
+from gatespace.evidence.examples import Resampler, mcnemar
+from gatespace.evidence.groups import Difference, anova, block_claim, mixed
+from gatespace.evidence.multiplicity import bh, holm
+from gatespace.evidence.paired import FEW_SEEDS, paired
+from gatespace.evidence.records import (
+    ALL_TASKS,
+    Anova,
+    BaselineEvidence,
+    BlockClaim,
+    Choice,
+    ComparisonEvidence,
+    Family,
+    GroupEvidence,
+    Interval,
+    McNemar,
+    Mixed,
+    Paired,
+    Selection,
+    Side,
+    StudyAnalysis,
+    WinCount,
+)
+from gatespace.gating.coefficients import NotApplicable
+from gatespace.seeding import stream
+from gatespace.study.records import Comparison, RunResult, StudyResults
+
+__all__ = [
+    "ALL_TASKS",
+    "Anova",
+    "BaselineEvidence",
+    "BlockClaim",
+    "Choice",
+    "ComparisonEvidence",
+    "Family",
+    "GroupEvidence",
+    "Interval",
+    "McNemar",
+    "Mixed",
+    "Paired",
+    "Selection",
+    "Side",
+    "StudyAnalysis",
+    "WinCount",
+    "analyse",
+]
+
+SPLIT = "test"
+_STREAM = 0  # the statistics of equal results are equal, whatever the seeds of the study
+
+
+def analyse(results: StudyResults) -> StudyAnalysis:
+    """Everything that can be said about a study, from its runs that are done."""
+    done = {
+        (result.spec.task, result.spec.point, result.spec.seed): result
+        for result in results.done
+        if SPLIT in result.scores
+    }
+    examples = _Examples(done)
+    comparisons = [_comparison(records, results, done, examples) for records in _grouped(results.comparisons)]
+    comparisons, families = _adjust(comparisons)
+    groups, group_family = _groups(comparisons, results.selection_seed)
+    accuracies = {
+        task: _by_point(done.values(), task, lambda run: 100.0 * run.scores[SPLIT].correct / run.scores[SPLIT].count)
+        for task in results.tasks
+    }
+    return StudyAnalysis(
+        comparisons=tuple(comparisons),
+        families=(*families, *group_family),
+        anova={task: anova(found) for task, found in accuracies.items()},
+        groups=tuple(groups),
+        selection={task: _selection(task, results, done) for task in results.tasks},
+        baselines={task: _baseline(task, results, done) for task in results.tasks},
+        notes=_notes(results, comparisons),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------- comparisons
+
+_Done = Mapping[tuple[str, str, int], RunResult]
+
+
+def _grouped(comparisons: Iterable[Comparison]) -> list[list[Comparison]]:
+    """The same two points at all their seeds, in the order of the plan."""
+    found: dict[tuple[str | None, ...], list[Comparison]] = {}
+    for record in comparisons:
+        found.setdefault((record.task, record.axis, record.restriction, record.left, record.right), []).append(record)
+    return list(found.values())
+
+
+def _comparison(
+    records: Sequence[Comparison], results: StudyResults, done: _Done, examples: _Examples
+) -> ComparisonEvidence:
+    first = records[0]
+    role: Literal["sweep", "replication"] = (
+        "replication" if any(record.role == "replication" for record in records) else "sweep"
+    )
+    seeds = list(dict.fromkeys(record.seed for record in records if record.status == "comparable"))
+    sides: dict[int, tuple[RunResult, RunResult]] = {}
+    for seed in seeds:
+        one, other = done.get((first.task, first.left, seed)), done.get((first.task, first.right, seed))
+        if one is not None and other is not None:
+            sides[seed] = (one, other)
+    status: Literal["comparable", "n/a", "missing"] = "comparable" if sides else ("missing" if seeds else "n/a")
+    missing = [seed for seed in seeds if seed not in sides]
+    reason = first.reason
+    if missing:
+        reason = f"not both runs are done at seed{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    left = {seed: _percent(pair[0]) for seed, pair in sides.items()}
+    right = {seed: _percent(pair[1]) for seed, pair in sides.items()}
+    fresh_left = {seed: value for seed, value in left.items() if seed != results.selection_seed}
+    tests, bootstrap = examples.compare(sides)
+    return ComparisonEvidence(
+        task=first.task,
+        axis=first.axis,
+        restriction=first.restriction,
+        left=first.left,
+        right=first.right,
+        role=role,
+        status=status,
+        reason=reason,
+        all=_paired(left, right),
+        fresh=_paired(fresh_left, {seed: right[seed] for seed in fresh_left}),
+        holm=None,
+        bh=None,
+        adjusted_from=None,
+        mcnemar=tests,
+        bootstrap=bootstrap,
+        run_ids=tuple(dict.fromkeys(run.spec.id for pair in sides.values() for run in pair)),
+    )
+
+
+def _paired(left: Mapping[int, float], right: Mapping[int, float]) -> Paired | None:
+    found = paired(left, right)
+    return found if isinstance(found, Paired) else None
+
+
+def _percent(run: RunResult) -> float:
+    score = run.scores[SPLIT]
+    return 100.0 * score.correct / score.count
+
+
+class _Examples:
+    """Which examples every run has right, read once; and one resampler per task and number of examples."""
+
+    def __init__(self, done: _Done) -> None:
+        self._done = done
+        self._read: dict[str, Any] = {}
+        self._resamplers: dict[tuple[str, int], Resampler] = {}
+
+    def compare(
+        self, sides: Mapping[int, tuple[RunResult, RunResult]]
+    ) -> tuple[tuple[tuple[int, McNemar], ...], Interval | None]:
+        """McNemar per seed, and the bootstrap over the seeds whose predictions are of the same examples."""
+        tests: list[tuple[int, McNemar]] = []
+        differences: list[Any] = []
+        task = ""
+        for seed, (left, right) in sides.items():
+            one, other = self._correct(left), self._correct(right)
+            if one is None or other is None or one.size != other.size:
+                continue
+            task = left.spec.task
+            tests.append((seed, mcnemar(one, other)))
+            differences.append(one.astype(np.int8) - other.astype(np.int8))
+        if not differences or len({row.size for row in differences}) > 1:
+            return tuple(tests), None
+        return tuple(tests), self._resampler(task, differences[0].size).interval(np.stack(differences))
+
+    def _correct(self, run: RunResult) -> Any:
+        """Row by row; None where the predictions are not there, or not those that were scored."""
+        if run.spec.id not in self._read:
+            rows = np.array([row.gold == row.label for row in run.predictions(SPLIT)], dtype=bool)
+            score = run.scores[SPLIT]
+            fits = rows.size == score.count and int(rows.sum()) == score.correct
+            self._read[run.spec.id] = rows if fits else None
+        return self._read[run.spec.id]
+
+    def _resampler(self, task: str, examples: int) -> Resampler:
+        key = (task, examples)
+        if key not in self._resamplers:
+            generator = np.random.default_rng(stream(_STREAM, "bootstrap", task, examples))
+            self._resamplers[key] = Resampler(examples, generator=generator)
+        return self._resamplers[key]
+
+
+def _adjust(comparisons: Sequence[ComparisonEvidence]) -> tuple[list[ComparisonEvidence], list[Family]]:
+    raw: list[float | None] = []
+    origin: list[Literal["fresh", "all"] | None] = []
+    for found in comparisons:
+        fresh = found.fresh is not None and found.fresh.n >= 2
+        judged = found.fresh if fresh else found.all
+        raw.append(None if judged is None else judged.p)
+        origin.append(None if raw[-1] is None else ("fresh" if fresh else "all"))
+    headline = holm([p if found.role == "replication" else None for p, found in zip(raw, comparisons, strict=True)])
+    adjusted = [
+        replace(found, holm=h, bh=b, adjusted_from=o)
+        for found, h, b, o in zip(comparisons, headline, bh(raw), origin, strict=True)
+    ]
+    families = []
+    if claimed := [_name(found) for found in adjusted if found.holm is not None]:
+        families.append(Family("headline comparisons", "holm", len(claimed), tuple(claimed)))
+    if looked_at := [_name(found) for found in adjusted if found.bh is not None]:
+        families.append(Family("all comparisons", "bh", len(looked_at), tuple(looked_at)))
+    return adjusted, families
+
+
+def _name(found: ComparisonEvidence) -> str:
+    return f"{found.task}: {found.left} - {found.right}"
+
+
+# ---------------------------------------------------------------------------------------------------------- groups
+
+
+def _groups(comparisons: Sequence[ComparisonEvidence], selection_seed: int) -> tuple[list[GroupEvidence], list[Family]]:
+    found: list[GroupEvidence] = []
+    for axis in dict.fromkeys(c.axis for c in comparisons):
+        of_axis = [c for c in comparisons if c.axis == axis]
+        kinds = [None, *dict.fromkeys(c.restriction for c in of_axis if c.restriction is not None)]
+        for restriction in kinds:
+            members = [c for c in of_axis if restriction in (None, c.restriction)]
+            for task in (ALL_TASKS, *dict.fromkeys(c.task for c in members)):
+                mine = [c for c in members if task in (ALL_TASKS, c.task)]
+                found.append(_group(axis, restriction, task, mine, selection_seed))
+    headline = [group.task == ALL_TASKS and group.restriction is None for group in found]
+    ps = [_claim_p(group) if wanted else None for group, wanted in zip(found, headline, strict=True)]
+    adjusted = [replace(group, holm=p) for group, p in zip(found, holm(ps), strict=True)]
+    axes = tuple(group.axis for group, p in zip(found, ps, strict=True) if p is not None)
+    return adjusted, [Family("group claims, one per axis", "holm", len(axes), axes)] if axes else []
+
+
+def _group(
+    axis: str,
+    restriction: str | None,
+    task: str,
+    members: Sequence[ComparisonEvidence],
+    selection_seed: int,
+) -> GroupEvidence:
+    differences: list[Difference] = []
+    cells: list[Cell] = []
+    for c in members:
+        if c.all is None:
+            continue
+        pairs = zip(c.all.seeds, c.all.differences, strict=True)
+        differences += [Difference(c.task, seed, c.left, c.right, value) for seed, value in pairs]
+        left = tuple((c.task, c.left, seed) for seed in c.all.seeds)
+        right = tuple((c.task, c.right, seed) for seed in c.all.seeds)
+        cells.append(Cell(c.all.mean, left, right))
+    generator = np.random.default_rng(stream(_STREAM, "win count", axis, restriction or "", task))
+    pooled = task == ALL_TASKS and restriction is None
+    return GroupEvidence(
+        axis=axis,
+        restriction=restriction,
+        task=task,
+        comparable=len(cells),
+        not_applicable=sum(c.status == "n/a" for c in members),
+        missing=sum(c.status == "missing" for c in members),
+        mean=fmean(cell.difference for cell in cells) if cells else None,
+        all=block_claim(differences),
+        fresh=block_claim(differences, exclude_seed=selection_seed),
+        wins=win_count(cells, generator=generator),
+        holm=None,
+        mixed=mixed(differences) if pooled else NotApplicable("only for all tasks of an axis together"),
+    )
+
+
+def _claim_p(group: GroupEvidence) -> float | None:
+    fresh = group.fresh
+    claim = fresh if isinstance(fresh, BlockClaim) and fresh.n >= 2 else group.all
+    return claim.p if isinstance(claim, BlockClaim) else None
+
+
+# ---------------------------------------------------------------------------------------------- beside every number
+
+
+def _by_point(runs: Iterable[RunResult], task: str, value: Callable[[RunResult], float]) -> dict[str, dict[int, float]]:
+    found: dict[str, dict[int, float]] = {}
+    for run in runs:
+        if run.spec.task == task:
+            found.setdefault(run.spec.point, {})[run.spec.seed] = value(run)
+    return found
+
+
+def _side(run: RunResult) -> str | None:
+    if run.spec.kind == "restriction":
+        return "entropy-only" if run.spec.point.startswith("entropy-only") else "gap-only"
+    return {"point": "family", "static": "static", "published": "published"}.get(run.spec.kind)
+
+
+def _selection(task: str, results: StudyResults, done: _Done) -> Selection:
+    sides = {}
+    seeds = results.seeds
+    incomplete: list[str] = []
+    for name in ("family", "entropy-only", "gap-only", "static", "published"):
+        labels = dict.fromkeys(r.spec.point for r in results.runs.values() if r.spec.task == task and _side(r) == name)
+        choices: list[Choice] = []
+        for label in labels:
+            runs = [done.get((task, label, seed)) for seed in seeds]
+            if any(run is None for run in runs):
+                incomplete.append(label)
+                continue
+            whole = [run for run in runs if run is not None]
+            vals = [run.scores["val"] for run in whole if "val" in run.scores]
+            val = fmean(score.correct / score.count for score in vals) if len(vals) == len(whole) else None
+            choices.append(Choice(label, val, fmean(_percent(run) / 100.0 for run in whole)))
+        if labels:
+            sides[name] = _best(choices)
+    family = sides.get("family", _best([]))
+    optimism = None
+    if isinstance(family.chosen, Choice) and isinstance(family.observed, Choice):
+        optimism = 100.0 * (family.observed.test - family.chosen.test)
+    note = f"not considered, because a run is not done: {', '.join(incomplete)}" if incomplete else ""
+    return Selection(family.chosen, family.observed, optimism, sides, tuple(seeds), note)
+
+
+def _best(choices: Sequence[Choice]) -> Side:
+    """On equal accuracy the first in the order of the plan, so that a tie is not broken by looking at test."""
+    if not choices:
+        none = NotApplicable("no point was run at every seed of the sweep")
+        return Side(none, none)
+    observed = max(choices, key=lambda choice: choice.test)
+    if any(choice.val is None for choice in choices):
+        return Side(NotApplicable("not all points were evaluated on validation"), observed)
+    return Side(max(choices, key=lambda choice: choice.val or 0.0), observed)
+
+
+def _baseline(task: str, results: StudyResults, done: _Done) -> BaselineEvidence:
+    known = results.baselines.get(task)
+    start = known.start.get(SPLIT) if known else None
+    teacher = known.teacher.get(SPLIT) if known else None
+    scores = [run.scores[SPLIT] for run in done.values() if run.spec.task == task]
+    family = [run.scores[SPLIT] for run in done.values() if run.spec.task == task and run.spec.kind == "point"]
+    any_score = start or teacher or (scores[0] if scores else None)
+    trained = fmean(score.correct / score.count for score in family) if family else None
+    gain = None if trained is None or start is None else 100.0 * (trained - start.correct / start.count)
+    return BaselineEvidence(
+        start=start.accuracy if start else None,
+        start_macro_f1=start.macro_f1 if start else None,
+        teacher=teacher.accuracy if teacher else None,
+        teacher_macro_f1=teacher.macro_f1 if teacher else None,
+        majority=any_score.majority if any_score else None,
+        majority_label=any_score.majority_label if any_score else None,
+        trained=trained,
+        trained_macro_f1=fmean(score.macro_f1 for score in family) if family else None,
+        runs=len(family),
+        gain=gain,
+        below_majority=sum(score.accuracy < score.majority for score in scores),
+        done=len(scores),
+        rows=any_score.count if any_score else None,
+        duplicates=any_score.duplicates if any_score else None,
+    )
+
+
+def _notes(results: StudyResults, comparisons: Sequence[ComparisonEvidence]) -> tuple[str, ...]:
+    notes = []
+    missing = sum(c.status == "missing" for c in comparisons)
+    partly = sum(c.status == "comparable" and bool(c.reason) for c in comparisons)
+    if missing or partly:
+        notes.append(f"not complete: {missing} comparisons have no seed with both runs done, {partly} lack some seeds")
+    most = max((c.all.n for c in comparisons if c.all is not None), default=0)
+    if most == 1:
+        notes.append("one seed: differences have no measure of their error, and nothing is confirmed")
+    elif 1 < most < FEW_SEEDS:
+        notes.append(
+            f"at most {most} seeds: the sign-flip p of a comparison cannot be below {2 / 2**most:.4g}, and seeds are "
+            + ("not resampled" if most < 4 else "few to resample")
+        )
+    return tuple(notes)

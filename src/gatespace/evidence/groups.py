@@ -1,0 +1,154 @@
+"""Claims about groups: is there any difference on a task, and is one side ahead of the other as a whole?"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from gatespace.evidence.paired import summarise
+from gatespace.evidence.records import Anova, Block, BlockClaim, Mixed
+from gatespace.gating.coefficients import NotApplicable
+
+
+class Difference(NamedTuple):
+    """One cell at one seed; `left` and `right` are labels of points of the task."""
+
+    task: str
+    seed: int
+    left: str
+    right: str
+    value: float
+
+
+def anova(accuracies: Mapping[str, Mapping[int, float]]) -> Anova | NotApplicable:
+    """Is there any difference between the points of a task? Two-way, point + seed, type II.
+
+    Args:
+        accuracies: Point → seed → accuracy. Runs that are missing are left out of the model, not filled in.
+    """
+    import pandas as pd  # type: ignore[import-untyped]
+    import statsmodels.formula.api as smf  # type: ignore[import-untyped]
+    from statsmodels.stats.anova import anova_lm  # type: ignore[import-untyped]
+
+    rows = [(point, seed, value) for point, values in accuracies.items() for seed, value in values.items()]
+    points = len({point for point, _, _ in rows})
+    seeds = len({seed for _, seed, _ in rows})
+    if points < 2:
+        return NotApplicable("fewer than two points were run")
+    if seeds < 2:
+        return NotApplicable("one seed: no error to hold differences against")
+    frame = pd.DataFrame(rows, columns=["point", "seed", "accuracy"])
+    model = smf.ols("accuracy ~ C(point) + C(seed)", frame).fit()
+    if np.linalg.matrix_rank(model.model.exog) < points + seeds - 1:
+        return NotApplicable("the runs that are done do not tell points and seeds apart")
+    if model.df_resid < 1:
+        return NotApplicable("too few runs: no degree of freedom is left for the error")
+    if model.ssr <= 1e-20 * max(1.0, float((frame.accuracy**2).sum())):
+        return NotApplicable("points and seeds explain the runs without an error: no F")
+    table = anova_lm(model, typ=2)
+    gaps = points * seeds - len(rows)
+    return Anova(
+        points=points,
+        seeds=seeds,
+        runs=len(rows),
+        f=float(table.loc["C(point)", "F"]),
+        p=float(table.loc["C(point)", "PR(>F)"]),
+        df=(points - 1, round(model.df_resid)),
+        seed_f=float(table.loc["C(seed)", "F"]),
+        seed_p=float(table.loc["C(seed)", "PR(>F)"]),
+        sd=math.sqrt(float(model.mse_resid)),
+        note=f"{gaps} of {points * seeds} runs are missing" if gaps else "",
+    )
+
+
+def block_claim(
+    differences: Sequence[Difference], *, exclude_seed: int | None = None, confidence: float = 0.95
+) -> BlockClaim | NotApplicable:
+    """Is the left side ahead as a whole? The mean of every (task, seed) block, then t and sign-flip over blocks.
+
+    Cells of a block share runs, so a block counts once however many cells it has. Blocks of a task are means over the
+    same cells: those that have a difference at every one of its seeds.
+
+    Args:
+        differences: One per cell and seed.
+        exclude_seed: The selection seed, to be left out.
+        confidence: Of the interval.
+    """
+    kept = [found for found in differences if found.seed != exclude_seed]
+    if not kept:
+        return NotApplicable(
+            "no comparable runs" if not differences else "no seed but the one that choices were made on"
+        )
+    blocks: list[Block] = []
+    used = total = 0
+    for task in dict.fromkeys(found.task for found in kept):
+        mine = [found for found in kept if found.task == task]
+        seeds = list(dict.fromkeys(found.seed for found in mine))
+        by_cell: dict[tuple[str, str], dict[int, float]] = {}
+        for found in mine:
+            by_cell.setdefault((found.left, found.right), {})[found.seed] = found.value
+        whole = [values for values in by_cell.values() if len(values) == len(seeds)]
+        used, total = used + len(whole), total + len(by_cell)
+        if whole:
+            blocks += [Block(task, s, math.fsum(v[s] for v in whole) / len(whole), len(whole)) for s in seeds]
+    if not blocks:
+        return NotApplicable("no cell was run at every seed of its task")
+    note = f"over the {used} of {total} cells that have every seed of their task" if used < total else ""
+    summary = summarise([block.mean for block in blocks], confidence=confidence, unit="block", note=note)
+    return BlockClaim(**vars(summary), blocks=tuple(blocks), excluded_seed=exclude_seed)
+
+
+def mixed(differences: Sequence[Difference], *, confidence: float = 0.95) -> Mixed | NotApplicable:
+    """The mean difference over cells by a mixed model with crossed variances of blocks and of shared runs.
+
+    A second look: it is anticonservative with the few blocks that a study has.
+    """
+    import pandas as pd
+    import statsmodels.formula.api as smf
+    from scipy import stats  # type: ignore[import-untyped]
+
+    n = len(differences)
+    columns = {
+        "block": [f"{d.task} {d.seed}" for d in differences],
+        "left": [f"{d.task} {d.left} {d.seed}" for d in differences],
+        "right": [f"{d.task} {d.right} {d.seed}" for d in differences],
+    }
+    # A factor with a level per cell cannot be told from the residual, and one with a single level not from the mean.
+    factors = [name for name, levels in columns.items() if 1 < len(set(levels)) < n]
+    values = [d.value for d in differences]
+    if n < 6 or "block" not in factors:
+        return NotApplicable("too few cells and blocks for a mixed model")
+    if max(values) - min(values) <= 1e-12 * max(map(abs, values)):
+        return NotApplicable("all cells give the same difference")
+    frame = pd.DataFrame({"value": values, "one": 1, **columns})
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what they say is in `converged` and in the numbers, checked below
+            model = smf.mixedlm(
+                "value ~ 1",
+                frame,
+                groups="one",
+                re_formula="0",
+                vc_formula={name: f"0 + C({name})" for name in factors},
+            ).fit(method=["powell"])  # gradients lead astray where a variance is near 0
+    except (np.linalg.LinAlgError, ValueError, OverflowError, ZeroDivisionError):
+        return NotApplicable("the mixed model could not be fitted")
+    mean, se = float(model.fe_params["Intercept"]), float(model.bse_fe["Intercept"])
+    if not (model.converged and math.isfinite(mean) and math.isfinite(se) and se > 0):
+        return NotApplicable("the mixed model did not converge")
+    reach = float(stats.norm.ppf((1 + confidence) / 2)) * se
+    variances = dict(zip(model.model.exog_vc.names, map(float, model.vcomp), strict=True))
+    return Mixed(
+        mean=mean,
+        se=se,
+        z=mean / se,
+        p=float(2 * stats.norm.sf(abs(mean / se))),
+        low=mean - reach,
+        high=mean + reach,
+        cells=n,
+        variances={**variances, "residual": float(model.scale)},
+    )

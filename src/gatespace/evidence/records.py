@@ -1,0 +1,394 @@
+"""What evidence is made of, as plain values. No NaN: what cannot be said is None, and a `note` gives the reason.
+
+Differences are left minus right. Whoever calls says the unit; a study speaks of percentage points of accuracy (pp).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from gatespace.gating.coefficients import NotApplicable
+
+ALL_TASKS = "all"
+"""Stands for a task's name where the tasks of a study are taken together."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Some differences, their mean, and what it may claim.
+
+    Args:
+        n: How many there are.
+        mean: Their mean.
+        sd: Their standard deviation (n - 1); None for a single one.
+        t: Student's t of the mean against 0; None for a single one, and where all are equal.
+        p: Two-sided, from t with n - 1 degrees of freedom.
+        low: Of the interval that belongs to it,
+        high: and its other end.
+        sign_flip_p: Two-sided and exact: the share of all assignments of signs that give a mean as far from 0.
+        sign_flip_floor: 2 / 2ⁿ. The sign-flip p cannot be smaller, whatever the data.
+        mde: The smallest true difference that a t-test at .05 with this SD and n finds in 80 % of all repetitions.
+        wins: How many are above 0,
+        ties: equal to 0,
+        losses: below 0.
+        confidence: Of the interval.
+        note: What is missing above, and why; what has to be known to read it.
+    """
+
+    n: int
+    mean: float
+    sd: float | None
+    t: float | None
+    p: float | None
+    low: float | None
+    high: float | None
+    sign_flip_p: float | None
+    sign_flip_floor: float
+    mde: float | None
+    wins: int
+    ties: int
+    losses: int
+    confidence: float
+    note: str
+
+
+@dataclass(frozen=True)
+class Paired(Summary):
+    """Two points over the seeds at which both were run."""
+
+    seeds: tuple[int, ...]
+    differences: tuple[float, ...]
+
+
+class Block(NamedTuple):
+    """All cells of a task at one seed."""
+
+    task: str
+    seed: int
+    mean: float
+    cells: int
+
+
+@dataclass(frozen=True)
+class BlockClaim(Summary):
+    """A claim about a group of comparisons: t and sign-flip over the means of (task, seed) blocks, never over cells."""
+
+    blocks: tuple[Block, ...]
+    excluded_seed: int | None
+    """The selection seed, where it is left out."""
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Intercept of a mixed model over cells, with crossed variances. Anticonservative: a second look, never the claim.
+
+    It takes estimated variances for known and counts cells as the blocks do not; with few blocks its p is too small.
+    """
+
+    mean: float
+    se: float
+    z: float
+    p: float
+    low: float
+    high: float
+    cells: int
+    variances: Mapping[str, float]
+    """Component → variance."""
+    label: str = "anticonservative"
+
+
+@dataclass(frozen=True)
+class Anova:
+    """Two-way analysis of variance of a task, point + seed without interaction (type II).
+
+    Args:
+        points: Levels of the first factor.
+        seeds: Levels of the second.
+        runs: Accuracies that went in.
+        f: F of the points: is there any difference among them?
+        p: Of it.
+        df: Degrees of freedom of the points and of the residual.
+        seed_f: F of the seeds.
+        seed_p: Of it.
+        sd: Pooled SD of a run about its point and seed, the square root of the residual mean square.
+        note: What has to be known to read it.
+    """
+
+    points: int
+    seeds: int
+    runs: int
+    f: float
+    p: float
+    df: tuple[int, int]
+    seed_f: float
+    seed_p: float
+    sd: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class WinCount:
+    """How many cells are won, and what that is worth where cells share runs.
+
+    Args:
+        wins: Cells whose mean difference is above 0,
+        ties: equal to 0: they are left out of both p,
+        losses: below 0.
+        naive_p: Two-sided binomial p as if the cells were independent. They are not.
+        naive_variance: Of the count in that case: a quarter of the cells that are no ties.
+        null_variance: Of the count where no point differs from another and every run is drawn once for all its cells.
+        effective_n: The independent cells that would give the share of wins the same variance.
+        correlated_p: Two-sided p under that null, from simulated runs.
+        simulations: How many.
+        note: What has to be known to read it.
+    """
+
+    wins: int
+    ties: int
+    losses: int
+    naive_p: float | None
+    naive_variance: float
+    null_variance: float
+    effective_n: float | None
+    correlated_p: float | None
+    simulations: int
+    note: str = ""
+
+    @property
+    def cells(self) -> int:
+        """All of them."""
+        return self.wins + self.ties + self.losses
+
+
+@dataclass(frozen=True)
+class McNemar:
+    """Two trained models on the same examples: exact McNemar test on those that only one of them has right.
+
+    It speaks of these two models and of other examples; what another seed would give is outside of it.
+    """
+
+    both: int
+    left_only: int
+    right_only: int
+    neither: int
+    p: float
+
+    @property
+    def n(self) -> int:
+        """Examples."""
+        return self.both + self.left_only + self.right_only + self.neither
+
+    @property
+    def difference(self) -> float:
+        """Of accuracy, left minus right, in pp."""
+        return 100.0 * (self.left_only - self.right_only) / self.n
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A bootstrap interval (percentiles) of a mean difference in pp, and what was resampled for it."""
+
+    mean: float
+    low: float
+    high: float
+    confidence: float
+    resampled: str
+    """What it covers, in words."""
+    over_seeds: bool
+    """Whether seeds were resampled too; false: it speaks of these trained models only."""
+    seeds: int
+    examples: int
+    resamples: int
+
+
+# --------------------------------------------------------------------------------------------------------- a study
+
+
+@dataclass(frozen=True)
+class ComparisonEvidence:
+    """Two points of a task over all seeds; accuracy on test in pp, left minus right.
+
+    Args:
+        task: The task's name in the study.
+        axis: What the two differ in.
+        restriction: ``entropy-only`` or ``gap-only`` on that axis.
+        left: Label of the first point.
+        right: Label of the second.
+        role: ``replication`` where it was run again on fresh seeds, else ``sweep``.
+        status: ``comparable``; ``n/a`` by construction; ``missing`` where no seed has both runs yet.
+        reason: Why it is not comparable, or which seeds are missing.
+        all: Over all seeds.
+        fresh: Without the selection seed.
+        holm: p adjusted over the headline comparisons (those with role ``replication``); None for others.
+        bh: p adjusted over all comparisons of the study.
+        adjusted_from: Whose p was adjusted: that of the fresh seeds where there are two of them, else of all.
+        mcnemar: (seed, test) for every seed whose predictions are there.
+        bootstrap: Over examples, and over seeds where there are at least four.
+        run_ids: The runs that it rests on.
+    """
+
+    task: str
+    axis: str
+    restriction: str | None
+    left: str
+    right: str
+    role: Literal["sweep", "replication"]
+    status: Literal["comparable", "n/a", "missing"]
+    reason: str
+    all: Paired | None
+    fresh: Paired | None
+    holm: float | None
+    bh: float | None
+    adjusted_from: Literal["fresh", "all"] | None
+    mcnemar: tuple[tuple[int, McNemar], ...]
+    bootstrap: Interval | None
+    run_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Tests that were adjusted together."""
+
+    name: str
+    method: Literal["holm", "bh"]
+    tests: int
+    """How many p-values went in."""
+    members: tuple[str, ...]
+    """``task: left - right`` of each."""
+
+
+@dataclass(frozen=True)
+class GroupEvidence:
+    """All comparisons of an axis on a task, or on all tasks.
+
+    Args:
+        axis: What the two sides differ in.
+        restriction: ``entropy-only``, ``gap-only``, or None for all of the axis.
+        task: A task's name, or `ALL_TASKS`.
+        comparable: Cells with at least one seed that has both runs,
+        not_applicable: cells that cannot be by construction,
+        missing: and cells whose runs are not done.
+        mean: Mean over the comparable cells of their mean differences, in pp; None without any.
+        all: The claim over all (task, seed) blocks.
+        fresh: The same without the selection seed: the one that confirms.
+        wins: Cells won, tied and lost by their mean over seeds.
+        holm: p of the claim (fresh where there are two blocks, else all), adjusted over the axes; pooled groups only.
+        mixed: The second look.
+    """
+
+    axis: str
+    restriction: str | None
+    task: str
+    comparable: int
+    not_applicable: int
+    missing: int
+    mean: float | None
+    all: BlockClaim | NotApplicable
+    fresh: BlockClaim | NotApplicable
+    wins: WinCount | NotApplicable
+    holm: float | None
+    mixed: Mixed | NotApplicable
+
+
+class Choice(NamedTuple):
+    """A point that was picked; accuracies are means over the seeds of the sweep, as shares."""
+
+    label: str
+    val: float | None
+    test: float
+
+
+@dataclass(frozen=True)
+class Side:
+    """The best of one kind of points: picked on validation, and as it looks on test (optimistic)."""
+
+    chosen: Choice | NotApplicable
+    observed: Choice | NotApplicable
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The best point of a task.
+
+    Args:
+        chosen: Best mean accuracy on validation; its accuracy on test is honest.
+        observed: Best mean accuracy on test: picked by what it is judged by, hence optimistic.
+        optimism: How much better `observed` looks on test than `chosen`, in pp.
+        sides: Kind → the best of it: family, entropy-only, gap-only, static, published.
+        seeds: Over which the means are taken.
+        note: What has to be known to read it.
+    """
+
+    chosen: Choice | NotApplicable
+    observed: Choice | NotApplicable
+    optimism: float | None
+    sides: Mapping[str, Side]
+    seeds: tuple[int, ...]
+    note: str
+
+
+@dataclass(frozen=True)
+class BaselineEvidence:
+    """What stands beside every accuracy of a task. Shares of the test split, but for `gain` in pp.
+
+    Args:
+        start: Accuracy of the student before training.
+        start_macro_f1: Its macro-F1.
+        teacher: Accuracy of the teacher.
+        teacher_macro_f1: Its macro-F1.
+        majority: Accuracy of giving train's most frequent label to all.
+        majority_label: That label.
+        trained: Mean accuracy of the family's points, over runs.
+        trained_macro_f1: Mean macro-F1 of them.
+        runs: How many runs that is.
+        gain: `trained` minus `start`, in pp.
+        below_majority: Runs of any kind whose accuracy is below the majority's,
+        done: of so many.
+        rows: Of the test split.
+        duplicates: Those whose text also stands in train.
+    """
+
+    start: float | None
+    start_macro_f1: float | None
+    teacher: float | None
+    teacher_macro_f1: float | None
+    majority: float | None
+    majority_label: str | None
+    trained: float | None
+    trained_macro_f1: float | None
+    runs: int
+    gain: float | None
+    below_majority: int
+    done: int
+    rows: int | None
+    duplicates: int | None
+
+
+@dataclass(frozen=True)
+class StudyAnalysis:
+    """Everything that the evidence room says about a study."""
+
+    comparisons: tuple[ComparisonEvidence, ...]
+    families: tuple[Family, ...]
+    anova: Mapping[str, Anova | NotApplicable]
+    groups: tuple[GroupEvidence, ...]
+    selection: Mapping[str, Selection]
+    baselines: Mapping[str, BaselineEvidence]
+    notes: tuple[str, ...]
+    """What holds for the whole: few seeds, runs that are missing."""
+
+    def group(self, axis: str, *, task: str = ALL_TASKS, restriction: str | None = None) -> GroupEvidence | None:
+        """The group of an axis, or None."""
+        for found in self.groups:
+            if (found.axis, found.task, found.restriction) == (axis, task, restriction):
+                return found
+        return None
+
+    def comparison(self, task: str, left: str, right: str) -> ComparisonEvidence | None:
+        """The comparison of two points of a task, or None."""
+        for found in self.comparisons:
+            if (found.task, found.left, found.right) == (task, left, right):
+                return found
+        return None

@@ -1,0 +1,241 @@
+"""How figures look and how they become files: one drawing → SVG, PNG, and SVG inside the page.
+
+Every drawing is 360 units wide with letters of 8 to 9 units, so that it reads at a phone's width without zooming. Inside
+the page its colours are the page's own variables, so that it follows light and dark.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from xml.sax.saxutils import escape
+
+from gatespace.errors import missing_extra
+from gatespace.report.table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["AMBER", "BLUE", "Chart", "GREEN", "GRID", "INK", "MUTED", "ORANGE", "PAPER", "PINK", "SKY", "Rendered"]
+
+WIDTH = 5.0
+"""Inches; 360 units of SVG."""
+SMALL = 7.5
+FONT = 8.5
+INK, MUTED, GRID, PAPER, BAND = "#1b1d21", "#5c626b", "#d7dae0", "#ffffff", "#eceef2"
+# Okabe and Ito's palette for colour-blind readers. Markers differ too: no figure needs colour to be read.
+BLUE, ORANGE, GREEN, PINK, SKY, AMBER = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"
+VARIABLES = {
+    INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper", BAND: "band",
+    BLUE: "blue", ORANGE: "orange", GREEN: "green", PINK: "pink", SKY: "sky", AMBER: "amber",
+}  # fmt: skip
+_DPI = 150
+_CHARACTER = 0.077
+"""Inches that a character of a label takes, at most."""
+_LABEL = 26
+"""Characters of a label; the rest stands in the table below the figure."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure with its meaning.
+
+    Args:
+        name: Of its files.
+        title: What it shows.
+        finding: What is to be seen in it, for those who do not see it.
+        data: The numbers that are drawn.
+        draw: Draws it.
+        task: Whose figure it is; empty for the whole study.
+    """
+
+    name: str
+    title: str
+    finding: str
+    data: Table
+    draw: Callable[[], Figure]
+    task: str = ""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A chart as files, and as a part of the page."""
+
+    chart: Chart
+    svg: bytes
+    png: bytes | None
+    inline: str
+
+
+def render(charts: Sequence[Chart], *, png: bool = True) -> list[Rendered]:
+    """Draw all charts. The same charts give the same SVG."""
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        raise missing_extra("a report", module="matplotlib", extra="study") from None
+    with _style():
+        return [_render(chart, png=png) for chart in charts]
+
+
+def _render(chart: Chart, *, png: bool) -> Rendered:
+    figure = chart.draw()
+    metadata: dict[str, Any] = {"Title": chart.title, "Description": chart.finding, "Date": None, "Creator": "gatespace"}
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", metadata=metadata)
+    svg = _described(buffer.getvalue().decode(), chart)
+    picture = None
+    if png:
+        buffer = io.BytesIO()
+        about = {"Title": chart.title, "Description": chart.finding, "Software": None}
+        figure.savefig(buffer, format="png", dpi=_DPI, metadata=about)
+        picture = buffer.getvalue()
+    return Rendered(chart, svg.encode(), picture, _inline(svg, chart))
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    import matplotlib
+
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        # A label in a script that the font lacks: browsers find a font, PNGs show a box.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(
+            {
+                "svg.hashsalt": "gatespace",
+                "svg.fonttype": "none",  # letters stay letters: they can be selected, searched and enlarged
+                "text.parse_math": False,  # a task's label may have a $ in it
+                "font.size": FONT,
+                "axes.linewidth": 0.6,
+                "axes.edgecolor": MUTED,
+                "axes.labelcolor": INK,
+                "axes.labelsize": FONT,
+                "axes.titlesize": FONT,
+                "axes.facecolor": "none",
+                "figure.facecolor": PAPER,
+                "savefig.facecolor": PAPER,
+                "text.color": INK,
+                "xtick.color": MUTED,
+                "xtick.labelcolor": INK,
+                "xtick.labelsize": SMALL + 0.5,
+                "xtick.major.width": 0.6,
+                "xtick.major.size": 3,
+                "ytick.color": MUTED,
+                "ytick.labelcolor": INK,
+                "ytick.labelsize": FONT,
+                "ytick.major.width": 0.6,
+                "ytick.major.size": 3,
+                "axes.formatter.use_mathtext": False,
+                "axes.unicode_minus": True,
+            }
+        )
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------- paper to draw on
+
+
+def canvas(height: float) -> Figure:
+    """An empty figure of the common width and `height` inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, height))
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def panel(figure: Figure, *, left: float, right: float, top: float, bottom: float) -> Axes:
+    """Axes in a figure, with margins in inches."""
+    width, height = figure.get_size_inches()
+    axes = figure.add_axes((left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height))
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes
+
+
+def rows_panel(
+    figure: Figure, labels: Sequence[str], *, top: float, bottom: float, right: float = 0.15, least: float = 0.6
+) -> Axes:
+    """Axes with one named row per label, the first on top."""
+    texts = [short(label) for label in labels]
+    left = max(least, 0.14 + _CHARACTER * max(map(len, texts), default=1))
+    axes = panel(figure, left=left, right=right, top=top, bottom=bottom)
+    axes.set_ylim(len(texts) - 0.4, -0.6)
+    axes.set_yticks(range(len(texts)), texts)
+    axes.tick_params(axis="y", length=0, pad=4)
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="x", color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    return axes
+
+
+def heading(figure: Figure, parts: Sequence[tuple[str, str]], *, top: float = 0.08, left: float = 0.08) -> None:
+    """A line of coloured words at the top: the key to the marks, so that no box of a legend is needed."""
+    width, height = figure.get_size_inches()
+    x, y = left, top
+    for text, colour in parts:
+        length = 0.062 * len(text) + 0.12
+        if x > left and x + length > width - 0.05:
+            x, y = left, y + 0.17
+        figure.text(x / width, 1 - y / height, text, color=colour, fontsize=FONT - 0.5, va="top", ha="left")
+        x += length
+
+
+def heading_rows(parts: Sequence[tuple[str, str]], *, left: float = 0.08) -> int:
+    """How many lines `heading` needs."""
+    x, rows = left, 1
+    for text, _ in parts:
+        length = 0.062 * len(text) + 0.12
+        if x > left and x + length > WIDTH - 0.05:
+            x, rows = left, rows + 1
+        x += length
+    return rows
+
+
+def short(label: str, most: int = _LABEL) -> str:
+    """A label that fits beside a row."""
+    line = " ".join(label.split())
+    return line if len(line) <= most else line[: most - 1] + "…"
+
+
+# ---------------------------------------------------------------------------------------------------- into the page
+
+_ID = re.compile(r'\bid="([^"]+)"')
+_REFERENCE = re.compile(r'(?:url\(#|xlink:href="#)([^")]+)')
+_COLOUR = re.compile(r"#[0-9a-f]{6}\b")
+
+
+def _described(svg: str, chart: Chart) -> str:
+    """matplotlib puts the description into RDF only, where screen readers do not look."""
+    end = "</title>"
+    svg = svg.replace(end, f"{end}\n <desc>{escape(chart.finding)}</desc>", 1)
+    return svg.replace("<svg ", '<svg role="img" ', 1)
+
+
+def _inline(svg: str, chart: Chart) -> str:
+    body = svg[svg.index("<svg ") :]
+    body = re.sub(r"\s*<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+    body = re.sub(r"\s*<!--.*?-->", "", body, flags=re.DOTALL)
+    body = re.sub(r"\s*<title>.*?</title>\s*<desc>.*?</desc>", "", body, count=1, flags=re.DOTALL)
+    used = set(_REFERENCE.findall(body))
+    # Ids that nothing refers to only collide with those of the next figure.
+    body = _ID.sub(lambda match: f'id="{chart.name}-{match[1]}"' if match[1] in used else "", body)
+    body = _REFERENCE.sub(lambda match: match[0][: -len(match[1])] + f"{chart.name}-{match[1]}", body)
+    body = _COLOUR.sub(lambda match: f"var(--{VARIABLES[match[0]]})" if match[0] in VARIABLES else match[0], body)
+    body = re.sub(r"<g >", "<g>", body)
+    body = re.sub(r"font:([^;\"]*?)'DejaVu Sans'[^;\"]*", r"font:\1inherit-family", body)
+    box = re.search(r'viewBox="([^"]+)"', body)
+    assert box is not None
+    opening = (
+        f'<svg class="chart" role="img" viewBox="{box[1]}" aria-labelledby="{chart.name}-t {chart.name}-d">'
+        f'<title id="{chart.name}-t">{escape(chart.title)}</title><desc id="{chart.name}-d">{escape(chart.finding)}</desc>'
+    )
+    return opening + body[body.index(">") + 1 :]

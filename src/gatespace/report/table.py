@@ -1,0 +1,252 @@
+"""One model of a table, and how it is written as markdown, LaTeX and CSV.
+
+A cell holds a plain value. Columns say how it is rounded for readers; CSV has it in full. What does not exist is None or
+a `NotApplicable` with its reason, never a NaN or a 0. Equal tables have equal bytes in every form.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from gatespace.gating.coefficients import NotApplicable
+
+__all__ = ["Column", "Kind", "Runs", "Table", "Value", "csv_text", "latex_text", "markdown_text", "shown"]
+
+Kind = Literal["text", "count", "percent", "pp", "signed_pp", "p", "number", "lam", "runs"]
+Form = Literal["md", "tex", "csv", "html"]
+
+
+class Runs(NamedTuple):
+    """The runs that a row was computed from."""
+
+    ids: tuple[str, ...]
+
+
+Value = str | int | float | Runs | NotApplicable | None
+ABSENT = "–"
+_DECIMALS: Mapping[str, int] = {"percent": 2, "pp": 2, "signed_pp": 2, "number": 2, "lam": 3}
+_SMALLEST_P = 0.001
+_LONG = 45
+"""Rows beyond which a LaTeX table may break over pages."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column.
+
+    Args:
+        key: Its name in CSV.
+        title: Its heading for readers, with the unit in which the cells are shown.
+        kind: How a cell is shown. A percent is a share, and stays one in CSV; pp are percentage points everywhere.
+        forms: Where it is left out otherwise: ids are too long for a page in print.
+        about: What it means, in a few words; shown with the heading.
+    """
+
+    key: str
+    title: str
+    kind: Kind = "text"
+    forms: frozenset[Form] = frozenset({"md", "tex", "csv", "html"})
+    about: str = ""
+
+    @property
+    def numeric(self) -> bool:
+        """Whether cells are set to the right."""
+        return self.kind not in ("text", "runs")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table.
+
+    Args:
+        name: Of its files.
+        title: What it shows, as a caption.
+        columns: Its columns.
+        rows: As many cells per row as there are columns.
+        note: How to read it: a sentence or two.
+        stub: So many columns on the left name the row.
+        empty: What is said where there are no rows.
+    """
+
+    name: str
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Value, ...], ...]
+    note: str = ""
+    stub: int = 1
+    empty: str = ""
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise AssertionError(f"{self.name}: {len(row)} cells for {len(self.columns)} columns")
+
+    def column(self, key: str) -> list[Value]:
+        """The cells below one heading."""
+        index = [column.key for column in self.columns].index(key)
+        return [row[index] for row in self.rows]
+
+    def cells(self, form: Form) -> tuple[list[Column], list[list[Value]]]:
+        """The columns of a form, and its rows."""
+        kept = [i for i, column in enumerate(self.columns) if form in column.forms]
+        return [self.columns[i] for i in kept], [[row[i] for i in kept] for row in self.rows]
+
+
+def shown(value: Value, kind: Kind) -> str:
+    """A cell for readers, rounded.
+
+    Example:
+        >>> shown(0.77338, "percent"), shown(-0.004, "signed_pp"), shown(1.7, "signed_pp"), shown(0.0002, "p")
+        ('77.34', '0.00', '+1.70', '<0.001')
+    """
+    if value is None:
+        return ABSENT
+    if isinstance(value, NotApplicable):
+        return "N/A"
+    if isinstance(value, Runs):
+        return " ".join(value.ids)
+    if isinstance(value, str):
+        return value
+    if kind == "p":
+        return f"{value:.3f}" if value >= _SMALLEST_P else f"<{_SMALLEST_P}"
+    if kind in ("count", "text", "runs") and float(value).is_integer():
+        return str(int(value))
+    number = value * 100 if kind == "percent" else value
+    text = f"{number:.{_DECIMALS.get(kind, 2)}f}"
+    if float(text) == 0:
+        return text.removeprefix("-")
+    return f"+{text}" if kind == "signed_pp" and number > 0 else text
+
+
+# ---------------------------------------------------------------------------------------------------- the forms
+
+
+def markdown_text(table: Table) -> str:
+    """The table in markdown, with its title above and its note below."""
+    columns, rows = table.cells("md")
+    lines = [f"**{_markdown(table.title)}**", ""]
+    if rows:
+        lines.append(_markdown_row([_markdown(column.title) for column in columns]))
+        lines.append(_markdown_row(["---:" if column.numeric else ":---" for column in columns]))
+        for row in rows:
+            cells = zip(row, columns, strict=True)
+            lines.append(_markdown_row([_markdown(shown(value, column.kind)) for value, column in cells]))
+    else:
+        lines.append(_markdown(table.empty))
+    if table.note:
+        lines += ["", _markdown(table.note)]
+    return "\n".join(lines) + "\n"
+
+
+def latex_text(table: Table) -> str:
+    """The table in LaTeX. It needs booktabs, and longtable where it is long."""
+    columns, rows = table.cells("tex")
+    long = len(rows) > _LONG
+    layout = "".join("r" if column.numeric else "l" for column in columns)
+    caption = rf"\caption{{{_latex(table.title)}. {_latex(table.note)}}}"
+    label = rf"\label{{tab:{table.name}}}"
+    head = " & ".join(_latex(column.title) for column in columns) + r" \\"
+    body = [
+        " & ".join(_latex_cell(value, column) for value, column in zip(row, columns, strict=True)) + r" \\"
+        for row in rows
+    ] or [rf"\multicolumn{{{len(columns)}}}{{l}}{{{_latex(table.empty)}}} \\"]
+    if long:
+        lines = [
+            "% needs the packages booktabs and longtable",
+            r"\begingroup\small",
+            rf"\begin{{longtable}}{{{layout}}}",
+            caption + label + r" \\",
+            *(r"\toprule", head, r"\midrule", r"\endfirsthead"),
+            *(r"\toprule", head, r"\midrule", r"\endhead"),
+            *(r"\bottomrule", r"\endfoot"),
+            *body,
+            r"\end{longtable}",
+            r"\endgroup",
+        ]
+    else:
+        lines = [
+            "% needs the package booktabs",
+            r"\begin{table}[t]",
+            r"\centering\small",
+            rf"\begin{{tabular}}{{{layout}}}",
+            *(r"\toprule", head, r"\midrule", *body, r"\bottomrule"),
+            r"\end{tabular}",
+            caption,
+            label,
+            r"\end{table}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def csv_text(table: Table) -> str:
+    """The table as CSV: every number as it was computed, text so that no spreadsheet takes it for a formula."""
+    columns, rows = table.cells("csv")
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([column.key for column in columns])
+    for row in rows:
+        writer.writerow([_csv(value) for value in row])
+    return out.getvalue()
+
+
+# ---------------------------------------------------------------------------------------------------- escaping
+
+_MARKDOWN = re.compile(r"([\\`*_\[\]|~#])")
+_LATEX = {
+    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "%": r"\%", "_": r"\_",
+    "^": r"\textasciicircum{}", "~": r"\textasciitilde{}", "<": r"\textless{}", ">": r"\textgreater{}",
+    '"': r"\textquotedbl{}", "|": r"\textbar{}", "'": r"\textquotesingle{}", "`": r"\textasciigrave{}",
+    "λ": r"$\lambda$", "Δ": r"$\Delta$", "Σ": r"$\Sigma$", "σ": r"$\sigma$", "β": r"$\beta$", "α": r"$\alpha$",
+    "τ": r"$\tau$", "±": r"$\pm$", "×": r"$\times$", "≥": r"$\ge$", "≤": r"$\le$", "−": "$-$", "–": "--", "·": r"$\cdot$",
+    "→": r"$\to$", "≠": r"$\ne$", "≈": r"$\approx$", "…": r"\dots{}", "\u00a0": "~",
+}  # fmt: skip
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "|", "%")
+_HARMLESS = re.compile(r"[-+]?\d[\d.,eE+\-]*")
+"""A gate such as -4,0,0,0, which begins like a formula and calls nothing."""
+
+
+def _one_line(text: str) -> str:
+    return re.sub(r"\s*[\r\n\u2028\u2029]+\s*", " ", text).strip()
+
+
+def _markdown(text: str) -> str:
+    escaped = _MARKDOWN.sub(r"\\\1", _one_line(text))
+    return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _latex(text: str) -> str:
+    return "".join(_LATEX.get(char, char) for char in _one_line(text) if char.isprintable() or char == "\u00a0")
+
+
+def _latex_cell(value: Value, column: Column) -> str:
+    text = shown(value, column.kind)
+    if isinstance(value, int | float) and text.startswith(("-", "+", "<")):
+        return f"${text}$"  # a minus, not a hyphen
+    return _latex(text)
+
+
+def _csv(value: Value) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, NotApplicable):
+        return _plain(f"N/A ({value.reason})")
+    if isinstance(value, Runs):
+        return _plain(" ".join(value.ids))
+    if isinstance(value, str):
+        return _plain(value)
+    return repr(value)
+
+
+def _plain(text: str) -> str:
+    if text.startswith(_FORMULA) and not _HARMLESS.fullmatch(text):
+        return "'" + text
+    return text

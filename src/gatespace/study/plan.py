@@ -1,0 +1,443 @@
+"""From a study file to its runs and comparisons, before anything is trained.
+
+The plan is a function of the file and of the bases that were chosen on validation. A run's id holds a hash of every
+setting that can change its numbers, so that a changed file means other runs, and never other numbers under an old name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gatespace.config import StudyConfig, TaskConfig, TeachConfig, TrainConfig, dump_config, identity, parse_config
+from gatespace.errors import UsageError, unknown_name
+from gatespace.gating.coefficients import Gate, NotApplicable
+from gatespace.study.points import CANDIDATES, Catalogue, Point, base_of
+from gatespace.study.records import Axis, Comparison, Kind, RunSpec
+
+NINE: tuple[tuple[str, str, str], ...] = (
+    ("hate", "H1", "entropy-only(-4)"),
+    ("hate", "HG4,d+2", "gap-only(+2)"),
+    ("emotion", "HG5,d+4", "entropy-only(-4)"),
+    ("offensive", "H1", "entropy-only(-4)"),
+    ("offensive", "H1", "gap-only(+2)"),
+    ("offensive", "G2", "entropy-only(-4)"),
+    ("hate", "G4", "twin(G4)"),
+    ("emotion", "HG5,d+4", "twin(HG5,d+4)"),
+    ("offensive", "H1", "twin(H1)"),
+)
+"""The comparisons of the paper's Table 3seed: task of TweetEval, left, right."""
+
+ROLES = ("teacher", "student")
+_PLACEHOLDER = "made by the study"
+_ORDER: tuple[Kind, ...] = ("point", "restriction", "static", "published", "control", "twin")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a study does.
+
+    Args:
+        config: The study file.
+        runs: By id, in the order in which they are shown.
+        comparisons: All cells, also those that are not applicable.
+        points: (task, label) → point.
+        bases: Task → the point that its HG points are built on; a task whose base is still open is not in it.
+    """
+
+    config: StudyConfig
+    runs: Mapping[str, RunSpec]
+    comparisons: tuple[Comparison, ...]
+    points: Mapping[tuple[str, str], Point]
+    bases: Mapping[str, str]
+
+    @property
+    def open_bases(self) -> tuple[str, ...]:
+        """Tasks whose base is chosen on validation when the runs of the candidates are done."""
+        return tuple(sorted({run.task for run in self.runs.values() if self.points[run.task, run.point].d is not None}))
+
+    def find(self, task: str, point: str, seed: int) -> RunSpec | None:
+        """The run at a point and seed."""
+        wanted = (task, point, seed)
+        return next((run for run in self.runs.values() if (run.task, run.point, run.seed) == wanted), None)
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "study": self.config.name,
+            "runs": [
+                {
+                    "id": run.id,
+                    "task": run.task,
+                    "point": run.point,
+                    "gate": None if run.gate is None else list(run.gate),
+                    "seed": run.seed,
+                    "kind": run.kind,
+                    "of": run.of,
+                    "needs": list(run.needs),
+                }
+                for run in self.runs.values()
+            ],
+            "comparisons": [vars(comparison) for comparison in self.comparisons],
+            "bases": dict(self.bases),
+        }
+
+
+def make_plan(config: StudyConfig, bases: Mapping[str, str] | None = None) -> Plan:
+    """Expand a study file.
+
+    Args:
+        config: The study file.
+        bases: Task → base that was chosen on validation, where the file leaves it open.
+    """
+    chosen = dict(bases or {})
+    runs: dict[str, RunSpec] = {}
+    comparisons: list[Comparison] = []
+    points: dict[tuple[str, str], Point] = {}
+    known: dict[str, str] = {}
+    for task in config.tasks:
+        base = base_of(config, task) or chosen.get(task)
+        if base is not None:
+            known[task] = base
+        planner = _TaskPlanner(config, task, Catalogue(config, task, base))
+        planner.expand()
+        runs |= planner.runs
+        comparisons += planner.comparisons
+        points |= {(task, label): planner.catalogue[label] for label in planner.used}
+    return Plan(config, runs, tuple(comparisons), points, known)
+
+
+class _TaskPlanner:
+    """Runs and comparisons of one task."""
+
+    def __init__(self, config: StudyConfig, task: str, catalogue: Catalogue) -> None:
+        self.config, self.task, self.catalogue = config, task, catalogue
+        self.comparisons: list[Comparison] = []
+        self.used: dict[str, None] = {}
+        self._seeds: dict[str, dict[int, None]] = {}
+        self.runs: dict[str, RunSpec] = {}
+
+    def expand(self) -> None:
+        study, seeds = self.config, self.config.seeds
+        if study.tasks[self.task].sweep:
+            cells = list(self._cells())
+            for label in self.catalogue.family:
+                self._want(label, seeds)
+            for seed in seeds:
+                for axis, left, right, restriction in cells:
+                    self._compare(axis, left, right, seed, restriction=restriction)
+        if study.replication is not None:
+            self._replicate()
+        order = sorted(self._seeds, key=lambda label: _ORDER.index(self.catalogue[label].kind))
+        ids: dict[tuple[str, int], str] = {}
+        for label in order:
+            point = self.catalogue[label]
+            for seed in self._seeds[label]:
+                run = self._run(point, seed, ids)
+                ids[label, seed] = run.id
+                self.runs[run.id] = run
+
+    # ------------------------------------------------------------------ cells
+
+    def _cells(self) -> Iterable[tuple[Axis, str, Point | NotApplicable | None, Any]]:
+        axes, points = self.config.axes, self.catalogue
+        dynamic = [label for label in points.family if points[label].is_dynamic]
+        if axes.restrictions:
+            for label in points.family:
+                for name in ("gap-only", "entropy-only"):
+                    yield "restriction", label, points.restriction(label, name), name
+        if axes.gap:
+            for label in points.family:
+                if (other := points.without_gap(label)) is not None:
+                    yield "gap", label, other, None
+        for lam in axes.static:
+            for label in dynamic:
+                yield "static", label, points.gate(Gate.static(lam), "static"), None
+        for method in axes.published:
+            for label in dynamic:
+                yield "published", label, points.published(method), None
+        if axes.isolation is not None:
+            for label in self._chosen(axes.isolation.points, dynamic, "axes.isolation.points"):
+                for match in axes.isolation.match:
+                    yield "isolation", label, points.twin(label, match), None
+        for label in self._chosen(axes.controls.shuffled, dynamic, "axes.controls.shuffled"):
+            yield "control", label, points.shuffled(label), None
+
+    def _chosen(self, wanted: str | tuple[str, ...], dynamic: list[str], setting: str) -> list[str]:
+        if wanted == "all":
+            return dynamic
+        found = []
+        for text in wanted:
+            try:
+                label = self.catalogue.find(text).label
+            except UsageError as error:
+                raise UsageError(f"{setting}: {error.what}", got=error.got, instead=error.instead) from None
+            if label in dynamic:  # another task's points need not be this one's
+                found.append(label)
+        return found
+
+    def _compare(
+        self,
+        axis: Axis,
+        left: str,
+        right: Point | NotApplicable | None,
+        seed: int,
+        *,
+        restriction: Any = None,
+        replication: bool = False,
+    ) -> None:
+        common: dict[str, Any] = {"task": self.task, "axis": axis, "left": left, "seed": seed}
+        common |= {"restriction": restriction, "role": "replication" if replication else "sweep"}
+        if isinstance(right, NotApplicable):
+            self.comparisons.append(Comparison(**common, right=restriction, status="n/a", reason=right.reason))
+        elif right is None:
+            reason = "if the base that validation chooses has a ≠ 0"
+            self.comparisons.append(Comparison(**common, right=f"{restriction}(base)", reason=reason))
+        else:
+            if right.label != "base":
+                self._want(right.label, [seed])
+            self.comparisons.append(Comparison(**common, right=right.label))
+
+    def _replicate(self) -> None:
+        replication = self.config.replication
+        assert replication is not None
+        fresh, sweep = replication.seeds, self.config.seeds
+        if replication.comparisons == "all":
+            for old in [cell for cell in self.comparisons if cell.seed == sweep[0]]:
+                for seed in fresh:
+                    if old.status == "comparable":
+                        for label in (old.left, old.right):
+                            if label in self._seeds:
+                                self._want(label, [seed])
+                    values = {**vars(old), "seed": seed, "role": "replication"}
+                    self.comparisons.append(Comparison(**values))
+            return
+        seen = {(cell.axis, cell.left, cell.right, cell.seed) for cell in self.comparisons}
+        for left_text, right_text in self._pairs(replication.comparisons):
+            left, right = self.catalogue.find(left_text), self.catalogue.find(right_text)
+            axis, restriction = _axis(left, right)
+            for seed in (*sweep, *fresh):
+                for label in (left.label, right.label):
+                    self._want(label, [seed])
+                if (axis, left.label, right.label, seed) not in seen:
+                    again = seed in fresh
+                    self._compare(axis, left.label, right, seed, restriction=restriction, replication=again)
+
+    def _pairs(self, wanted: Any) -> list[tuple[str, str]]:
+        if wanted != "paper":
+            for pair in wanted:
+                if pair.task not in self.config.tasks:
+                    raise unknown_name("task", pair.task, self.config.tasks)
+            return [(pair.left, pair.right) for pair in wanted if pair.task == self.task]
+        name = self.config.tasks[self.task].task.get("name", self.task)
+        pairs = [(left, right) for task, left, right in NINE if name in (task, f"tweeteval/{task}")]
+        base = self.catalogue.base
+        if any(left.startswith("HG") and (base is None or not left.startswith(f"H{base}")) for left, _ in pairs):
+            raise UsageError(
+                f"replication.comparisons: the paper's nine have {self.task} on another base",
+                got=f"base: {base or 'best'}",
+                instead="base: G5 for emotion and G4 for hate, or a list of comparisons",
+            )
+        return pairs
+
+    # ------------------------------------------------------------------ runs
+
+    def _want(self, label: str, seeds: Iterable[int]) -> None:
+        point = self.catalogue[label]
+        self.used[label] = None
+        self._seeds.setdefault(label, {}).update(dict.fromkeys(seeds))
+        if point.of is not None:
+            self._want(point.of, [self._source_seed(point, seed) for seed in seeds])
+
+    def _source_seed(self, point: Point, seed: int) -> int:
+        """The seed of the dynamic run whose E[λ] a twin takes."""
+        isolation = self.config.axes.isolation
+        first = isolation is not None and isolation.reuse == "first-seed"
+        return self.config.seeds[0] if first and point.kind == "twin" else seed
+
+    def _run(self, point: Point, seed: int, ids: Mapping[tuple[str, int], str]) -> RunSpec:
+        needs: list[str] = []
+        if point.kind == "twin":
+            assert point.of is not None
+            needs = [ids[point.of, self._source_seed(point, seed)]]
+        elif point.d is not None or (point.kind == "control" and point.gate is None):
+            needs = [ids[name, s] for name in CANDIDATES for s in self.config.seeds if (name, s) in ids]
+        config = train_config(self.config, self.task, seed, objective(point, lam=0.5))
+        recipe: dict[str, Any] = {"identity": identity(config), "models": teach_identities(self.config, self.task)}
+        if point.match is not None:
+            isolation = self.config.axes.isolation
+            recipe |= {"twin": needs, "match": point.match, "decimals": isolation and isolation.decimals}
+        if point.d is not None:
+            recipe |= {"d": point.d}
+        return RunSpec(
+            id=f"{self.task}-{slug(point.label)}-s{seed}-{_digest(recipe)}",
+            task=self.task,
+            point=point.label,
+            kind=point.kind,
+            seed=seed,
+            gate=None if point.gate is None or point.gate.extra else point.gate.abcd,
+            of=point.of,
+            needs=tuple(needs),
+        )
+
+
+# ---------------------------------------------------------------------------------------------------- configurations
+
+
+def objective(point: Point, *, lam: float | None = None) -> dict[str, Any]:
+    """The settings of `objective` that make a run this point.
+
+    Args:
+        point: The point.
+        lam: The constant of a twin.
+    """
+    if point.method is not None:
+        return {"method": point.method.method, "params": point.method.params}
+    gate = Gate.static(lam) if point.kind == "twin" and lam is not None else point.gate
+    if gate is None:
+        gate = Gate()
+    settings: dict[str, Any] = {"method": "gated", "gate": str(gate)}
+    return settings | ({"shuffle": True} if point.kind == "control" else {})
+
+
+def train_config(
+    study: StudyConfig,
+    task: str,
+    seed: int,
+    goal: Mapping[str, Any],
+    *,
+    models: Mapping[str, str] | None = None,
+    cache: str | None = None,
+    output: Path | None = None,
+    threads: int | None = None,
+) -> TrainConfig:
+    """The whole configuration of one run.
+
+    Args:
+        study: The study file.
+        task: Its task.
+        seed: Its seed.
+        goal: What `objective` gave.
+        models: Role → folder of a model that the study has made.
+        cache: The folder of the teacher's scores, where the file does not name one.
+        output: The run's folder.
+        threads: Threads of the CPU, where the file does not say.
+    """
+    settings = _merged(study.train, study.tasks[task].train)
+    settings["task"] = study.tasks[task].task
+    settings["seed"] = seed
+    settings["objective"] = {**settings.get("objective", {}), **goal}
+    pair = dict(settings.get("pair", {}))
+    for role in ROLES:
+        if getattr(study.teach, role) is not None:
+            pair[role] = (models or {}).get(role, _PLACEHOLDER)
+    settings["pair"] = pair
+    if output is not None:
+        settings["output"] = str(output)
+    if cache is not None:
+        settings["teacher"] = {"cache": cache, **settings.get("teacher", {})}
+    settings["checkpoint"] = {**settings.get("checkpoint", {}), "model": study.keep_models}
+    if threads is not None:
+        settings["engine"] = {"threads": threads, **settings.get("engine", {})}
+    config = parse_config(TrainConfig, settings, where=f"{study.name}: train")
+    for split in ("val", "test"):
+        if split not in config.evaluation.final:
+            raise UsageError(
+                f"{study.name}: train.evaluation.final: must have {split}",
+                why="choices are made on val, and evidence comes from test",
+            )
+    return config
+
+
+def teach_config(
+    study: StudyConfig, task: str, role: str, *, output: Path | None = None, threads: int | None = None
+) -> TeachConfig | None:
+    """The configuration that makes the teacher or the student of a task; None where the study makes none."""
+    given = getattr(study.teach, role)
+    if given is None:
+        return None
+    # Test rows are read once for a model, by its baseline, and nothing is chosen on the way.
+    settings = _merged({"evaluation": {"every": 0, "final": []}}, given)
+    settings["task"] = study.tasks[task].task
+    if output is not None:
+        settings["output"] = str(output)
+    if threads is not None:
+        settings["engine"] = {"threads": threads, **settings.get("engine", {})}
+    return parse_config(TeachConfig, settings, where=f"{study.name}: teach.{role}")
+
+
+def teach_identities(study: StudyConfig, task: str) -> dict[str, str]:
+    """Role → hash of what makes its model, where the study makes one."""
+    configs = {role: teach_config(study, task, role) for role in ROLES}
+    return {role: identity(config) for role, config in configs.items() if config is not None}
+
+
+def model_name(study: StudyConfig, task: str, role: str) -> str | None:
+    """The name of a model that the study makes; None where it makes none."""
+    config = teach_config(study, task, role)
+    return None if config is None else f"{task}-{role}-{identity(config)[:8]}"
+
+
+def baseline_name(study: StudyConfig, task: str, role: str) -> str:
+    """The name of the evaluation of a task's student or teacher as it is before the runs."""
+    config = dump_config(train_config(study, task, study.seeds[0], {}))
+    recipe = {
+        "task": config["task"],
+        "model": [config["pair"][role], config["pair"][f"{role}_revision"], model_name(study, task, role)],
+        "evaluation": config["evaluation"],
+        "precision": config["engine"]["precision"],
+    }
+    return f"{task}-{'start' if role == 'student' else role}-{_digest(recipe)}"
+
+
+def task_settings(study: StudyConfig, task: str) -> TaskConfig:
+    """The section `task` of a study's task."""
+    return parse_config(TaskConfig, study.tasks[task].task, where=f"{study.name}: tasks.{task}.task")
+
+
+def check(study: StudyConfig) -> Plan:
+    """The plan of a file, with every configuration that it implies."""
+    plan = make_plan(study)
+    for task in study.tasks:
+        task_settings(study, task)
+    if not plan.runs:
+        raise UsageError(f"{study.name}: there is nothing to run", why="no task has a sweep or a replication")
+    return plan
+
+
+def slug(label: str) -> str:
+    """A label as part of a file name."""
+    text = re.sub(r"\((?=[-+])", "", label).replace("(", "-")
+    return re.sub(r"[^A-Za-z0-9.+_-]", "", text)
+
+
+def _axis(left: Point, right: Point) -> tuple[Axis, str | None]:
+    if right.kind == "twin":
+        return "isolation", None
+    if right.kind == "control":
+        return "control", None
+    if right.kind == "published":
+        return "published", None
+    if right.gate is not None and right.gate.is_static:
+        return "static", None
+    if right.kind == "restriction" and right.gate is not None:
+        return "restriction", "entropy-only" if right.gate.a else "gap-only"
+    return "gap", None
+
+
+def _digest(recipe: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` over `below`, section by section."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        merged[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
