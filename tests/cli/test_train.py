@@ -52,7 +52,7 @@ def test_a_student_is_trained_and_reported(trained):
 
 
 def test_without_a_model_there_is_no_next_step(cli, distil, tmp_path):
-    words = [*distil, "--set", "checkpoint.model=false", "--output", tmp_path / "run"]
+    words = [*distil, "--steps", "2", "--set", "checkpoint.model=false", "--output", tmp_path / "run"]
     result = cli(*words)
     assert result.exit_code == 0, result.stderr
     assert "E[λ]" in result.stdout

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from typing import Any, ClassVar
 
 import pytest
 
@@ -10,6 +12,7 @@ from gatespace.errors import RunError, UsageError
 from gatespace.models import Model
 from gatespace.models.encode import Encoder
 from gatespace.tasks import Prompt, Task
+from gatespace.tasks.prompt import Tokenizer
 
 ODD = ["a", "@user you", "😀 wow", '"q"', "two\nlines", "x" * 200, "(", "7 days", "文字"]
 
@@ -40,6 +43,41 @@ def test_nothing_is_shared_on_demand(task: Task, student: Model, texts: list[str
     assert encoder.prefix == []
     assert encoder.suffix(texts[0]) == prompt.render(student.tokenizer, texts[0])
     assert encoder.suffix("never seen") == prompt.render(student.tokenizer, "never seen")
+
+
+class Counting(Prompt):
+    """A prompt that knows how often it was rendered."""
+
+    rendered: ClassVar[list[str]] = []
+
+    def render(self, tokenizer: Tokenizer, text: str) -> list[int]:
+        self.rendered.append(text)
+        return super().render(tokenizer, text)
+
+
+def test_an_equal_tokenizer_finds_its_renderings(task: Task, student: Model, texts: list[str]) -> None:
+    prompt = Counting(Prompt.of(task).fixed, task.labels)
+
+    def made(tokenizer: Any, prompt: Prompt = prompt) -> tuple[Encoder, set[str]]:
+        Counting.rendered.clear()
+        encoder = Encoder(prompt, tokenizer, texts)
+        return encoder, {text for text in Counting.rendered if text in texts}
+
+    equal = copy.deepcopy(student.tokenizer)
+    other, marked = copy.deepcopy(equal), copy.deepcopy(equal)
+    other.chat_template = "{{ messages[0]['content'] }} now:"
+    marked.add_tokens(["you"])
+    first, rendered = made(student.tokenizer)
+    assert rendered == set(texts)
+    second, rendered = made(equal)
+    assert rendered <= set(ODD)  # some of them are among the probes that find the prefix
+    assert len(rendered) < len(ODD)
+    assert (second.prefix, [*map(second.suffix, texts)]) == (first.prefix, [*map(first.suffix, texts)])
+    for tokenizer, where in ((other, prompt), (marked, prompt), (equal, Counting("Else: ", task.labels))):
+        encoder, rendered = made(tokenizer, where)
+        assert rendered == set(texts)
+        for text in texts:
+            assert encoder.prefix + encoder.suffix(text) == Prompt.render(where, tokenizer, text)
 
 
 class Letters:

@@ -19,9 +19,11 @@ from torch import Tensor
 from gatespace.errors import RunError, UsageError
 from gatespace.gating.tokens import TeacherTopK
 from gatespace.models import Model, TinyPair, build_tiny, load_model
+from gatespace.models.body import body_of
 from gatespace.models.packed import PackedBody
 from gatespace.models.plain import PlainBody
 from gatespace.tasks import synthetic_task
+from gatespace.teacher import local
 from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.local import LocalTeacher
 
@@ -240,6 +242,7 @@ def test_a_machine_on_which_companions_leave_a_trace(model: Model, monkeypatch: 
         return found
 
     monkeypatch.setattr(PackedBody, "read", noisy)
+    monkeypatch.setattr(local, "_probed", {})  # another machine is another process
     teacher = LocalTeacher(model, PREFIX, max_new_tokens=CAP)
     assert teacher._alone
     assert "alone" in teacher._numerics
@@ -247,6 +250,29 @@ def test_a_machine_on_which_companions_leave_a_trace(model: Model, monkeypatch: 
     first = scored(teacher, QUESTIONS)
     assert teacher.stats.passes == len(QUESTIONS)
     invariant(teacher, first)
+
+
+def test_a_process_probes_a_teacher_once(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_probed", {})
+
+    def passes(model: Model, prefix: list[int]) -> tuple[int, list[Tensor]]:
+        """Through the network until the teacher is there, and what it says then."""
+        count: list[int] = []
+        body_of(model)  # has a probe of its own
+        handle = model.body.register_forward_pre_hook(lambda module, args: count.append(1))
+        teacher = LocalTeacher(model, prefix, max_new_tokens=CAP)
+        handle.remove()
+        return len(count), scored(teacher, QUESTIONS[:3])
+
+    (first, scores), (again, same) = (passes(load_model(str(tiny.teacher)), PREFIX) for _ in range(2))
+    assert again == 1 < first  # the prefix is read, and nothing else
+    assert all(one.equal(other) for one, other in zip(scores, same, strict=True))
+    changed = load_model(str(tiny.teacher))
+    with torch.no_grad():
+        changed.head.weight[0, 0] += 1
+    assert passes(changed, PREFIX)[0] == first
+    assert passes(load_model(str(tiny.teacher)), PREFIX[:-1])[0] == first
+    assert passes(load_model(str(tiny.teacher), dtype=torch.bfloat16), PREFIX)[0] == first
 
 
 # ---------------------------------------------------------------------------------------------------- the cache

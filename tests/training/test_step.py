@@ -245,9 +245,9 @@ def test_shuffling_keeps_every_value_of_a_micro_batch(skilled: Lab, fused: bool,
 
 def test_shuffling_depends_on_seed_and_step(skilled: Lab) -> None:
     def dealt(**options: Any) -> list[list[float]]:
-        # Right answers, so that seed and step choose no other responses; the rows are all there are.
+        # Right answers to one text, so that seed and step choose nothing else.
         lab = Lab(skilled.student, skilled.teacher, synthetic_task(), skilled.examples[:1], brief=True)
-        return lams(lab.step(rows=1, objective=SHUFFLED, rollout={"from": {"gold": 1.0}}, **options))
+        return lams(lab.step(rows=1, objective=SHUFFLED, rollout={"from": {"gold": 1.0}, "per_prompt": 4}, **options))
 
     first = dealt()
     assert dealt() == first

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from gatespace.cli import doctor, evaluate, gate, predict, teach, train
+from gatespace.cli import doctor, evaluate, gate, init, paper, plan, predict, report, run, status, teach, train
 from gatespace.cli.console import gatespace_version, print_error
 from gatespace.errors import GatespaceError, unknown_name
 
@@ -71,6 +71,10 @@ def _root(
     gatespace train --teacher runs/teach --gate G5  distil it into a student
     gatespace evaluate runs/train                   how often it is right
     gatespace predict runs/train texts.txt          label texts with it
+    gatespace plan demo                             what a study would do
+    gatespace run demo                              a whole study and its report
+    gatespace report studies/demo                   what it found, once more
+    gatespace paper                                 the paper, held against its numbers
     gatespace doctor                                what is installed here
     """
 
@@ -80,6 +84,12 @@ app.command("teach")(teach.teach)
 app.command("train")(train.train)
 app.command("evaluate")(evaluate.evaluate)
 app.command("predict")(predict.predict)
+app.command("init")(init.init)
+app.command("plan")(plan.plan)
+app.command("run")(run.run)
+app.command("status")(status.status)
+app.command("report")(report.report)
+app.command("paper")(paper.paper)
 app.command("doctor")(doctor.doctor)
 
 

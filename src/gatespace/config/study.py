@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from gatespace.config.base import Fault, Name, Place, Section, Seed, Switch
+from gatespace.config.base import Count, Fault, Name, Place, Section, Seed, Switch
 from gatespace.config.objective import GateValue, Method, Parameter, gate_value, method_parameters
 
 BEST = "best"
@@ -173,7 +173,8 @@ class TeachersConfig(Section):
     """Models that are made before the runs, per task."""
 
     teacher: Settings | None = None
-    """Settings of `gatespace teach` for the teacher of each task; null: `train.pair.teacher` is there already."""
+    """Settings of `gatespace teach` for the teacher of each task; null: `train.pair.teacher` is there already. A
+    section `task` in it names only what differs from the study's, e.g. {split: {teacher: 0.1}}."""
 
     student: Settings | None = None
     """The same for the student that every run starts from, e.g. to teach it the form of an answer; null: it starts as
@@ -215,6 +216,10 @@ class StudyConfig(Section):
 
     replication: ReplicationConfig | None = None
     """Comparisons on fresh seeds; null: none."""
+
+    workers: Count = 1
+    """Runs at once, each in a process of its own with its share of the cores. A pair must fit into memory so many
+    times."""
 
     keep_models: Switch = False
     """Keep the trained weights of every run, as large as the student each; false: predictions and records only."""

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gatespace.errors import RunError
 from gatespace.tasks import Prompt
 from gatespace.tasks.prompt import shared_length
+
+_KEPT = 2
+"""How many pairs of prompt and tokenizer leave their renderings to later encoders of the process."""
+_kept: OrderedDict[tuple[Prompt, str], dict[str, list[int]]] = OrderedDict()
 
 
 class Encoder:
@@ -23,7 +29,11 @@ class Encoder:
     def __init__(self, prompt: Prompt, tokenizer: Any, texts: Iterable[str], *, share: bool = True) -> None:
         self.prompt = prompt
         self.tokenizer = tokenizer
-        self._rendered = {text: prompt.render(tokenizer, text) for text in texts}
+        known = _renderings(prompt, tokenizer)
+        for text in (texts := list(texts)):
+            if text not in known:
+                known[text] = prompt.render(tokenizer, text)
+        self._rendered = {text: known[text] for text in texts}
         self.prefix: list[int] = prompt.prefix(tokenizer) if share else []
         for ids in self._rendered.values():
             # One token at least is a row's own: it is where the first token of the response is predicted.
@@ -57,3 +67,17 @@ class Encoder:
     def closed(self, ids: Sequence[int]) -> bool:
         """Whether the response is a whole answer, after which nothing that is written counts."""
         return self.prompt.closed(self.decode(ids))
+
+
+def _renderings(prompt: Prompt, tokenizer: Any) -> dict[str, list[int]]:
+    """Text → ids, as encoders before this one have rendered them with the same prompt and an equal tokenizer."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # what it does is not known by its content
+        return {}
+    traits = (type(tokenizer).__qualname__, tokenizer.chat_template, tokenizer.special_tokens_map)
+    key = (prompt, hashlib.sha256(f"{traits}{backend.to_str()}".encode("utf-8", "surrogatepass")).hexdigest())
+    found = _kept.setdefault(key, {})
+    _kept.move_to_end(key)
+    while len(_kept) > _KEPT:
+        _kept.popitem(last=False)
+    return found

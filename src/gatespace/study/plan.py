@@ -363,7 +363,7 @@ def teach_config(
         return None
     # Test rows are read once for a model, by its baseline, and nothing is chosen on the way.
     settings = _merged({"evaluation": {"every": 0, "final": []}}, given)
-    settings["task"] = study.tasks[task].task
+    settings["task"] = _merged(study.tasks[task].task, settings.get("task", {}))
     if output is not None:
         settings["output"] = str(output)
     if threads is not None:

@@ -28,7 +28,7 @@ from gatespace.study.plan import (
 )
 from gatespace.study.points import CANDIDATES, GRID, Point
 from gatespace.study.records import Base, RunSpec, State
-from gatespace.study.store import Store
+from gatespace.study.store import Store, progress_of, seconds_of
 
 _SAME_FAILURES = 3
 """A task whose first runs all fail alike is left: the rest would fail alike too."""
@@ -61,6 +61,27 @@ class Outlook:
     def count(self, state: State) -> int:
         """Pieces of work in a state."""
         return sum(1 for other in self.states.values() if other == state)
+
+    def seconds_left(self, workers: int) -> float | None:
+        """How long the rest will take by what was done so far; None where nothing was."""
+        runs = [work for work in self.work if work.run is not None]
+        took = [seconds_of(work.folder) for work in runs if self.states[work.name] == "done"]
+        known = [seconds for seconds in took if seconds is not None]
+        if not known:
+            return None
+        each = fsum(known) / len(known)
+        left = fsum(
+            each * (1 - progress_of(work.folder) / work.steps if self.states[work.name] == "running" else 1)
+            for work in runs
+            if self.states[work.name] in ("running", "waiting") and work.name not in self.blocked
+        )
+        return left / workers
+
+
+def look(store: Store) -> Outlook:
+    """How a study stands, seen from outside."""
+    _, work = outline(store, store.config())
+    return Outlook(work, {one.name: store.state(one.folder) for one in work})
 
 
 def outline(store: Store, config: StudyConfig, threads: int | None = None) -> tuple[Plan, list[Work]]:

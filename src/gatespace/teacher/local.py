@@ -33,6 +33,8 @@ _STEP = 16
 """Prompts attend at multiples of this length."""
 _IDLE = 64
 """Idle tokens are cut into rows of this length."""
+_probed: dict[tuple[object, ...], bool] = {}
+"""Whether companions leave no trace, by all that the answer depends on: many runs of a process have one teacher."""
 
 
 @dataclass
@@ -83,12 +85,17 @@ class LocalTeacher:
         self._payload, self._k = payload, min(k, self._vocab_size)
         self._cache = cache
         self.body: Body = body_of(model, packed=packed)
+        self._device, self._dtype = model.device, model.head.weight.dtype
+        self._fingerprint = model.fingerprint()
         self._alone = False
+        probe = (self._fingerprint, self._describe(), *self.prefix, model.vocab_size, model.pad_id)
+        probe = (*probe, str(self._device), torch.get_num_threads())
         with torch.no_grad():
             self.trunk = self.body.trunk(self.prefix)
-            self._alone = not self._companions_leave_no_trace()
+            if probe not in _probed:
+                _probed[probe] = self._companions_leave_no_trace()
+        self._alone = not _probed[probe]
         self.stats = LocalStats()
-        self._fingerprint = model.fingerprint() if cache is not None else ""
         self._numerics = self._describe()
 
     # ------------------------------------------------------------------ scores
@@ -127,7 +134,7 @@ class LocalTeacher:
             self._cache.put_many(
                 (key, self._pack(v)) for row, entry in new for key, v in zip(keys[row], entry, strict=True)
             )
-        joined = torch.cat([entry.to(self.model.device) for entry in found if entry is not None])[None]
+        joined = torch.cat([entry.to(self._device) for entry in found if entry is not None])[None]
         if self._payload == "hidden":
             return Scores(joined, self.model.head)
         ids, log_probs, sampled = joined.split([self._k, self._k, 1], -1)
@@ -149,7 +156,7 @@ class LocalTeacher:
         return entry.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
     def _unpack(self, buffer: bytes, positions: int) -> Tensor:
-        dtype = self.model.head.weight.dtype if self._payload == "hidden" else torch.float32
+        dtype = self._dtype if self._payload == "hidden" else torch.float32
         return torch.frombuffer(bytearray(buffer), dtype=dtype).view(positions, -1)
 
     # ------------------------------------------------------------------ canonical passes
@@ -236,7 +243,7 @@ class LocalTeacher:
 
     def _describe(self) -> str:
         """Everything beside teacher and question that the bits of a score depend on."""
-        device = self.model.device
+        device = self._device
         place = (
             f"cpu-{torch.backends.cpu.get_cpu_capability()}"
             if device.type == "cpu"
@@ -251,7 +258,7 @@ class LocalTeacher:
                 f"response{self._longest}",
                 f"pass{'-alone' if self._alone else ''}{_PASS}",
                 type(self.body).__name__,
-                str(self.model.head.weight.dtype),
+                str(self._dtype),
                 f"torch-{torch.__version__}",
                 place,
             )

@@ -1,0 +1,177 @@
+"""`gatespace plan`: what a study would do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gatespace.cli import run_options as options
+from gatespace.cli import study_file
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from gatespace.config import StudyConfig
+    from gatespace.study.plan import Plan
+
+
+def plan(
+    study: study_file.Study,
+    sets: study_file.Sets = None,
+    quick: study_file.Quick = False,
+    everything: Annotated[bool, typer.Option("--all", help="List every run and comparison, of all seeds.")] = False,
+    estimate: Annotated[
+        bool, typer.Option("--estimate/--no-estimate", help="Count tokens and time; needs the models' tokenizers.")
+    ] = True,
+    as_json: options.AsJson = False,
+) -> None:
+    """Show the runs and the comparisons of a study before anything is trained.
+
+    Runs that several comparisons need are trained once. A cell that cannot
+    exist by construction is N/A with its reason, and is not missing data.
+
+    \b
+    gatespace plan demo
+    gatespace plan paper --all
+    gatespace plan my.yaml --set seeds=[42,2,3,4,5] --json
+    """
+    from gatespace.cli.console import console, print_json
+    from gatespace.study.plan import check
+
+    config = study_file.load_study(study, sets or [], quick=quick)
+    found = check(config)
+    costs = [_cost(config, found, task) for task in config.tasks] if estimate else []
+    if as_json:
+        print_json({**found.as_json(), **({"estimate": costs} if estimate else {})})
+        return
+    out = console()
+    out.print(f"{config.name}: {len(found.runs)} runs on {', '.join(config.tasks)}", style="bold", soft_wrap=True)
+    for task in config.tasks:
+        out.print(_runs(found, task, everything=everything))
+        out.print(_comparisons(found, task, everything=everything))
+    out.print(_counts(found))
+    for line in _reasons(found):
+        out.print(line, soft_wrap=True)
+    for cost in costs:
+        for line in _cost_lines(cost):
+            out.print(line, soft_wrap=True)
+
+
+def _runs(plan: Plan, task: str, *, everything: bool) -> Table:
+    table = _table(f"runs on {task}", "point", "kind", "a,b,c,d", "seeds", "waits for")
+    points: dict[str, list[Any]] = {}
+    for run in plan.runs.values():
+        if run.task == task:
+            points.setdefault(run.id if everything else run.point, []).append(run)
+    for runs in points.values():
+        first = runs[0]
+        gate = "" if first.gate is None else ",".join(f"{value:g}" for value in first.gate)
+        waits = ""
+        if first.kind == "twin":
+            waits, gate = f"E[λ] of {first.of}", "0,0,logit E[λ],0"
+        elif first.needs:
+            waits, gate = "the base, by validation", f"base, d = {first.point.partition('d')[2]}"
+        table.add_row(first.point, first.kind, gate, " ".join(str(run.seed) for run in runs), waits)
+    return table
+
+
+def _comparisons(plan: Plan, task: str, *, everything: bool) -> Table:
+    cells = [cell for cell in plan.comparisons if cell.task == task]
+    if everything:
+        table = _table(f"comparisons on {task}", "axis", "left", "right", "seed", "role", "note")
+        for cell in cells:
+            right = cell.right if cell.status == "comparable" else "N/A"
+            table.add_row(cell.axis, cell.left, right, str(cell.seed), cell.role, cell.reason)
+        return table
+    axes = list(dict.fromkeys(cell.restriction or cell.axis for cell in cells))
+    table = _table(f"comparisons on {task}: a point against …", "point", *axes)
+    rows: dict[str, dict[str, dict[str, None]]] = {}
+    for cell in cells:
+        axis = cell.restriction or cell.axis
+        # The column says half of a label, and the row the other half.
+        shown = cell.right.replace(f"({cell.left})", "").removeprefix(f"{axis}").strip("(:)")
+        rows.setdefault(cell.left, {}).setdefault(axis, {})[shown if cell.status == "comparable" else "N/A"] = None
+    for left, row in rows.items():
+        table.add_row(left, *(" ".join(row.get(axis, ())) for axis in axes))
+    return table
+
+
+def _reasons(plan: Plan) -> list[str]:
+    """Why cells are N/A or open, each once."""
+    cells = Counter((cell.task, cell.reason) for cell in plan.comparisons if cell.reason and cell.status == "n/a")
+    return [f"{task}: {count} cells N/A: {reason}" for (task, reason), count in cells.items()]
+
+
+def _counts(plan: Plan) -> Table:
+    table = _table("counts", "task", "axis", "comparable", "N/A")
+    counts = Counter((cell.task, cell.axis, cell.restriction or "", cell.status) for cell in plan.comparisons)
+    for task, axis, restriction in dict.fromkeys(key[:3] for key in counts):
+        both = [counts[task, axis, restriction, status] for status in ("comparable", "n/a")]
+        table.add_row(task, f"{axis} {restriction}".strip(), *map(str, both))
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold", min_width=len(column))
+    return table
+
+
+# ---------------------------------------------------------------------------------------------------- cost
+
+
+def _cost(config: StudyConfig, plan: Plan, task: str) -> dict[str, Any]:
+    """What the runs of a task need: the teacher's tokens, alone and with shared answers, and a range of time."""
+    from gatespace.cli.estimate import estimate
+    from gatespace.errors import GatespaceError
+    from gatespace.study.plan import ROLES, train_config
+
+    runs = [run for run in plan.runs.values() if run.task == task]
+    found: dict[str, Any] = {"task": task, "runs": len(runs)}
+    models = {}
+    for role in ROLES:
+        made = getattr(config.teach, role)
+        if made is not None:
+            models[role] = made.get("model", "smollm2")
+    try:
+        one = train_config(config, task, config.seeds[0], {}, models=models)
+        cost = estimate(one, lambda text: None)
+    except GatespaceError as error:
+        return found | {"status": "n/a", "reason": error.what}
+    step = cost["step"]["teacher_tokens_at_most"]
+    alone = [tokens * one.steps * len(runs) for tokens in step]
+    prompts = min(one.steps * one.batch_size * len({run.seed for run in runs}), cost["rows"])
+    each = cost["prompt_tokens_mean"] + cost["right_response_tokens_mean"]
+    time = cost["time"]
+    seconds = [value * len(runs) for value in time["seconds"]] if "seconds" in time else None
+    return found | {
+        "steps": one.steps,
+        "batch_size": one.batch_size,
+        "teacher_tokens_of_independent_runs": alone,
+        # Every prompt is scored at least once; how often a response is new, only the students know.
+        "teacher_tokens_at_least": prompts * each,
+        "seconds": seconds if seconds is not None else {"status": "n/a", "reason": time["reason"]},
+    }
+
+
+def _cost_lines(cost: dict[str, Any]) -> list[str]:
+    from gatespace.cli.progress import duration
+
+    if "reason" in cost:
+        return [f"{cost['task']}: no estimate: {cost['reason']}"]
+    low, high = cost["teacher_tokens_of_independent_runs"]
+    lines = [
+        f"{cost['task']}: {cost['runs']} runs of {cost['steps']} steps × {cost['batch_size']} prompts",
+        f"  the teacher reads {low / 1e6:.2f}-{high / 1e6:.2f} M tokens in independent runs; "
+        f"with shared answers at least {cost['teacher_tokens_at_least'] / 1e6:.3f} M",
+    ]
+    seconds = cost["seconds"]
+    if isinstance(seconds, dict):
+        return [*lines, f"  time: {seconds['reason']}"]
+    return [*lines, f"  time on this machine, one run after the other: {duration(seconds[0])} - {duration(seconds[1])}"]

@@ -1,0 +1,124 @@
+"""`gatespace run`: a whole study."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gatespace.cli import run_options as options
+from gatespace.cli import study_file
+from gatespace.errors import UsageError, unknown_name
+
+if TYPE_CHECKING:
+    from gatespace.study.engines import Engine
+    from gatespace.study.runner import Outlook
+    from gatespace.study.store import Store
+
+_ENGINES = ("local", "ray")
+_INTERRUPTED = 130
+
+
+def run(
+    study: study_file.Study,
+    output: study_file.Output = None,
+    workers: Annotated[
+        int | None, typer.Option(metavar="N", min=1, show_default=False, help="Runs at once; else as the study says.")
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, show_default=False, help="CPU threads of each run; else cores / workers."),
+    ] = None,
+    engine: Annotated[str, typer.Option(metavar="NAME", help="local processes, or ray.")] = "local",
+    address: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", show_default=False, help="Of a Ray cluster, e.g. auto.")
+    ] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Try failed runs again.")] = False,
+    quick: study_file.Quick = False,
+    report: Annotated[bool, typer.Option("--report/--no-report", help="Write the report at the end.")] = True,
+    sets: study_file.Sets = None,
+    quiet: options.Quiet = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Train, evaluate and compare all that a study plans, and write its report.
+
+    A study that was stopped or killed goes on with the same command, and
+    ends with the same numbers. A failed run is recorded with its error, and
+    the others go on. Test rows are read once per trained model, and every
+    read is recorded; what is shown on the way comes from validation.
+
+    \b
+    gatespace run demo                    minutes, on two cores, no download
+    gatespace run my.yaml --workers 2
+    gatespace run studies/demo --retry    take up a study by its folder
+    gatespace run my.yaml --engine ray --address auto
+
+    Exit code 0: all runs are done; 1: some failed; 2: a mistake in the call;
+    130: stopped by Ctrl-C.
+    """
+    import sys
+
+    from gatespace.cli.study_view import StudyView
+    from gatespace.study.plan import check
+    from gatespace.study.runner import run_study
+    from gatespace.study.store import Store
+
+    if engine not in _ENGINES:
+        raise unknown_name("engine", engine, _ENGINES)
+    if address is not None and engine != "ray":
+        raise UsageError("--address is for --engine ray", got=address)
+    config = study_file.load_study(study, sets or [], quick=quick)
+    check(config)
+    folder = study_file.study_folder(config, study, output)
+    store, count = Store(folder), workers or config.workers
+    chosen = store.begin(config, workers=count, threads=threads)
+    try:
+        with StudyView(store, count, quiet=quiet) as view:
+            doer = _engine(engine, count, chosen, address)
+            outlook = run_study(config, store, doer, threads=chosen, retry=retry, watch=view.update, note=view.note)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"stopped; the same command goes on, and so does: gatespace run {folder}\n")
+        raise typer.Exit(_INTERRUPTED) from None
+    _tell(store, outlook, report=report, as_json=as_json, quiet=quiet)
+    if outlook.count("done") < len(outlook.work):
+        raise typer.Exit(1)
+
+
+def _engine(name: str, workers: int, threads: int, address: str | None) -> Engine:
+    from gatespace.study.engines import LocalEngine, RayEngine
+
+    return LocalEngine(workers, threads) if name == "local" else RayEngine(workers, threads, address)
+
+
+def _tell(store: Store, outlook: Outlook, *, report: bool, as_json: bool, quiet: bool) -> None:
+    """Write the report, and say how the study has ended."""
+    from gatespace.cli.console import console, print_json
+    from gatespace.cli.study_view import headline
+
+    failed = {work.name: store.error(work.folder) for work in outlook.work if outlook.states[work.name] == "failed"}
+    runs_done = any(work.run is not None and outlook.states[work.name] == "done" for work in outlook.work)
+    written: Any = None
+    if report and runs_done:
+        from gatespace.cli.report import write_report
+
+        written = write_report(store.folder, quiet=quiet or as_json)
+    if as_json:
+        done = [work.name for work in outlook.work if outlook.states[work.name] == "done"]
+        print_json(
+            {
+                "folder": str(store.folder),
+                "done": done,
+                "failed": failed,
+                "blocked": outlook.blocked,
+                "report": None if written is None else str(written.html),
+            }
+        )
+        return
+    out = console()
+    out.print(headline(outlook, 1))
+    for name, error in failed.items():
+        out.print(f"{name}: {error}", soft_wrap=True)
+    for reason in dict.fromkeys(outlook.blocked.values()):
+        out.print(f"not done, because {reason}", soft_wrap=True)
+    if failed:
+        out.print(f"try again with: gatespace run {store.folder} --retry", soft_wrap=True)

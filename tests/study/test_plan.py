@@ -1,0 +1,242 @@
+"""The plan: which runs and comparisons a study file means, checked against the paper's own counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from gatespace.cli.study_file import load_study
+from gatespace.config import StudyConfig, parse_config
+from gatespace.errors import UsageError
+from gatespace.evidence.facts import facts
+from gatespace.gating.coefficients import Gate
+from gatespace.study.plan import NINE, check, make_plan, slug, train_config
+
+from .conftest import settings, study
+
+
+@pytest.fixture(scope="module")
+def paper() -> StudyConfig:
+    return load_study("paper")
+
+
+def test_the_papers_cells_are_those_of_the_paper(paper):
+    plan = check(paper)
+    published = facts()["comparisons_36"]
+    for task in ("emotion", "hate"):
+        cells = [c for c in plan.comparisons if (c.task, c.axis, c.seed) == (task, "restriction", 42)]
+        found = {(c.left, c.restriction): c.right if c.status == "comparable" else None for c in cells}
+        wanted = {}
+        for row in published[task]:
+            wanted[row["config"], "gap-only"] = row["gap_only"]
+            wanted[row["config"], "entropy-only"] = row["entropy_only"]
+        assert found == wanted
+        comparable = [c for c in cells if c.status == "comparable"]
+        assert len(comparable) == facts()["counts"]["comparable"]["split"][task]
+    counts = Counter((c.restriction, c.status) for c in plan.comparisons if c.axis == "restriction" and c.seed == 42)
+    assert counts["gap-only", "n/a"] == facts()["counts"]["todi_na"]["value"] == 10
+    assert counts["entropy-only", "n/a"] == facts()["counts"]["eopd_na"]["value"] == 6
+    assert all(c.reason for c in plan.comparisons if c.status == "n/a")
+
+
+def test_the_papers_points_have_its_coefficients(paper):
+    plan = make_plan(paper)
+    for task in ("emotion", "hate"):
+        points = {r.point: r.gate for r in plan.runs.values() if r.task == task and r.kind == "point"}
+        assert points == {name: tuple(v["abcd"]) for name, v in facts()["configs"][task].items()}
+        assert len(points) == 13
+        restrictions = {r.point: r.gate for r in plan.runs.values() if r.task == task and r.kind == "restriction"}
+        published = facts()["restrictions"]
+        wanted = published["gap_only"]["value"] | published["entropy_only"]["value"]
+        assert restrictions == {name: tuple(abcd) for name, abcd in wanted.items()}
+
+
+def test_nine_comparisons_are_the_papers():
+    for (task, left, right), row in zip(NINE, facts()["nine"], strict=True):
+        theirs = f"twin({row['a']})" if row["b"].startswith("static") else row["b"]
+        assert (task, left, right) == (row["task"], row["a"], theirs)
+
+
+def test_replication_is_on_fresh_seeds_and_keeps_the_selecting_one_apart(paper):
+    plan = make_plan(paper)
+    fresh = [c for c in plan.comparisons if c.role == "replication"]
+    assert {c.seed for c in fresh} == {2, 3}
+    assert len(fresh) == 9 * 2
+    # What the sweep has is not listed again for the sweep's seed, and what it has not is.
+    emotion = [c for c in plan.comparisons if (c.task, c.left, c.right) == ("emotion", "HG5,d+4", "entropy-only(-4)")]
+    assert sorted((c.seed, c.role) for c in emotion) == [(2, "replication"), (3, "replication"), (42, "sweep")]
+    offensive = {r.point for r in plan.runs.values() if r.task == "offensive"}
+    assert offensive == {"H1", "G2", "entropy-only(-4)", "gap-only(+2)", "twin(H1)"}
+
+
+def test_the_papers_twins_take_the_first_seeds_mean(paper):
+    plan = make_plan(paper)
+    twin = plan.find("hate", "twin(G4)", 3)
+    assert twin is not None
+    source = plan.find("hate", "G4", 42)
+    assert source is not None
+    assert twin.needs == (source.id,)
+    own = make_plan(study())
+    assert own.find("messages", "twin(G5)", 2).needs == (own.find("messages", "G5", 2).id,)
+
+
+def test_a_run_that_several_cells_need_is_planned_once():
+    plan = make_plan(study(points=["G2", "G5", "H1", "entropy-only(-4)"], seeds=[1]))
+    labels = [run.point for run in plan.runs.values()]
+    assert len(labels) == len(set(labels))
+    gates = Counter(run.gate for run in plan.runs.values() if run.kind in ("point", "restriction", "static"))
+    assert set(gates.values()) == {1}
+    cells = [c for c in plan.comparisons if c.right == "entropy-only(-4)"]
+    assert {"G2", "G5", "H1"} <= {c.left for c in cells}
+    assert plan.find("messages", "entropy-only(-4)", 1).kind == "point"
+
+
+def test_a_base_that_is_open_leaves_the_points_on_it_open():
+    config = study(points="paper", seeds=[42])
+    plan = make_plan(config)
+    assert plan.open_bases == ("messages",)
+    open_runs = [run for run in plan.runs.values() if run.point.startswith("HG*")]
+    assert len(open_runs) == 4
+    assert all(run.gate is None and len(run.needs) == 4 for run in open_runs)
+    later = make_plan(config, {"messages": "G4"})
+    assert later.open_bases == ()
+    assert later.find("messages", "HG4,d+2", 42).gate == (0, 4, -1, 2)
+    cell = next(c for c in later.comparisons if (c.left, c.restriction) == ("HG4,d+2", "entropy-only"))
+    assert cell.status == "n/a"
+    # What does not hang on the base keeps its id.
+    assert {run.id for run in plan.runs.values() if "HG" not in run.point} == {
+        run.id for run in later.runs.values() if "HG" not in run.point
+    }
+    assert len([r for r in later.runs.values() if r.kind == "point"]) == 13
+
+
+def test_g1_as_a_base_has_points_of_its_own():
+    plan = make_plan(study(points="paper", base="G1"))
+    assert plan.find("messages", "HG1,d-4", 42).gate == (2, 2, 0, -4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"train": {**settings()["train"], "steps": 4}},
+        {"train": {**settings()["train"], "optimizer": {"lr": 2e-3}}},
+        {"teach": {**settings()["teach"], "teacher": {"model": "tiny", "steps": 41}}},
+        {"tasks": {"messages": {"task": {"name": "synthetic"}}}},
+    ],
+    ids=["steps", "lr", "teacher", "task"],
+)
+def test_what_can_change_numbers_changes_every_id(change):
+    before, after = make_plan(study()), make_plan(study(**change))
+    assert not set(before.runs) & set(after.runs)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"workers": 7}, {"keep_models": True}, {"output": "elsewhere"}, {"about": "x"}, {"seeds": [42, 2, 9]}],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_cannot_change_numbers_keeps_every_id(change):
+    before, after = make_plan(study()), make_plan(study(**change))
+    assert set(before.runs) <= set(after.runs)
+
+
+def test_decimals_of_a_twin_count():
+    one, two = (make_plan(study(axes={"isolation": {"decimals": d}})) for d in (None, 3))
+    assert one.find("messages", "twin(G5)", 2).id != two.find("messages", "twin(G5)", 2).id
+    assert one.find("messages", "G5", 2).id == two.find("messages", "G5", 2).id
+
+
+def test_replicating_all_repeats_every_cell_that_can_be():
+    plan = make_plan(study(seeds=[1], replication={"comparisons": "all", "seeds": [8, 9]}))
+    cells = Counter((c.seed, c.status) for c in plan.comparisons)
+    assert cells[1, "comparable"] == cells[8, "comparable"] == cells[9, "comparable"] > 0
+    for cell in plan.comparisons:
+        if cell.status == "comparable":
+            assert plan.find(cell.task, cell.left, cell.seed)
+            assert plan.find(cell.task, cell.right, cell.seed)
+
+
+def test_every_comparable_cell_of_the_demo_has_its_two_runs():
+    plan = make_plan(load_study("demo"), {"messages": "G5"})
+    assert plan.open_bases == ()
+    for cell in plan.comparisons:
+        if cell.status == "comparable":
+            for label in (cell.left, cell.right):
+                assert plan.find(cell.task, label, cell.seed), (cell, label)
+
+
+def test_own_points_by_name():
+    plan = make_plan(study(points={"mine": {"a": 4, "c": -1}, "other": [0, 0, 0, -2]}, seeds=[1]))
+    assert plan.find("messages", "mine", 1).gate == (4, 0, -1, 0)
+    cells = {(c.left, c.restriction): c for c in plan.comparisons if c.axis == "restriction"}
+    assert cells["mine", "entropy-only"].right == "entropy-only(-4)"
+    assert cells["other", "gap-only"].right == "other"  # it is its own restriction
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"points": ["G5", "4,0,-1,0"]}, "named twice"),
+        ({"points": ["G9"]}, "G9"),
+        ({"points": {"one": "G5", "two": "4,0,-1,0"}}, "one point"),
+        ({"replication": {"comparisons": [{"task": "x", "left": "G5", "right": "G4"}], "seeds": [5]}}, "x"),
+        ({"replication": {"comparisons": "all", "seeds": [42]}}, "not fresh"),
+        ({"axes": {"controls": {"shuffled": ["G99"]}}}, "axes.controls.shuffled"),
+        ({"train": {"evaluation": {"final": ["val"]}}}, "test"),
+        ({"train": {"seed": 3}}, "train.seed"),
+        ({"train": {"objective": {"gate": "G5"}}}, "train.objective.gate"),
+        ({"train": {"optimizer": {"lrr": 1}}}, "lrr"),
+        ({"teach": {"teacher": {"stepps": 1}}}, "stepps"),
+        ({"tasks": {}}, "tasks"),
+        ({"tasks": {"a/b": {"task": {"name": "synthetic"}}}}, "a/b"),
+        ({"tasks": {"a": {"task": {"name": "synthetic"}, "sweep": False}}}, "nothing to run"),
+        ({"selection_seed": 5}, "selection_seed"),
+        ({"seeds": []}, "seeds"),
+        ({"axes": {"published": ["nothing"]}}, "published"),
+    ],
+)
+def test_a_mistake_in_a_study_file_is_named(change, text):
+    with pytest.raises(UsageError) as caught:
+        check(parse_config(StudyConfig, settings(**change)))
+    assert text in str(caught.value)
+
+
+def test_a_twin_of_a_static_point_is_refused():
+    with pytest.raises(UsageError, match="no λ that depends on the token"):
+        check(
+            study(
+                replication={
+                    "comparisons": [{"task": "messages", "left": "G5", "right": "twin(static:0.5)"}],
+                    "seeds": [7],
+                }
+            )
+        )
+
+
+def test_settings_of_a_task_come_before_those_of_the_study():
+    tasks = {"messages": {**settings()["tasks"]["messages"], "train": {"steps": 9, "optimizer": {"clip": 0.5}}}}
+    config = train_config(study(tasks=tasks), "messages", 5, {"gate": "G4"})
+    assert (config.steps, config.optimizer.clip, config.optimizer.lr, config.seed) == (9, 0.5, 1e-3, 5)
+    assert config.checkpoint.model is False
+
+
+@pytest.mark.parametrize(
+    ("label", "text"),
+    [("entropy-only(-4)", "entropy-only-4"), ("gap-only(+2)", "gap-only+2"), ("twin(HG5,d+4)", "twin-HG5d+4")],
+)
+def test_slugs(label, text):
+    assert slug(label) == text
+
+
+def test_ids_are_file_names():
+    for name in ("demo", "smollm2", "paper"):
+        for run in make_plan(load_study(name)).runs.values():
+            assert "/" not in run.id
+            assert run.id.isascii()
+
+
+def test_static_points_are_gates_of_the_family():
+    plan = make_plan(study(axes={"static": [0.5, 0.25]}, seeds=[1]))
+    run = plan.find("messages", "static:0.25", 1)
+    assert run.gate == pytest.approx(Gate.static(0.25).abcd)

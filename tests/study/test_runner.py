@@ -1,0 +1,310 @@
+"""A small study, really trained: what it leaves behind, what happens when runs fail, and that nothing hangs on how it
+was run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gatespace.errors import UsageError
+from gatespace.files import claim
+from gatespace.study.engines import LocalEngine
+from gatespace.study.results import read_results
+from gatespace.study.runner import look, run_study
+from gatespace.study.store import Store
+
+from .conftest import study
+
+pytestmark = pytest.mark.slow
+
+
+def run(config, folder: Path, *, workers: int = 2, retry: bool = False, notes: list[str] | None = None):
+    store = Store(folder)
+    threads = store.begin(config, workers=workers, threads=1)
+    heard = [] if notes is None else notes
+    return run_study(config, store, LocalEngine(workers, threads), threads=threads, retry=retry, note=heard.append)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory, shared_cache):
+    """A study that is done."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GATESPACE_CACHE", str(shared_cache))
+        folder = tmp_path_factory.mktemp("done") / "study"
+        outlook = run(study(), folder)
+    assert {*outlook.states.values()} == {"done"}, [Store(folder).error(w.folder) for w in outlook.work]
+    return folder
+
+
+def numbers(folder: Path) -> dict[str, object]:
+    """All that may not depend on how a study was run."""
+    results = read_results(folder)
+    return {
+        name: (result.gate, result.fingerprint, result.lam_stats, result.scores, result.curve())
+        for name, result in results.runs.items()
+    }
+
+
+def test_results_are_those_of_the_run_folders(done):
+    results = read_results(done)
+    assert results.problems == ()
+    assert {result.state for result in results.runs.values()} == {"done"}
+    assert set(results.baselines["messages"].start) == set(results.baselines["messages"].teacher) == {"val", "test"}
+    for result in results.runs.values():
+        score = result.scores["test"]
+        predicted = result.predictions("test")
+        assert score.count == len(predicted) == 100
+        assert score.correct == sum(row.gold == row.label for row in predicted)
+        assert len(result.curve()) == result.cost.steps == 3
+        assert result.environment["threads"] == 1
+        assert not (result.folder / "model").exists()
+        assert len(result.fingerprint) >= 16
+
+
+def test_a_twin_has_the_mean_of_its_dynamic_run(done):
+    results = read_results(done)
+    for point in ("G4", "G5"):
+        means = set()
+        for seed in (42, 2):
+            dynamic, twin = results.run("messages", point, seed), results.run("messages", f"twin({point})", seed)
+            # E[λ] is the mean over all tokens of the training, counted here from its steps.
+            steps = dynamic.curve()
+            mean = sum(s["lam_mean"] * s["tokens"] for s in steps) / sum(s["tokens"] for s in steps)
+            assert twin.lam == pytest.approx(mean, abs=1e-12)
+            assert twin.lam_stats.mean == pytest.approx(mean, abs=1e-6)
+            assert twin.lam_stats.sd == pytest.approx(0, abs=1e-6)
+            means.add(twin.lam)
+        assert len(means) == 2  # per seed
+
+
+def test_a_control_has_the_lam_of_its_gate_in_the_first_step(done):
+    results = read_results(done)
+    gate, control = (results.run("messages", point, 42).curve()[0] for point in ("G5", "shuffled(G5)"))
+    assert control["lam_hist"] == gate["lam_hist"]
+    assert control["loss"] != gate["loss"]
+
+
+def test_every_read_of_the_test_split_is_recorded(done):
+    results = read_results(done)
+    reads = {read.run: read for read in results.test_reads}
+    assert set(results.runs) < set(reads)
+    assert len(reads) == len(results.runs) + 2
+    assert all(read.reads == 1 and read.rows == 100 for read in reads.values())
+
+
+def test_runs_share_the_teachers_answers(done):
+    costs = [result.cost for result in read_results(done).runs.values()]
+    assert sum(cost.scores_cached for cost in costs) > 0.4 * sum(cost.scores_asked for cost in costs)
+    assert sum(cost.teacher_tokens for cost in costs) > 0
+
+
+def test_a_study_that_is_done_is_left_as_it_is(done):
+    before = {path: path.stat().st_mtime_ns for path in done.rglob("*.jsonl")}
+    outlook = run(study(), done)
+    assert {*outlook.states.values()} == {"done"}
+    assert before == {path: path.stat().st_mtime_ns for path in done.rglob("*.jsonl")}
+
+
+def test_one_worker_gives_what_two_give(done, tmp_path):
+    run(study(), tmp_path / "one", workers=1)
+    assert numbers(tmp_path / "one") == numbers(done)
+
+
+def test_first_seed_and_decimals(tmp_path, done):
+    axes = {"restrictions": False, "static": [], "isolation": {"reuse": "first-seed", "decimals": 3, "points": ["G5"]}}
+    shutil.copytree(done, tmp_path / "study")  # the dynamic runs are those of the other study, and are not run again
+    run(study(axes=axes), tmp_path / "study")
+    results = read_results(tmp_path / "study")
+    dynamic = results.run("messages", "G5", 42)
+    wanted = round(dynamic.lam_stats.mean, 3)
+    for seed in (42, 2):
+        assert results.run("messages", "twin(G5)", seed).lam == pytest.approx(wanted, abs=1e-12)
+    assert results.run("messages", "twin(G4)", 42) is None
+
+
+def test_rkl_weighted_match(tmp_path, done):
+    shutil.copytree(done, tmp_path / "study")
+    axes = {"restrictions": False, "static": [], "isolation": {"match": ["rkl"], "points": ["G5"]}}
+    run(study(axes=axes, seeds=[42]), tmp_path / "study")
+    results = read_results(tmp_path / "study")
+    wanted = results.run("messages", "G5", 42).lam_stats.rkl_mean
+    twin = results.run("messages", "twin-rkl(G5)", 42)
+    assert twin.lam == pytest.approx(wanted, abs=1e-12)
+    assert abs(wanted - results.run("messages", "G5", 42).lam_stats.mean) > 1e-4
+
+
+def test_the_base_is_the_best_on_validation(tmp_path):
+    axes = {"restrictions": False, "static": [], "isolation": None}
+    notes: list[str] = []
+    run(study(points="paper", seeds=[42], axes=axes), tmp_path / "study", notes=notes)
+    results = read_results(tmp_path / "study")
+    base = results.bases["messages"]
+    val = {p: results.run("messages", p, 42).scores["val"].accuracy for p in ("G1", "G3", "G4", "G5")}
+    assert base.val == val
+    assert val[base.point] == max(val.values())
+    assert len([r for r in results.runs.values() if r.spec.point.startswith(f"H{base.point},")]) == 4
+    assert any("best on validation" in note for note in notes)
+    assert {r.state for r in results.runs.values()} == {"done"}
+    assert len(results.points("messages", "point")) == 13
+
+
+# ---------------------------------------------------------------------------------------------------- failures
+
+
+def test_a_failed_run_is_recorded_and_the_others_go_on(tmp_path, done):
+    shutil.copytree(done, tmp_path / "study")
+    store = Store(tmp_path / "study")
+    results = read_results(store.folder)
+    broken = results.run("messages", "G4", 2)
+    # Another run's folder: `train` refuses to go on in it.
+    shutil.rmtree(broken.folder)
+    shutil.copytree(results.run("messages", "G5", 2).folder, broken.folder)
+    (broken.folder / "done").unlink()
+    for name in ("twin(G4)", "todi"):
+        shutil.rmtree(results.run("messages", name, 2).folder)
+    notes: list[str] = []
+    outlook = run(study(), store.folder, notes=notes)
+    after = read_results(store.folder)
+    assert after.run("messages", "G4", 2).state == "failed"
+    assert "another run" in after.run("messages", "G4", 2).error
+    assert after.run("messages", "todi", 2).state == "done"
+    assert after.run("messages", "twin(G4)", 2).state == "waiting"
+    assert list(outlook.blocked.values()) == [f"{broken.spec.id} failed"]
+    assert after.problems == ("1 of 16 runs failed", "1 of 16 runs are not done")
+    assert any(broken.spec.id in note for note in notes)
+    # It stays failed until it is asked for again.
+    again = run(study(), store.folder)
+    assert again.count("failed") == 1
+    shutil.rmtree(broken.folder, ignore_errors=True)
+    store.fail(broken.folder, "as before")
+    final = run(study(), store.folder, retry=True)
+    assert {*final.states.values()} == {"done"}
+    assert numbers(store.folder) == numbers(done)
+
+
+def test_a_worker_that_is_killed_costs_its_run_only(tmp_path):
+    engine = LocalEngine(1, 1)
+    try:
+        engine.start("sleep", {"do": "nothing known"})
+        ended = _until(engine)
+        assert ended[0][1]["state"] == "failed"
+        assert "KeyError" in ended[0][1]["error"]
+        engine.start("victim", {"do": "teach", "config": _endless(tmp_path)})
+        time.sleep(0.5)
+        os.kill(engine._workers[0].process.pid, signal.SIGKILL)
+        name, outcome = _until(engine)[0]
+        assert (name, outcome["state"]) == ("victim", "failed")
+        assert "SIGKILL" in outcome["error"]
+        engine.start("next", {"do": "nothing known"})
+        assert _until(engine)[0][0] == "next"
+    finally:
+        engine.close()
+
+
+def _until(engine) -> list:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if ended := engine.wait(1.0):
+            return ended
+    raise AssertionError("the engine said nothing for two minutes")
+
+
+def _endless(tmp_path) -> dict:
+    from gatespace.config import TeachConfig, dump_config, parse_config
+
+    task = {"name": "synthetic", "brief": True}
+    config = {"task": task, "model": "tiny", "steps": 100000, "output": str(tmp_path / "endless")}
+    return dump_config(parse_config(TeachConfig, config))
+
+
+def test_a_task_whose_models_fail_is_left_and_others_go_on(tmp_path, done):
+    shutil.copytree(done, tmp_path / "study")
+    tasks = dict(study().tasks)
+    broken = {"task": {"name": "tweeteval/emotion", "root": str(tmp_path / "nowhere")}}
+    config = study(tasks={"messages": tasks["messages"].model_dump(), "broken": broken})
+    outlook = run(config, tmp_path / "study")
+    results = read_results(tmp_path / "study")
+    assert {r.state for r in results.runs.values() if r.spec.task == "messages"} == {"done"}
+    assert {r.state for r in results.runs.values() if r.spec.task == "broken"} == {"waiting"}
+    assert outlook.count("failed") == 2  # its teacher and its student
+    store = Store(tmp_path / "study")
+    errors = [store.error(work.folder) for work in outlook.work if outlook.states[work.name] == "failed"]
+    assert all("nowhere" in error for error in errors)
+    assert {name for name in outlook.blocked if name in results.runs} == {
+        r.spec.id for r in results.runs.values() if r.spec.task == "broken"
+    }
+
+
+def test_two_processes_do_not_run_one_study(tmp_path):
+    store = Store(tmp_path)
+    store.begin(study(), workers=1, threads=1)
+    with claim(store.folder), pytest.raises(UsageError, match="another process"):
+        run_study(study(), store, LocalEngine(1, 1), threads=1)
+
+
+def test_status_from_outside(done):
+    outlook = look(Store.open(done))
+    assert outlook.count("done") == len(outlook.work) == 16 + 4
+    assert outlook.seconds_left(2) == 0
+
+
+# ---------------------------------------------------------------------------------------------------- kills
+
+
+def _command(study_file: Path, folder: Path) -> list[str]:
+    words = ["run", str(study_file), "--output", str(folder), "--threads", "1", "--quiet"]
+    return [sys.executable, "-m", "gatespace", *words]
+
+
+def tables(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((folder / "tables").iterdir())}
+
+
+def test_five_kills_and_the_tables_are_the_same_to_the_byte(tmp_path):
+    from gatespace.config import dump_yaml
+
+    config = study(
+        points="paper",
+        seeds=[42],
+        axes={"isolation": {"points": ["G5"]}, "controls": {"shuffled": ["H2"]}, "static": [0.5]},
+    )
+    file = tmp_path / "study.yaml"
+    file.write_text(dump_yaml(config))
+    subprocess.run(_command(file, tmp_path / "calm"), check=True, timeout=600)
+    draw = random.Random(7)
+    for _ in range(5):
+        process = subprocess.Popen(_command(file, tmp_path / "killed"), start_new_session=True)
+        time.sleep(draw.uniform(4, 14))
+        process.kill()  # the study alone: its workers must end by themselves
+        process.wait()
+    # A worker that outlived its study would hold the folder of its run.
+    subprocess.run(_command(file, tmp_path / "killed"), check=True, timeout=600)
+    calm, killed = tables(tmp_path / "calm"), tables(tmp_path / "killed")
+    assert sorted(calm) == sorted(killed)
+    assert len(calm) > 20
+    assert [name for name in calm if calm[name] != killed[name]] == []
+    assert numbers(tmp_path / "calm") == numbers(tmp_path / "killed")
+
+
+def test_ray_gives_what_local_processes_give(tmp_path, done):
+    pytest.importorskip("ray", reason="Ray is not installed")
+    from gatespace.config import dump_yaml
+
+    file = tmp_path / "study.yaml"
+    file.write_text(dump_yaml(study()))
+    command = [*_command(file, tmp_path / "ray"), "--engine", "ray", "--workers", "2"]
+    subprocess.run(command, check=True, timeout=600, env={**os.environ, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"})
+    assert numbers(tmp_path / "ray") == numbers(done)
+    command = [sys.executable, "-m", "gatespace", "report", str(done), "--output", str(tmp_path / "local"), "--no-png"]
+    subprocess.run(command, check=True, timeout=600, stdout=subprocess.DEVNULL)
+    assert tables(tmp_path / "local") == tables(tmp_path / "ray")
+    assert json.loads((tmp_path / "ray" / "store.json").read_text())["threads"] == 1
