@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,9 +30,7 @@ def anova(accuracies: Mapping[str, Mapping[int, float]]) -> Anova | NotApplicabl
     Args:
         accuracies: Point → seed → accuracy. Runs that are missing are left out of the model, not filled in.
     """
-    import pandas as pd  # type: ignore[import-untyped]
-    import statsmodels.formula.api as smf  # type: ignore[import-untyped]
-    from statsmodels.stats.anova import anova_lm  # type: ignore[import-untyped]
+    from statsmodels.regression.linear_model import OLS  # type: ignore[import-untyped]
 
     rows = [(point, seed, value) for point, values in accuracies.items() for seed, value in values.items()]
     points = len({point for point, _, _ in rows})
@@ -41,28 +39,39 @@ def anova(accuracies: Mapping[str, Mapping[int, float]]) -> Anova | NotApplicabl
         return NotApplicable("fewer than two points were run")
     if seeds < 2:
         return NotApplicable("one seed: no error to hold differences against")
-    frame = pd.DataFrame(rows, columns=["point", "seed", "accuracy"])
-    model = smf.ols("accuracy ~ C(point) + C(seed)", frame).fit()
-    if np.linalg.matrix_rank(model.model.exog) < points + seeds - 1:
+    values = np.array([value for _, _, value in rows])
+    by_point, by_seed = _indicators([point for point, _, _ in rows]), _indicators([seed for _, seed, _ in rows])
+    constant = np.ones((len(rows), 1))
+    design = np.hstack([constant, by_point, by_seed])
+    if np.linalg.matrix_rank(design) < points + seeds - 1:
         return NotApplicable("the runs that are done do not tell points and seeds apart")
+    model = OLS(values, design).fit()
     if model.df_resid < 1:
         return NotApplicable("too few runs: no degree of freedom is left for the error")
-    if model.ssr <= 1e-20 * max(1.0, float((frame.accuracy**2).sum())):
+    if model.ssr <= 1e-20 * float((values**2).sum()):
         return NotApplicable("points and seeds explain the runs without an error: no F")
-    table = anova_lm(model, typ=2)
+    # Type II: each factor against the model that has the other one only; where no run is missing, every type agrees.
+    f, p, _ = model.compare_f_test(OLS(values, np.hstack([constant, by_seed])).fit())
+    seed_f, seed_p, _ = model.compare_f_test(OLS(values, np.hstack([constant, by_point])).fit())
     gaps = points * seeds - len(rows)
     return Anova(
         points=points,
         seeds=seeds,
         runs=len(rows),
-        f=float(table.loc["C(point)", "F"]),
-        p=float(table.loc["C(point)", "PR(>F)"]),
+        f=float(f),
+        p=float(p),
         df=(points - 1, round(model.df_resid)),
-        seed_f=float(table.loc["C(seed)", "F"]),
-        seed_p=float(table.loc["C(seed)", "PR(>F)"]),
+        seed_f=float(seed_f),
+        seed_p=float(seed_p),
         sd=math.sqrt(float(model.mse_resid)),
         note=f"{gaps} of {points * seeds} runs are missing" if gaps else "",
     )
+
+
+def _indicators(levels: Sequence[Hashable]) -> Any:
+    """Rows × levels but the first: 1 where a row has the level."""
+    names = list(dict.fromkeys(levels))
+    return np.array([[float(level == name) for name in names[1:]] for level in levels])
 
 
 def block_claim(
@@ -107,8 +116,8 @@ def mixed(differences: Sequence[Difference], *, confidence: float = 0.95) -> Mix
 
     A second look: it is anticonservative with the few blocks that a study has.
     """
-    import pandas as pd
-    import statsmodels.formula.api as smf
+    import pandas as pd  # type: ignore[import-untyped]
+    import statsmodels.formula.api as smf  # type: ignore[import-untyped]
     from scipy import stats  # type: ignore[import-untyped]
 
     n = len(differences)
@@ -117,8 +126,10 @@ def mixed(differences: Sequence[Difference], *, confidence: float = 0.95) -> Mix
         "left": [f"{d.task} {d.left} {d.seed}" for d in differences],
         "right": [f"{d.task} {d.right} {d.seed}" for d in differences],
     }
-    # A factor with a level per cell cannot be told from the residual, and one with a single level not from the mean.
-    factors = [name for name, levels in columns.items() if 1 < len(set(levels)) < n]
+    # A factor with a level per cell cannot be told from the residual, one with a single level not from the mean, and
+    # two that divide the cells alike not from each other.
+    divisions = {tuple(map(levels.index, levels)): name for name, levels in reversed(columns.items())}
+    factors = [name for division, name in divisions.items() if 1 < len(set(division)) < n]
     values = [d.value for d in differences]
     if n < 6 or "block" not in factors:
         return NotApplicable("too few cells and blocks for a mixed model")
@@ -137,11 +148,16 @@ def mixed(differences: Sequence[Difference], *, confidence: float = 0.95) -> Mix
             ).fit(method=["powell"])  # gradients lead astray where a variance is near 0
     except (np.linalg.LinAlgError, ValueError, OverflowError, ZeroDivisionError):
         return NotApplicable("the mixed model could not be fitted")
-    mean, se = float(model.fe_params["Intercept"]), float(model.bse_fe["Intercept"])
-    if not (model.converged and math.isfinite(mean) and math.isfinite(se) and se > 0):
+    mean = float(model.fe_params["Intercept"])
+    variances = dict(zip(model.model.exog_vc.names, map(float, model.vcomp), strict=True))
+    # The SE of the mean given these variances. The Hessian that statsmodels inverts is singular where one of them is 0.
+    covariance = float(model.scale) * np.eye(n)
+    for name, variance in variances.items():
+        covariance += variance * np.equal.outer(np.array(columns[name]), np.array(columns[name]))
+    se = float(np.linalg.solve(covariance, np.ones(n)).sum()) ** -0.5
+    if not (model.converged and math.isfinite(mean) and math.isfinite(se)):
         return NotApplicable("the mixed model did not converge")
     reach = float(stats.norm.ppf((1 + confidence) / 2)) * se
-    variances = dict(zip(model.model.exog_vc.names, map(float, model.vcomp), strict=True))
     return Mixed(
         mean=mean,
         se=se,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
+import numpy as np
 from statsmodels.stats.power import TTestPower  # type: ignore[import-untyped]
 
-from gatespace.errors import UsageError
+from gatespace.errors import RunError, UsageError
 
 POWER = 0.8
 ALPHA = 0.05
@@ -47,16 +48,23 @@ def seeds_needed(sd: float, difference: float, power: float = POWER, alpha: floa
     if not (math.isfinite(sd) and sd > 0):
         raise UsageError("a standard deviation is a number above 0 here", got=sd)
     effect = abs(difference) / sd
-    solver = TTestPower()
     for n in (2, 3, 4):  # the solver finds no root where fewer than a handful are enough
         if effect >= _effect(n, power, alpha):
             return n
-    return math.ceil(float(solver.solve_power(effect_size=effect, nobs=None, alpha=alpha, power=power)))
+    return math.ceil(_solved(effect_size=effect, nobs=None, alpha=alpha, power=power))
 
 
 @lru_cache(maxsize=256)
 def _effect(n: int, power: float, alpha: float) -> float:
-    return float(TTestPower().solve_power(effect_size=None, nobs=n, alpha=alpha, power=power))
+    return _solved(effect_size=None, nobs=n, alpha=alpha, power=power)
+
+
+def _solved(**known: float | None) -> float:
+    # The solver answers with a number or an array of one, and where both signs are roots sometimes with the other one.
+    root = abs(float(np.asarray(TTestPower().solve_power(**known)).item()))
+    if not math.isfinite(root):
+        raise RunError("the power of the t-test could not be solved", got=known)
+    return root
 
 
 def _check(*, power: float, alpha: float) -> None:

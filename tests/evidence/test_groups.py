@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+import statsmodels.formula.api as smf
+from statsmodels.stats.anova import anova_lm
+
+from gatespace.evidence.groups import Difference, anova, block_claim, mixed
+from gatespace.evidence.records import Mixed
+from gatespace.gating.coefficients import NotApplicable
+from tests.evidence import oracle
+
+
+def table(points=6, seeds=3, *, effect=0.0, seed=0):
+    rng = np.random.default_rng(seed)
+    by_seed = rng.normal(0, 1, seeds)
+    return {
+        f"P{i}": {s: float(70 + effect * i + by_seed[s] + rng.normal()) for s in range(seeds)} for i in range(points)
+    }
+
+
+def by_formula(values):
+    rows = [(p, s, v) for p, found in values.items() for s, v in found.items()]
+    frame = pd.DataFrame(rows, columns=["point", "seed", "acc"])
+    return anova_lm(smf.ols("acc ~ C(point) + C(seed)", frame).fit(), typ=2)
+
+
+def test_anova_equals_sums_of_squares():
+    values = table()
+    found = anova(values)
+    f, seed_f, mse = oracle.two_way(values)
+    assert (found.f, found.seed_f, found.sd**2) == pytest.approx((f, seed_f, mse), rel=1e-9)
+    assert (found.points, found.seeds, found.runs, found.df, found.note) == (6, 3, 18, (5, 10), "")
+
+
+@pytest.mark.parametrize("missing", [(), (("P0", 1),), (("P1", 0), ("P4", 2), ("P5", 2))])
+def test_anova_equals_the_formula_also_where_runs_are_missing(missing):
+    values = table(seed=4, effect=0.3)
+    for point, seed in missing:
+        del values[point][seed]
+    found, expected = anova(values), by_formula(values)
+    assert (found.f, found.p) == pytest.approx(tuple(expected.loc["C(point)", ["F", "PR(>F)"]]), rel=1e-9)
+    assert (found.seed_f, found.seed_p) == pytest.approx(tuple(expected.loc["C(seed)", ["F", "PR(>F)"]]), rel=1e-9)
+    assert found.note == (f"{len(missing)} of 18 runs are missing" if missing else "")
+
+
+def test_anova_finds_what_is_there():
+    assert anova(table(effect=3.0)).p < 1e-4
+
+
+@pytest.mark.parametrize(
+    "values, reason",
+    [
+        ({}, "fewer than two points"),
+        ({"G1": {1: 70.0, 2: 71.0}}, "fewer than two points"),
+        ({"G1": {1: 70.0}, "G2": {1: 71.0}}, "one seed"),
+        ({"G1": {1: 70.0}, "G2": {2: 71.0}}, "do not tell"),
+        ({"G1": {1: 70.0, 2: 71.0}, "G2": {1: 71.0}}, "too few runs"),
+        ({"G1": {1: 70.0, 2: 71.0, 3: 72.0}, "G2": {1: 71.0, 2: 72.0, 3: 73.0}}, "without an error"),
+        ({"G1": {1: 70.0, 2: 70.0}, "G2": {1: 70.0, 2: 70.0}}, "without an error"),
+    ],
+)
+def test_anova_that_cannot_be_says_why(values, reason):
+    found = anova(values)
+    assert isinstance(found, NotApplicable)
+    assert reason in found.reason
+
+
+def test_anova_false_alarms():
+    """5 % of 400 studies without a difference (SE 1.1 %)."""
+    alarms = sum(anova(table(4, 3, seed=s)).p < 0.05 for s in range(400))
+    assert alarms / 400 == pytest.approx(0.05, abs=0.033)
+
+
+# ------------------------------------------------------------------------------------------------------ blocks
+
+
+def cells(values):
+    return [Difference(task, seed, left, right, value) for task, seed, left, right, value in values]
+
+
+TWO_TASKS = cells(
+    [
+        ("emotion", 42, "G1", "E", 3.0),
+        ("emotion", 42, "G2", "E", 1.0),
+        ("emotion", 2, "G1", "E", 0.0),
+        ("emotion", 2, "G2", "E", -1.0),
+        ("hate", 42, "G1", "E", 4.0),
+        ("hate", 2, "G1", "E", 0.5),
+    ]
+)
+
+
+def test_block_means_and_the_seed_that_is_left_out():
+    found = block_claim(TWO_TASKS)
+    assert [(b.task, b.seed, b.mean, b.cells) for b in found.blocks] == [
+        ("emotion", 42, 2.0, 2),
+        ("emotion", 2, -0.5, 2),
+        ("hate", 42, 4.0, 1),
+        ("hate", 2, 0.5, 1),
+    ]
+    mean, sd = oracle.mean_sd([2.0, -0.5, 4.0, 0.5])
+    assert (found.mean, found.sd) == pytest.approx((mean, sd))
+    assert found.p == pytest.approx(oracle.t_two_sided(mean / (sd / 2), 3), abs=1e-8)
+    assert found.sign_flip_p == oracle.sign_flip([4, -1, 8, 1])
+    assert found.excluded_seed is None
+    fresh = block_claim(TWO_TASKS, exclude_seed=42)
+    assert [(b.task, b.seed) for b in fresh.blocks] == [("emotion", 2), ("hate", 2)]
+    assert (fresh.mean, fresh.excluded_seed, fresh.n) == (0.0, 42, 2)
+
+
+def test_many_cells_of_a_block_count_once():
+    one = cells([("t", s, "G1", "E", v) for s, v in ((1, 1.0), (2, 2.0), (3, 4.0))])
+    many = cells([("t", s, f"G{i}", "E", v) for s, v in ((1, 1.0), (2, 2.0), (3, 4.0)) for i in range(30)])
+    assert block_claim(one).p == pytest.approx(block_claim(many).p)
+
+
+def test_blocks_of_a_task_are_over_the_same_cells():
+    some = cells(
+        [("t", 42, "G1", "E", 9.0), ("t", 42, "G2", "E", 1.0), ("t", 2, "G2", "E", 2.0), ("t", 3, "G2", "E", 3.0)]
+    )
+    found = block_claim(some)
+    assert [b.mean for b in found.blocks] == [1.0, 2.0, 3.0]
+    assert "over the 1 of 2 cells that have every seed" in found.note
+
+
+@pytest.mark.parametrize(
+    "some, seed, reason",
+    [
+        ([], None, "no comparable runs"),
+        (TWO_TASKS[:2], 42, "no seed but the one"),
+        (cells([("t", 1, "G1", "E", 1.0), ("t", 2, "G2", "E", 1.0)]), None, "no cell was run at every seed"),
+    ],
+)
+def test_a_claim_that_cannot_be_says_why(some, seed, reason):
+    found = block_claim(some, exclude_seed=seed)
+    assert isinstance(found, NotApplicable)
+    assert reason in found.reason
+
+
+def test_one_block_has_a_mean_only():
+    found = block_claim(TWO_TASKS[:2])
+    assert (found.n, found.mean, found.p) == (1, 2.0, None)
+    assert "one block" in found.note
+
+
+# ------------------------------------------------------------------------------------------------- mixed model
+
+
+def simulated(rng, *, shared_sd=1.0, run_sd=1.0, mean=0.0, seeds=3):
+    """13 points against one comparator: cells of a block share its run."""
+    found = []
+    for task in ("a", "b"):
+        for seed in range(seeds):
+            right = rng.normal(0, shared_sd)
+            found += [Difference(task, seed, f"G{i}", "E", mean + rng.normal(0, run_sd) - right) for i in range(13)]
+    return found
+
+
+def test_mixed_model_knows_the_variances():
+    found = mixed(simulated(np.random.default_rng(1), seeds=40, mean=0.5))
+    assert isinstance(found, Mixed)
+    assert found.label == "anticonservative"
+    assert found.variances["block"] == pytest.approx(1.0, rel=0.4)
+    assert found.variances["residual"] == pytest.approx(1.0, rel=0.2)
+    # cells that share a run do not make the mean as sure as their number says
+    assert found.se == pytest.approx(math.sqrt((1 + 1 / 13) / 80), rel=0.25)
+    assert found.low < 0.5 < found.high
+
+
+def test_mixed_model_equals_statsmodels_where_its_hessian_can_be_inverted():
+    some = simulated(np.random.default_rng(1), seeds=8, mean=0.5)
+    frame = pd.DataFrame([{"value": d.value, "block": f"{d.task}{d.seed}"} for d in some])
+    model = smf.mixedlm("value ~ 1", frame, groups="block").fit()  # one factor needs no crossing
+    found = mixed(some)
+    assert (found.mean, found.se) == pytest.approx((model.fe_params.iloc[0], model.bse_fe.iloc[0]), rel=1e-3)
+    assert found.p == pytest.approx(model.pvalues.iloc[0], rel=1e-2)
+
+
+def test_mixed_model_is_steady_where_a_variance_is_nothing():
+    for seed in range(5):
+        found = mixed(simulated(np.random.default_rng(seed), shared_sd=0.0))
+        assert isinstance(found, Mixed)
+        assert found.variances["block"] < 1.0
+        assert found.se < 0.6
+
+
+@pytest.mark.parametrize(
+    "some", [[], TWO_TASKS[:2], cells([("t", s, f"G{i}", "E", 1.0) for s in (1, 2) for i in range(5)])]
+)
+def test_mixed_model_that_cannot_be(some):
+    assert isinstance(mixed(some), NotApplicable)
