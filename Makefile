@@ -9,8 +9,8 @@ BENCH_READY := $(BENCH_VENV)/.ready
 
 # Two workers with one thread each: more threads than cores make the tests slower, and sums depend on thread count.
 TEST_ARGS ?= -n 2
-DEMO_DIR  := build/demo
-DEMO_TASK := --task synthetic --brief
+DEMO_ARGS ?=
+DEMO_DIR  := build/demo$(if $(findstring --quick,$(DEMO_ARGS)),-quick)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -20,18 +20,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(READY) ## gates, the loss, then a whole distillation of a tiny pair (about a minute)
-	@rm -rf $(DEMO_DIR) && mkdir -p $(DEMO_DIR)
-	@$(BIN)/gatespace gate G5 H2 static:0.388 --plot $(DEMO_DIR)/gates.svg
-	@$(BIN)/python examples/first_loss.py
-	@echo; echo "== a teacher: supervised fine-tuning of a tiny model on generated messages"
-	@$(BIN)/gatespace teach $(DEMO_TASK) --model tiny --steps 150 --batch-size 24 --lr 2e-3 --output $(DEMO_DIR)/teacher
-	@echo; echo "== a student: on-policy distillation at the point G5"
-	@$(BIN)/gatespace train $(DEMO_TASK) --student tiny --teacher $(DEMO_DIR)/teacher --gate G5 \
-	  --steps 100 --batch-size 24 --lr 2e-3 --set rollout.max_new_tokens=12 --set evaluation.every=50 \
-	  --output $(DEMO_DIR)/student
-	@echo; echo "== the student at work"
-	@printf '%s\n' "they saved our garden, we love the song" "who has my coat, where is the ladder" | $(BIN)/gatespace predict $(DEMO_DIR)/student --quiet
+demo: $(READY) ## a whole study of a tiny pair, with its report (minutes; DEMO_ARGS=--quick: about one)
+	@$(BIN)/gatespace run demo --output $(DEMO_DIR) $(DEMO_ARGS)
 
 test: $(READY) ## run every test and docstring example
 	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_ARGS)

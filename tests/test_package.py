@@ -141,7 +141,7 @@ def commands(program: str) -> list[str]:
     return sorted({line for line in lines if line.split(" ")[0] == program})
 
 
-JOBS = ("teach", "train", "evaluate", "predict")
+JOBS = ("teach", "train", "evaluate", "predict", "run", "status", "report")
 """Commands that take long, or need what another one has made."""
 
 

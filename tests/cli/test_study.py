@@ -1,0 +1,184 @@
+"""`gatespace init`, `plan`, `run` and `status`, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gatespace.cli.study_file import shipped
+
+
+def test_shipped_studies_are_copied_with_their_comments(cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", "smollm2", "paper"):
+        result = cli("init", name)
+        assert result.exit_code == 0
+        assert (tmp_path / f"{name}.yaml").read_text() == shipped()[name]
+        assert f"gatespace plan {name}.yaml" in result.stdout
+    again = cli("init", "demo")
+    assert again.exit_code == 2
+    assert "--force" in again.stderr
+    assert cli("init", "demo", "--force").exit_code == 0
+    assert cli("init", "dmo").exit_code == 2
+
+
+def test_a_copy_plans_what_the_shipped_one_plans(cli, tmp_path):
+    cli("init", "demo", tmp_path / "my.yaml")
+    mine = cli("plan", tmp_path / "my.yaml", "--json", "--no-estimate")
+    theirs = cli("plan", "demo", "--json", "--no-estimate")
+    assert mine.exit_code == 0
+    assert mine.stdout == theirs.stdout
+
+
+def test_plan_as_json(cli):
+    plan = json.loads(cli("plan", "paper", "--json", "--no-estimate").stdout)
+    assert {*plan["runs"][0]} >= {"id", "task", "point", "gate", "seed", "kind"}
+    assert {*plan["comparisons"][0]} >= {"task", "axis", "left", "right", "seed", "status", "reason"}
+    cells = [c for c in plan["comparisons"] if c["axis"] == "restriction" and c["task"] != "offensive"]
+    sweep = [c for c in cells if c["seed"] == 42]
+    assert len([c for c in sweep if c["status"] == "comparable"]) == 36
+    assert len([c for c in sweep if c["status"] == "n/a"]) == 16
+    ids = [run["id"] for run in plan["runs"]]
+    assert len(ids) == len(set(ids))
+
+
+def test_plan_counts_what_the_teacher_reads(cli):
+    estimate = json.loads(cli("plan", "demo", "--json").stdout)["estimate"]
+    (task,) = estimate
+    assert task["runs"] == 117
+    low, high = task["teacher_tokens_of_independent_runs"]
+    assert 0 < task["teacher_tokens_at_least"] < low <= high
+    assert task["seconds"]["status"] == "n/a"
+
+
+def test_plan_without_the_models_still_plans(cli):
+    plan = json.loads(cli("plan", "paper", "--json").stdout)
+    assert len(plan["runs"]) == 101
+    assert {cost["status"] for cost in plan["estimate"]} == {"n/a"}
+    assert all(cost["reason"] for cost in plan["estimate"])
+
+
+def test_plan_in_print(cli):
+    shown = cli("plan", "paper", "--no-estimate").stdout
+    assert "101 runs on emotion, hate, offensive" in shown
+    assert "gap-only keeps d, and d = 0 here" in shown
+    whole = cli("plan", "paper", "--no-estimate", "--all").stdout
+    assert len(whole) > 2 * len(shown)
+    quick = cli("plan", "demo", "--quick", "--no-estimate").stdout
+    assert "demo-quick: 15 runs" in quick
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["plan", "dmo"], "did you mean 'demo'"),
+        (["plan", "nowhere.yaml"], "no such file"),
+        (["plan", "demo", "--set", "seeds=[]"], "seeds"),
+        (["plan", "demo", "--set", "train.optimizer.lrr=1"], "lrr"),
+        (["run", "demo", "--engine", "spark"], "spark"),
+        (["run", "demo", "--address", "auto"], "--engine ray"),
+        (["status", "nowhere"], "not the folder of a study"),
+    ],
+)
+def test_mistakes_exit_2_and_write_nothing(cli, words, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = cli(*words)
+    assert result.exit_code == 2
+    assert text in result.stderr
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_teaches(cli):
+    assert "--retry" in cli("run", "--help").stdout
+    assert "gatespace status studies/demo" in cli("status", "--help").stdout
+    assert "N/A" in cli("plan", "--help").stdout
+
+
+SMALL = """
+name: own
+tasks:
+  tickets:
+    task:
+      table: {source: tickets.csv, labels: [billing, technical]}
+      brief: true
+      split: {teacher: 0.5, distill: 0.5}
+train:
+  pair: {student: student, teacher: teacher}
+  steps: 2
+  batch_size: 4
+  rollout: {max_new_tokens: 6}
+  evaluation: {max_new_tokens: 6}
+  engine: {precision: fp32}
+points: [G5]
+axes: {restrictions: false, static: [], isolation: {}}
+seeds: [1]
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch, own_cache):
+    """A table and two model folders of one's own."""
+    from gatespace.config import TaskConfig, parse_config
+    from gatespace.models import build_tiny
+    from gatespace.tasks.configured import load_configured_task
+
+    monkeypatch.chdir(tmp_path)
+    rows = [f"invoice {i} is wrong,billing\nthe app crashes {i} times,technical" for i in range(40)]
+    (tmp_path / "tickets.csv").write_text("text,label\n" + "\n".join(rows) + "\n")
+    table = {"source": "tickets.csv", "labels": ["billing", "technical"]}
+    pair = build_tiny(load_configured_task(parse_config(TaskConfig, {"table": table})))
+    for role in ("student", "teacher"):
+        (tmp_path / role).symlink_to(getattr(pair, role))
+    (tmp_path / "own.yaml").write_text(SMALL)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_study_of_ones_own_data_and_models(cli, own):
+    shown = cli("run", "own.yaml")
+    assert shown.exit_code == 0, shown.stderr
+    folder = own / "studies" / "own"
+    assert (folder / "report.html").is_file()
+    assert list((folder / "tables").glob("*.csv"))
+    status = json.loads(cli("status", folder, "--json").stdout)
+    assert {work["state"] for work in status["work"]} == {"done"}
+    assert status["running"] is False
+    assert status["seconds_left"] == 0
+    again = cli("run", folder, "--json", "--quiet")
+    found = json.loads(again.stdout)
+    assert (again.exit_code, found["failed"], len(found["done"])) == (0, {}, 4)
+    assert "4 of 4 done" in cli("status", folder).stdout
+
+
+@pytest.mark.slow
+def test_failed_runs_exit_1_with_their_error(cli, own):
+    (own / "teacher").unlink()
+    result = cli("run", "own.yaml", "--quiet")
+    assert result.exit_code == 1
+    assert "teacher" in result.stdout
+    assert "Traceback" not in result.stdout + result.stderr
+    assert "--retry" in result.stdout
+    status = cli("status", own / "studies" / "own")
+    assert "nobody is working on it" in status.stdout
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(own, child):
+    words = [sys.executable, "-m", "gatespace", "run", "own.yaml", "--set", "train.steps=5000"]
+    process = subprocess.Popen(words, env=child, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    store = own / "studies" / "own"
+    deadline = time.monotonic() + 120
+    while not list(store.glob("runs/*/metrics.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: the study and its workers
+    _, heard = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "gatespace run" in heard.splitlines()[-1]
+    assert "Traceback" not in heard
