@@ -126,7 +126,6 @@ def sample_results(
 
     runs: dict[str, RunResult] = {}
     draws = {task: _Draws(seed, task, labels, rows, duplicates) for task, (_, labels) in named.items()}
-    problems: list[str] = []
     for spec in specs:
         keys = (f"{spec.task}-{spec.point}-s{spec.seed}", spec.point)
         state = "failed" if any(k in failed for k in keys) else "waiting" if any(k in waiting for k in keys) else "done"
@@ -136,8 +135,13 @@ def sample_results(
             continue
         error = next((failed[k] for k in keys if k in failed), "")
         runs[spec.id] = RunResult(spec, state, place, error=error)
-        problems.append(f"{spec.id} {state}")
 
+    states = [run.state for run in runs.values()]
+    problems = [
+        f"{states.count(state)} of {len(states)} runs {word}"
+        for state, word in (("failed", "failed"), ("waiting", "are not done"))
+        if state in states
+    ]
     baselines = {}
     reads = []
     for task, (data, _) in named.items():

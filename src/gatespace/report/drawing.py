@@ -1,7 +1,7 @@
 """How figures look and how they become files: one drawing → SVG, PNG, and SVG inside the page.
 
-Every drawing is 360 units wide with letters of 8 to 9 units, so that it reads at a phone's width without zooming. Inside
-the page its colours are the page's own variables, so that it follows light and dark.
+Every drawing is 360 units wide with letters of 8.5 to 9.5 units, so that it reads at a phone's width without zooming.
+Inside the page its colours are the page's own variables, so that it follows light and dark.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from xml.sax.saxutils import escape
+from xml.etree import ElementTree
+from xml.sax.saxutils import escape, quoteattr
 
 from gatespace.errors import missing_extra
 from gatespace.report.table import Table
@@ -22,12 +23,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["AMBER", "BLUE", "Chart", "GREEN", "GRID", "INK", "MUTED", "ORANGE", "PAPER", "PINK", "SKY", "Rendered"]
-
 WIDTH = 5.0
 """Inches; 360 units of SVG."""
-SMALL = 7.5
-FONT = 8.5
+SMALL = 8.5
+FONT = 9.5
 INK, MUTED, GRID, PAPER, BAND = "#1b1d21", "#5c626b", "#d7dae0", "#ffffff", "#eceef2"
 # Okabe and Ito's palette for colour-blind readers. Markers differ too: no figure needs colour to be read.
 BLUE, ORANGE, GREEN, PINK, SKY, AMBER = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"
@@ -36,7 +35,9 @@ VARIABLES = {
     BLUE: "blue", ORANGE: "orange", GREEN: "green", PINK: "pink", SKY: "sky", AMBER: "amber",
 }  # fmt: skip
 _DPI = 150
-_CHARACTER = 0.077
+KEY_ROW = 0.185
+"""Inches of a line of a key."""
+_CHARACTER = 0.083
 """Inches that a character of a label takes, at most."""
 _LABEL = 26
 """Characters of a label; the rest stands in the table below the figure."""
@@ -87,7 +88,12 @@ def render(charts: Sequence[Chart], *, png: bool = True) -> list[Rendered]:
 
 def _render(chart: Chart, *, png: bool) -> Rendered:
     figure = chart.draw()
-    metadata: dict[str, Any] = {"Title": chart.title, "Description": chart.finding, "Date": None, "Creator": "gatespace"}
+    metadata: dict[str, Any] = {
+        "Title": chart.title,
+        "Description": chart.finding,
+        "Date": None,
+        "Creator": "gatespace",
+    }
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata=metadata)
     svg = _described(buffer.getvalue().decode(), chart)
@@ -125,7 +131,7 @@ def _style() -> Iterator[None]:
                 "text.color": INK,
                 "xtick.color": MUTED,
                 "xtick.labelcolor": INK,
-                "xtick.labelsize": SMALL + 0.5,
+                "xtick.labelsize": SMALL,
                 "xtick.major.width": 0.6,
                 "xtick.major.size": 3,
                 "ytick.color": MUTED,
@@ -156,7 +162,9 @@ def canvas(height: float) -> Figure:
 def panel(figure: Figure, *, left: float, right: float, top: float, bottom: float) -> Axes:
     """Axes in a figure, with margins in inches."""
     width, height = figure.get_size_inches()
-    axes = figure.add_axes((left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height))
+    axes = figure.add_axes(
+        (left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height)
+    )
     axes.spines[["top", "right"]].set_visible(False)
     return axes
 
@@ -178,26 +186,35 @@ def rows_panel(
 
 
 def heading(figure: Figure, parts: Sequence[tuple[str, str]], *, top: float = 0.08, left: float = 0.08) -> None:
-    """A line of coloured words at the top: the key to the marks, so that no box of a legend is needed."""
+    """A line of words at the top, each after its mark: the key, so that no box of a legend is needed.
+
+    Args:
+        figure: Whose.
+        parts: (text, colour); the first character of a text is the mark, and has the colour.
+        top: Inches from the upper edge.
+        left: Inches from the left edge.
+    """
     width, height = figure.get_size_inches()
-    x, y = left, top
-    for text, colour in parts:
-        length = 0.062 * len(text) + 0.12
-        if x > left and x + length > width - 0.05:
-            x, y = left, y + 0.17
-        figure.text(x / width, 1 - y / height, text, color=colour, fontsize=FONT - 0.5, va="top", ha="left")
-        x += length
+    for text, colour, x, row in _flow(parts, left):
+        at = 1 - (top + KEY_ROW * row) / height
+        figure.text(x / width, at, text[0], color=colour, fontsize=FONT - 0.5, va="top", ha="left")
+        figure.text((x + 0.14) / width, at, text[1:].strip(), fontsize=FONT - 0.5, va="top", ha="left")
 
 
 def heading_rows(parts: Sequence[tuple[str, str]], *, left: float = 0.08) -> int:
     """How many lines `heading` needs."""
-    x, rows = left, 1
-    for text, _ in parts:
-        length = 0.062 * len(text) + 0.12
-        if x > left and x + length > WIDTH - 0.05:
-            x, rows = left, rows + 1
+    return 1 + max((row for *_, row in _flow(parts, left)), default=0)
+
+
+def _flow(parts: Sequence[tuple[str, str]], left: float) -> list[tuple[str, str, float, int]]:
+    x, row, found = left, 0, []
+    for text, colour in parts:
+        length = 0.17 + 0.071 * len(text)
+        if x > left and x + length > WIDTH:
+            x, row = left, row + 1
+        found.append((text, colour, x, row))
         x += length
-    return rows
+    return found
 
 
 def short(label: str, most: int = _LABEL) -> str:
@@ -208,9 +225,12 @@ def short(label: str, most: int = _LABEL) -> str:
 
 # ---------------------------------------------------------------------------------------------------- into the page
 
-_ID = re.compile(r'\bid="([^"]+)"')
-_REFERENCE = re.compile(r'(?:url\(#|xlink:href="#)([^")]+)')
+_REFERENCE = re.compile(r"url\(#([^)]+)\)")
 _COLOUR = re.compile(r"#[0-9a-f]{6}\b")
+_NUMBER = re.compile(r"-?\d+\.\d{3,}")
+_FONT_FAMILY = re.compile(r"font-family:[^;]*;?\s*")
+_NO_TURN = re.compile(r"rotate\(-?0 [^)]*\)\s*")
+_SKIPPED = {"metadata", "title", "desc", "style"}
 
 
 def _described(svg: str, chart: Chart) -> str:
@@ -221,21 +241,54 @@ def _described(svg: str, chart: Chart) -> str:
 
 
 def _inline(svg: str, chart: Chart) -> str:
-    body = svg[svg.index("<svg ") :]
-    body = re.sub(r"\s*<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
-    body = re.sub(r"\s*<!--.*?-->", "", body, flags=re.DOTALL)
-    body = re.sub(r"\s*<title>.*?</title>\s*<desc>.*?</desc>", "", body, count=1, flags=re.DOTALL)
-    used = set(_REFERENCE.findall(body))
-    # Ids that nothing refers to only collide with those of the next figure.
-    body = _ID.sub(lambda match: f'id="{chart.name}-{match[1]}"' if match[1] in used else "", body)
-    body = _REFERENCE.sub(lambda match: match[0][: -len(match[1])] + f"{chart.name}-{match[1]}", body)
-    body = _COLOUR.sub(lambda match: f"var(--{VARIABLES[match[0]]})" if match[0] in VARIABLES else match[0], body)
-    body = re.sub(r"<g >", "<g>", body)
-    body = re.sub(r"font:([^;\"]*?)'DejaVu Sans'[^;\"]*", r"font:\1inherit-family", body)
-    box = re.search(r'viewBox="([^"]+)"', body)
-    assert box is not None
-    opening = (
-        f'<svg class="chart" role="img" viewBox="{box[1]}" aria-labelledby="{chart.name}-t {chart.name}-d">'
-        f'<title id="{chart.name}-t">{escape(chart.title)}</title><desc id="{chart.name}-d">{escape(chart.finding)}</desc>'
-    )
-    return opening + body[body.index(">") + 1 :]
+    """The drawing as an element of the page: its own ids, the page's colours and letters, no namespaces."""
+    root = ElementTree.fromstring(svg)
+    used = set(_REFERENCE.findall(svg)) | {
+        value[1:] for node in root.iter() for key, value in node.attrib.items() if key.endswith("href")
+    }
+    parts = [
+        f'<svg class="chart" role="img" viewBox="{root.attrib["viewBox"]}" '
+        f'aria-labelledby="{chart.name}-t {chart.name}-d"><title id="{chart.name}-t">{escape(chart.title)}</title>'
+        f'<desc id="{chart.name}-d">{escape(chart.finding)}</desc>'
+    ]
+    for node in root:
+        _write(node, parts, chart.name, used)
+    return "".join(parts) + "</svg>"
+
+
+def _write(node: ElementTree.Element, parts: list[str], name: str, used: set[str]) -> None:
+    tag = node.tag.rpartition("}")[2]
+    if tag in _SKIPPED or (tag == "defs" and all(child.tag.rpartition("}")[2] in _SKIPPED for child in node)):
+        return
+    attributes = []
+    for key, value in node.attrib.items():
+        key = key.rpartition("}")[2]
+        if key == "id":
+            # Ids that nothing refers to only collide with those of the next figure.
+            if value not in used:
+                continue
+            value = f"{name}-{value}"
+        elif key == "href":
+            value = f"#{name}-{value[1:]}"
+        elif key == "style":
+            value = _FONT_FAMILY.sub("", value)
+            value = _COLOUR.sub(lambda m: f"var(--{VARIABLES[m[0]]})" if m[0] in VARIABLES else m[0], value)
+        elif key == "transform":
+            value = _NO_TURN.sub("", value)
+        if key in ("d", "x", "y", "transform", "points", "width", "height"):
+            value = _NUMBER.sub(lambda m: f"{float(m[0]):.2f}".rstrip("0").rstrip("."), " ".join(value.split()))
+        value = _REFERENCE.sub(lambda m: f"url(#{name}-{m[1]})", value)
+        if value:
+            attributes.append(f" {key}={quoteattr(value)}")
+    if tag == "g" and not attributes:
+        for child in node:
+            _write(child, parts, name, used)
+        return
+    parts.append(f"<{tag}{''.join(attributes)}>")
+    if tag in ("text", "tspan") and node.text:
+        parts.append(escape(node.text))
+    for child in node:
+        _write(child, parts, name, used)
+        if tag == "text" and child.tail:
+            parts.append(escape(child.tail))
+    parts.append(f"</{tag}>")

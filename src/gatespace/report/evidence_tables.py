@@ -6,18 +6,24 @@ from collections.abc import Mapping
 from statistics import fmean
 
 from gatespace.evidence.power import minimum_detectable, seeds_needed
-from gatespace.evidence.records import ALL_TASKS, BlockClaim, ComparisonEvidence, Paired, Summary, WinCount
+from gatespace.evidence.records import (
+    ALL_TASKS,
+    BlockClaim,
+    ComparisonEvidence,
+    GroupEvidence,
+    Paired,
+    Summary,
+    WinCount,
+)
 from gatespace.gating.coefficients import NotApplicable
 from gatespace.report.published import SOURCE, best_observed, d_on_g2, nine, paper_task
-from gatespace.report.table import Column, Runs, Table, Value
+from gatespace.report.table import CSV_ONLY, FILES_ONLY, NOT_IN_PRINT, Column, Runs, Table, Value
 from gatespace.report.view import AXES, AXIS_NAMES, View
 
 __all__ = ["evidence_tables", "group_name"]
 
-_NO_TEX = frozenset({"md", "csv", "html"})
-_FULL = frozenset({"csv"})
-_NOTE = Column("note", "note", "text", _NO_TEX)
-_RUNS = Column("runs", "runs", "runs", _NO_TEX)
+_NOTE = Column("note", "note", "text", NOT_IN_PRINT)
+_RUNS = Column("runs", "runs", "runs", NOT_IN_PRINT)
 _SIDES = ("family", "entropy-only", "gap-only", "static", "published")
 _PAIR = (Column("task", "task"), Column("left", "left"), Column("right", "right"))
 
@@ -68,10 +74,13 @@ def _summary_columns(what: str = "") -> tuple[Column, ...]:
 
 def _comparisons(view: View, axis: str) -> Table:
     columns = (
-        *_PAIR, Column("role", "role"), *_summary_columns(), Column("sign_flip_floor", "sign-flip floor", "p"),
+        *_PAIR, Column("role", "role", "text", FILES_ONLY), *_summary_columns(),
+        Column("sign_flip_floor", "sign-flip floor", "p"),
         Column("fresh_n", "fresh n", "count"), Column("fresh_mean_pp", "fresh mean, pp", "signed_pp"),
-        Column("fresh_low_pp", "fresh from", "signed_pp", _NO_TEX), Column("fresh_high_pp", "fresh to", "signed_pp", _NO_TEX),
-        Column("bh", "p, BH", "p"), Column("holm", "p, Holm", "p"), Column("differences_pp", "per seed, pp", "text", _FULL),
+        Column("fresh_low_pp", "fresh from", "signed_pp", NOT_IN_PRINT),
+        Column("fresh_high_pp", "fresh to", "signed_pp", NOT_IN_PRINT),
+        Column("bh", "p, BH", "p"), Column("holm", "p, Holm", "p"),
+        Column("differences_pp", "per seed, pp", "text", CSV_ONLY),
         _NOTE, _RUNS,
     )  # fmt: skip
     rows: list[tuple[Value, ...]] = []
@@ -107,7 +116,8 @@ def _d_on_g2(view: View) -> Table:
     papers = {task: paper_task(view.results, task) for task in view.results.tasks}
     beside = any(papers.values())
     columns = [
-        Column("task", "task"), Column("base", "on"), Column("point", "point"), Column("d", "d", "number"), *_summary_columns(),
+        Column("task", "task"), Column("base", "on"), Column("point", "point"), Column("d", "d", "coefficient"),
+        *_summary_columns(),
     ]  # fmt: skip
     if beside:
         columns.append(Column("paper_pp", "paper, s42, pp", "signed_pp"))
@@ -154,7 +164,8 @@ def _replication(view: View) -> Table:
         rows.append(
             (
                 found.axis, found.task, found.left, found.right, _at(found.all, view.results.selection_seed),
-                *_summary(found.all), *((fresh.n, fresh.mean, fresh.low, fresh.high, fresh.p) if fresh else (None,) * 5),
+                *_summary(found.all),
+                *((fresh.n, fresh.mean, fresh.low, fresh.high, fresh.p) if fresh else (None,) * 5),
                 found.holm, *theirs, Runs(found.run_ids),
             )
         )  # fmt: skip
@@ -163,8 +174,8 @@ def _replication(view: View) -> Table:
         "replication", "Replication: headline comparisons over seeds", tuple(columns[i] for i in kept),
         tuple(tuple(row[i] for i in kept) for row in rows), stub=4,
         empty="The study replicates no comparison, and has none of the paper's nine.",
-        note=f"The selection seed ({view.results.selection_seed}) is left out of what is called fresh; Holm is over these "
-        "comparisons." + (f" {SOURCE}" if any_printed else ""),
+        note=f"The selection seed ({view.results.selection_seed}) is left out of what is called fresh; Holm is over "
+        "these comparisons." + (f" {SOURCE}" if any_printed else ""),
     )  # fmt: skip
 
 
@@ -182,17 +193,20 @@ def _groups(view: View) -> Table:
         Column("axis", "axis"), Column("task", "task"), Column("cells", "cells", "count"), Column("na", "N/A", "count"),
         Column("missing", "missing", "count"), *_summary_columns(), Column("sign_flip_floor", "sign-flip floor", "p"),
         *_summary_columns("fresh"), Column("fresh_sign_flip_floor", "fresh floor", "p"), Column("holm", "p, Holm", "p"),
-        Column("mixed_pp", "mixed model, pp", "signed_pp", _FULL), Column("mixed_p", "mixed p (too small)", "p", _FULL), _NOTE,
+        Column("mixed_pp", "mixed model, pp", "signed_pp", CSV_ONLY),
+        Column("mixed_p", "mixed p (too small)", "p", CSV_ONLY), _NOTE,
     )  # fmt: skip
     rows: list[tuple[Value, ...]] = []
-    for group in view.analysis.groups:
+    for group in _shown_groups(view):
         mixed = group.mixed
         note = group.fresh.reason if isinstance(group.fresh, NotApplicable) else group.fresh.note
         rows.append(
             (
-                group_name(group.axis, group.restriction), group.task, group.comparable, group.not_applicable, group.missing,
+                group_name(group.axis, group.restriction), group.task, group.comparable, group.not_applicable,
+                group.missing,
                 *_summary(group.all), _floor(group.all), *_summary(group.fresh), _floor(group.fresh), group.holm,
-                mixed if isinstance(mixed, NotApplicable) else mixed.mean, mixed if isinstance(mixed, NotApplicable) else mixed.p,
+                mixed if isinstance(mixed, NotApplicable) else mixed.mean,
+                mixed if isinstance(mixed, NotApplicable) else mixed.p,
                 note or None,
             )
         )  # fmt: skip
@@ -203,25 +217,35 @@ def _groups(view: View) -> Table:
     )  # fmt: skip
 
 
+def _shown_groups(view: View) -> list[GroupEvidence]:
+    """All; of a study with one task those of all tasks, which are the same numbers."""
+    alone = len(view.results.tasks) == 1
+    return [group for group in view.analysis.groups if group.task == ALL_TASKS or not alone]
+
+
 def _floor(claim: BlockClaim | NotApplicable) -> Value:
     return claim if isinstance(claim, NotApplicable) else claim.sign_flip_floor
 
 
 def _wins(view: View) -> Table:
     columns = (
-        Column("axis", "axis"), Column("task", "task"), Column("cells", "cells", "count"), Column("wins", "wins", "count"),
-        Column("ties", "ties", "count"), Column("losses", "losses", "count"), Column("naive_p", "p, cells independent", "p"),
+        Column("axis", "axis"), Column("task", "task"), Column("cells", "cells", "count"),
+        Column("wins", "wins", "count"),
+        Column("ties", "ties", "count"), Column("losses", "losses", "count"),
+        Column("naive_p", "p, cells independent", "p"),
         Column("correlated_p", "p, shared runs kept", "p"), Column("naive_variance", "variance, independent", "number"),
-        Column("null_variance", "variance, shared runs", "number"), Column("effective_n", "effective cells", "number"), _NOTE,
+        Column("null_variance", "variance, shared runs", "number"), Column("effective_n", "effective cells", "number"),
+        _NOTE,
     )  # fmt: skip
     rows: list[tuple[Value, ...]] = []
-    for group in view.analysis.groups:
+    for group in _shown_groups(view):
         count = group.wins
         name = group_name(group.axis, group.restriction)
         if isinstance(count, WinCount):
             rows.append(
                 (
-                    name, group.task, count.cells, count.wins, count.ties, count.losses, count.naive_p, count.correlated_p,
+                    name, group.task, count.cells, count.wins, count.ties, count.losses, count.naive_p,
+                    count.correlated_p,
                     count.naive_variance, count.null_variance, count.effective_n, count.note or None,
                 )
             )  # fmt: skip
@@ -254,7 +278,7 @@ def _best(view: View) -> Table:
             row: list[Value] = [task, side]
             row += [chosen] * 3 if isinstance(chosen, NotApplicable) else [chosen.label, chosen.val, chosen.test]
             row += [observed] * 2 if isinstance(observed, NotApplicable) else [observed.label, observed.test]
-            rows.append(tuple(row + [printed.get(side)] if beside else row))
+            rows.append((*row, printed.get(side)) if beside else tuple(row))
     return Table(
         "best-observed", "The best of each side", tuple(columns), tuple(rows), stub=2, empty="No run is done.",
         note="Means over the seeds of the sweep. What is best on test was picked by what it is judged by, and is "
@@ -265,8 +289,10 @@ def _best(view: View) -> Table:
 def _anova(view: View) -> Table:
     columns = (
         Column("task", "task"), Column("points", "points", "count"), Column("seeds", "seeds", "count"),
-        Column("runs", "runs", "count"), Column("f", "F of points", "number"), Column("df", "df"), Column("p", "p", "p"),
-        Column("seed_f", "F of seeds", "number"), Column("seed_p", "p", "p"), Column("sd_pp", "pooled SD, pp", "pp"), _NOTE,
+        Column("runs", "runs", "count"), Column("f", "F of points", "number"), Column("df", "df"),
+        Column("p", "p", "p"),
+        Column("seed_f", "F of seeds", "number"), Column("seed_p", "p", "p"), Column("sd_pp", "pooled SD, pp", "pp"),
+        _NOTE,
     )  # fmt: skip
     rows: list[tuple[Value, ...]] = []
     for task, found in view.analysis.anova.items():
@@ -326,7 +352,8 @@ def _controls(view: View) -> Table:
         stats = [_lam(view, found, side) for side in (found.left, found.right)]
         rows.append(
             (
-                found.task, found.left, found.right, *_summary(found.all), *(mean for mean, _ in stats), *(sd for _, sd in stats),
+                found.task, found.left, found.right, *_summary(found.all), *(mean for mean, _ in stats),
+                *(sd for _, sd in stats),
                 Runs(found.run_ids),
             )
         )  # fmt: skip
@@ -345,7 +372,8 @@ def _lam(view: View, found: ComparisonEvidence, point: str) -> tuple[Value, Valu
 
 def _examples(view: View) -> Table:
     columns = (
-        Column("axis", "axis"), *_PAIR, Column("mean_pp", "mean, pp", "signed_pp"), Column("low_pp", "95 % from", "signed_pp"),
+        Column("axis", "axis"), *_PAIR, Column("mean_pp", "mean, pp", "signed_pp"),
+        Column("low_pp", "95 % from", "signed_pp"),
         Column("high_pp", "to", "signed_pp"), Column("resampled", "resampled"), Column("examples", "examples", "count"),
         Column("mcnemar", "only left right / only right right, exact p, per seed"),
     )  # fmt: skip
@@ -375,14 +403,3 @@ def _not_applicable(view: View) -> Table:
         "not-applicable", "Cells that cannot be by construction", columns, tuple(seen), stub=4, empty="There are none.",
         note="N/A is no missing number: the restriction keeps nothing of such a point.",
     )  # fmt: skip
-
-
-def pooled(view: View, axis: str, restriction: str | None = None) -> Summary | None:
-    """The claim of an axis over all tasks: without the selection seed where that leaves two blocks, else with it."""
-    group = view.analysis.group(axis, task=ALL_TASKS, restriction=restriction)
-    if group is None:
-        return None
-    for claim in (group.fresh, group.all):
-        if isinstance(claim, BlockClaim) and claim.n > 1:
-            return claim
-    return group.all if isinstance(group.all, BlockClaim) else None

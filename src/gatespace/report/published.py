@@ -54,7 +54,8 @@ def per_seed(task: str) -> Mapping[str, Mapping[int, float]]:
     twins = {f"static{row['lam']:g}": f"twin({row['config']})" for row in _of(task, "mean_matched_lambda")}
     table = _facts()["per_seed_accuracy"][task]
     return {
-        twins.get(point, point): {int(seed): share for seed, share in row["acc"].items()} for point, row in table.items()
+        twins.get(point, point): {int(seed): share for seed, share in row["acc"].items()}
+        for point, row in table.items()
     }
 
 
@@ -66,7 +67,12 @@ def d_on_g2(task: str) -> Mapping[float, float]:
 def best_observed(task: str) -> Mapping[str, float]:
     """Side → the best accuracy on test at seed 42."""
     row = _facts()["best_observed"].get(task, {})
-    names = {"static": "static05", "gap-only": "gap_only_best", "entropy-only": "entropy_only_best", "family": "ours_best"}
+    names = {
+        "static": "static05",
+        "gap-only": "gap_only_best",
+        "entropy-only": "entropy_only_best",
+        "family": "ours_best",
+    }
     return {side: row[key] for side, key in names.items() if key in row}
 
 
@@ -76,6 +82,6 @@ def _of(task: str, key: str) -> list[dict[str, Any]]:
 
 @cache
 def _facts() -> Mapping[str, Any]:
-    from gatespace.evidence.paper import facts
+    from gatespace.evidence.facts import facts
 
     return facts()

@@ -7,15 +7,13 @@ from statistics import fmean, median
 
 from gatespace.gating.coefficients import Gate, NotApplicable
 from gatespace.report.published import PAPER_SEEDS, SOURCE, paper_task, per_seed
-from gatespace.report.table import Column, Runs, Table, Value
+from gatespace.report.table import NOT_IN_PRINT, PAGE_ONLY, Column, Runs, Table, Value
 from gatespace.report.view import KIND_NAMES, KINDS, View, mean_of, sd_of
 from gatespace.study.records import RunResult, Score
 
 __all__ = ["confusion_models", "cost_table", "failures_table", "score_tables"]
 
-_NO_TEX = frozenset({"md", "csv", "html"})
-_PAGE = frozenset({"html"})
-RUNS = Column("runs", "runs", "runs", _NO_TEX)
+RUNS = Column("runs", "runs", "runs", NOT_IN_PRINT)
 
 
 def score_tables(view: View) -> list[Table]:
@@ -74,7 +72,8 @@ def _points(view: View) -> Table:
         Column("seeds", "seeds", "count"), Column("accuracy", "accuracy, mean %", "percent"),
         Column("sd_pp", "SD, pp", "pp"), Column("macro_f1", "macro-F1, mean %", "percent"),
         Column("val_accuracy", "val, mean %", "percent"), Column("lam", "E[λ]", "lam"),
-        Column("above_start_pp", "over start, pp", "signed_pp"), Column("above_majority_pp", "over majority, pp", "signed_pp"),
+        Column("above_start_pp", "over start, pp", "signed_pp"),
+        Column("above_majority_pp", "over majority, pp", "signed_pp"),
         Column("to_teacher_pp", "to teacher, pp", "signed_pp"), RUNS,
     )  # fmt: skip
     rows: list[tuple[Value, ...]] = []
@@ -86,7 +85,7 @@ def _points(view: View) -> Table:
             mean = mean_of(shares)
             sd = sd_of(shares)
             runs = {seed: run for seed, run in view.done(task, point).items() if seed in scores}
-            against = [None, None, None]
+            against: list[float | None] = [None, None, None]
             if beside is not None:
                 against = [_pp(mean, beside.start), _pp(mean, beside.majority), _pp(mean, beside.teacher)]
             rows.append(
@@ -103,8 +102,8 @@ def _points(view: View) -> Table:
         "Points: accuracy over seeds, beside start, majority and teacher",
         columns,
         tuple(rows),
-        note="Means and SDs over the seeds of the sweep, test split unless it says val. A point with one seed has no SD. E[λ] is the "
-        "mean over all response tokens of the training.",
+        note="Means and SDs over the seeds of the sweep, test split unless it says val. A point with one seed has no "
+        "SD. E[λ] is the mean over all response tokens of the training.",
         stub=2,
     )
 
@@ -146,7 +145,8 @@ def _per_seed(view: View) -> Table:
 def _runs(view: View) -> Table:
     columns = (
         Column("task", "task"), Column("point", "point"), Column("seed", "seed", "count"), Column("state", "state"),
-        Column("accuracy", "accuracy, %", "percent"), Column("correct", "correct", "count"), Column("count", "rows", "count"),
+        Column("accuracy", "accuracy, %", "percent"), Column("correct", "correct", "count"),
+        Column("count", "rows", "count"),
         Column("macro_f1", "macro-F1, %", "percent"), Column("parse_failures", "no legal label", "count"),
         Column("val_accuracy", "val, %", "percent"), Column("lam", "E[λ]", "lam"), RUNS,
     )  # fmt: skip
@@ -164,14 +164,16 @@ def _runs(view: View) -> Table:
             )
         )  # fmt: skip
     return Table(
-        "runs", "All runs", columns, tuple(rows), stub=3, note="Test split unless it says val. An answer without a legal label is wrong."
+        "runs", "All runs", columns, tuple(rows), stub=3,
+        note="Test split unless it says val. An answer without a legal label is wrong.",
     )  # fmt: skip
 
 
 def _lam(view: View) -> Table:
     columns = (
         Column("task", "task"), Column("point", "point"), Column("seeds", "seeds", "count"),
-        Column("mean", "E[λ]", "lam"), Column("sd", "SD over tokens", "lam"), Column("saturated", "saturated, %", "percent"),
+        Column("mean", "E[λ]", "lam"), Column("sd", "SD over tokens", "lam"),
+        Column("saturated", "saturated, %", "percent"),
         Column("rkl_mean", "RKL-weighted E[λ]", "lam"), Column("tokens", "tokens", "count"),
         Column("low", "least possible λ", "lam"), Column("high", "greatest possible λ", "lam"), RUNS,
     )  # fmt: skip
@@ -194,8 +196,8 @@ def _lam(view: View) -> Table:
             )  # fmt: skip
     return Table(
         "lambda", "λ over the tokens of training", columns, tuple(rows), stub=2,
-        note="Means over seeds of each run's own figures. Saturated: λ within 0.02 of 0 or 1, where a gate hardly moves. "
-        "RKL-weighted: Σ λ·RKL / Σ RKL.",
+        note="Means over seeds of each run's own figures. Saturated: λ within 0.02 of 0 or 1, where a gate hardly "
+        "moves. RKL-weighted: Σ λ·RKL / Σ RKL.",
         empty="No run with a λ is done.",
     )  # fmt: skip
 
@@ -242,7 +244,8 @@ def confusion_models(view: View, task: str) -> list[tuple[str, tuple[Score, ...]
 
 def _confusion(view: View) -> Table:
     columns = (
-        Column("task", "task"), Column("model", "model"), Column("gold", "gold label"), Column("predicted", "predicted"),
+        Column("task", "task"), Column("model", "model"), Column("gold", "gold label"),
+        Column("predicted", "predicted"),
         Column("rows", "rows", "count"), Column("share", "of the gold label's, %", "percent"),
     )  # fmt: skip
     rows: list[tuple[Value, ...]] = []
@@ -272,12 +275,15 @@ def confusion(scores: Sequence[Score]) -> dict[str, dict[str, int]]:
 
 def _reads(view: View) -> Table:
     columns = (
-        Column("task", "task"), Column("model", "model"), Column("rows", "rows", "count"), Column("purpose", "what for"),
+        Column("task", "task"), Column("model", "model"), Column("rows", "rows", "count"),
+        Column("purpose", "what for"),
         # After a kill a split is read again for the same predictions: true, and no property of the results.
-        Column("reads", "times read", "count", _PAGE),
+        Column("reads", "times read", "count", PAGE_ONLY),
     )  # fmt: skip
     place = {name: i for i, name in enumerate(view.results.runs)}
-    reads = sorted(view.results.test_reads, key=lambda read: (place.get(read.run, -1), read.task, read.run, read.purpose))
+    reads = sorted(
+        view.results.test_reads, key=lambda read: (place.get(read.run, -1), read.task, read.run, read.purpose)
+    )
     rows = tuple((read.task, read.run, read.rows, read.purpose, read.reads) for read in reads)
     return Table(
         "test-reads", "Every read of a test split", columns, rows, stub=2, empty="No test split was read.",
@@ -289,7 +295,7 @@ def _provenance(view: View) -> Table:
     columns = (
         Column("run", "run", "runs"), Column("task", "task"), Column("point", "point"), Column("kind", "kind"),
         Column("seed", "seed", "count"), Column("gate", "a,b,c,d as trained"), Column("lam", "constant λ", "lam"),
-        Column("weights", "weights"), Column("commit", "commit"), Column("versions", "versions", "text", _NO_TEX),
+        Column("weights", "weights"), Column("commit", "commit"), Column("versions", "versions", "text", NOT_IN_PRINT),
     )  # fmt: skip
     rows: list[tuple[Value, ...]] = []
     for run in _ordered(view):
@@ -309,9 +315,7 @@ def _provenance(view: View) -> Table:
 def failures_table(view: View) -> Table:
     """Runs that are not done, with the error of those that failed. On the page only: an error may name a path."""
     columns = (Column("run", "run", "runs"), Column("state", "state"), Column("error", "error"))
-    rows = tuple(
-        (Runs((run.spec.id,)), run.state, run.error or None) for run in _ordered(view) if run.state != "done"
-    )
+    rows = tuple((Runs((run.spec.id,)), run.state, run.error or None) for run in _ordered(view) if run.state != "done")
     return Table("failures", "Runs that are not done", columns, rows)
 
 
@@ -320,7 +324,8 @@ def cost_table(view: View) -> Table:
     columns = (
         Column("task", "task"), Column("kind", "kind"), Column("runs", "runs", "count"),
         Column("seconds", "median s per run", "number"), Column("cpu_seconds", "CPU s, all", "number"),
-        Column("response_tokens", "response tokens, all", "count"), Column("teacher_tokens", "teacher tokens, all", "count"),
+        Column("response_tokens", "response tokens, all", "count"),
+        Column("teacher_tokens", "teacher tokens, all", "count"),
         Column("cached", "scores from cache, %", "percent"),
     )  # fmt: skip
     rows: list[tuple[Value, ...]] = []

@@ -1,7 +1,7 @@
 """One model of a table, and how it is written as markdown, LaTeX and CSV.
 
-A cell holds a plain value. Columns say how it is rounded for readers; CSV has it in full. What does not exist is None or
-a `NotApplicable` with its reason, never a NaN or a 0. Equal tables have equal bytes in every form.
+A cell holds a plain value. Columns say how it is rounded for readers; CSV has it in full. What does not exist is None
+or a `NotApplicable` with its reason, never a NaN or a 0. Equal tables have equal bytes in every form.
 """
 
 from __future__ import annotations
@@ -17,8 +17,16 @@ from gatespace.gating.coefficients import NotApplicable
 
 __all__ = ["Column", "Kind", "Runs", "Table", "Value", "csv_text", "latex_text", "markdown_text", "shown"]
 
-Kind = Literal["text", "count", "percent", "pp", "signed_pp", "p", "number", "lam", "runs"]
+Kind = Literal["text", "count", "percent", "pp", "signed_pp", "p", "number", "lam", "coefficient", "runs"]
 Form = Literal["md", "tex", "csv", "html"]
+
+
+Forms = frozenset[Form]
+EVERYWHERE: Forms = frozenset({"md", "tex", "csv", "html"})
+NOT_IN_PRINT: Forms = frozenset({"md", "csv", "html"})
+PAGE_ONLY: Forms = frozenset({"html"})
+FILES_ONLY: Forms = frozenset({"md", "csv"})
+CSV_ONLY: Forms = frozenset({"csv"})
 
 
 class Runs(NamedTuple):
@@ -43,15 +51,13 @@ class Column:
         key: Its name in CSV.
         title: Its heading for readers, with the unit in which the cells are shown.
         kind: How a cell is shown. A percent is a share, and stays one in CSV; pp are percentage points everywhere.
-        forms: Where it is left out otherwise: ids are too long for a page in print.
-        about: What it means, in a few words; shown with the heading.
+        forms: Where it stands; ids are too long for a page in print.
     """
 
     key: str
     title: str
     kind: Kind = "text"
-    forms: frozenset[Form] = frozenset({"md", "tex", "csv", "html"})
-    about: str = ""
+    forms: Forms = EVERYWHERE
 
     @property
     def numeric(self) -> bool:
@@ -114,6 +120,8 @@ def shown(value: Value, kind: Kind) -> str:
         return value
     if kind == "p":
         return f"{value:.3f}" if value >= _SMALLEST_P else f"<{_SMALLEST_P}"
+    if kind == "coefficient":
+        return f"{value:+g}" if value else "0"
     if kind in ("count", "text", "runs") and float(value).is_integer():
         return str(int(value))
     number = value * 100 if kind == "percent" else value
@@ -202,7 +210,8 @@ _LATEX = {
     "^": r"\textasciicircum{}", "~": r"\textasciitilde{}", "<": r"\textless{}", ">": r"\textgreater{}",
     '"': r"\textquotedbl{}", "|": r"\textbar{}", "'": r"\textquotesingle{}", "`": r"\textasciigrave{}",
     "λ": r"$\lambda$", "Δ": r"$\Delta$", "Σ": r"$\Sigma$", "σ": r"$\sigma$", "β": r"$\beta$", "α": r"$\alpha$",
-    "τ": r"$\tau$", "±": r"$\pm$", "×": r"$\times$", "≥": r"$\ge$", "≤": r"$\le$", "−": "$-$", "–": "--", "·": r"$\cdot$",
+    "τ": r"$\tau$", "±": r"$\pm$", "×": r"$\times$", "≥": r"$\ge$", "≤": r"$\le$", "−": "$-$", "–": "--",
+    "·": r"$\cdot$",
     "→": r"$\to$", "≠": r"$\ne$", "≈": r"$\approx$", "…": r"\dots{}", "\u00a0": "~",
 }  # fmt: skip
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "|", "%")
@@ -247,6 +256,7 @@ def _csv(value: Value) -> str:
 
 
 def _plain(text: str) -> str:
+    text = text.replace("\r\n", "\n").replace("\r", "\n")  # a bare return ends a row for some readers
     if text.startswith(_FORMULA) and not _HARMLESS.fullmatch(text):
         return "'" + text
     return text

@@ -1,4 +1,4 @@
-"""A study's results and their evidence, arranged for readers: look-ups, orders and names that tables and figures share."""
+"""A study's results and evidence, arranged for readers: look-ups, orders and names that tables and figures share."""
 
 from __future__ import annotations
 

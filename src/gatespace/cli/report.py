@@ -1,0 +1,84 @@
+"""`gatespace report`: what a study found, as tables, figures and one page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gatespace.cli.console import console, print_json
+
+if TYPE_CHECKING:
+    from gatespace.report.build import ReportFiles
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", show_default=False, help="The folder of a study.")]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="DIR", show_default="DIR", help="Where the report is written."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the findings and the files as JSON.")]
+NoPng = Annotated[bool, typer.Option("--no-png", help="Draw figures as SVG only, which is faster.")]
+
+
+def report(folder: Folder, output: Output = None, as_json: AsJson = False, no_png: NoPng = False) -> None:
+    """Write the report of a study: report.html, tables/ and figures/.
+
+    Nothing is trained. A study that is not complete gives a report of
+    what is there, which says so.
+
+    \b
+    gatespace report studies/demo
+    gatespace report studies/demo --output paper/supplement --no-png
+    """
+    written = write_report(folder, output, png=not no_png, quiet=as_json)
+    if not as_json:
+        return
+    found = written.findings
+    print_json(
+        {
+            "partial": written.partial,
+            "headline": found.headline,
+            "state": found.state,
+            "training": list(found.training),
+            "claims": [
+                {"axis": c.axis, "restriction": c.restriction, "verdict": c.verdict, "text": c.text}
+                for c in found.claims
+            ],
+            "limits": list(found.limits),
+            "html": str(written.html),
+            "tables": [*map(str, written.tables)],
+            "figures": [*map(str, written.figures)],
+        }
+    )
+
+
+def write_report(folder: Path, output: Path | None = None, *, png: bool = True, quiet: bool = False) -> ReportFiles:
+    """Write the report of the study in `folder`, and say what it says and where it is."""
+    from gatespace.report.build import build_report
+    from gatespace.study.results import read_results
+
+    written = build_report(read_results(folder), output, png=png)
+    if not quiet:
+        _print(written)
+    return written
+
+
+def _print(written: ReportFiles) -> None:
+    from gatespace.report.findings import VERDICTS
+
+    out, found = console(), written.findings
+    out.print(found.headline, style="bold")
+    for text in (found.state, *found.training):
+        out.print(text)
+    for claim in found.claims:
+        out.print(f"\n{claim.about}: {VERDICTS[claim.verdict]}", style="bold")
+        out.print(claim.text)
+    if found.limits:
+        out.print("\nWhat limits it", style="bold")
+    for text in found.limits:
+        out.print(f"- {text}")
+    folder = written.html.parent
+    out.print(f"\nwrote {written.html}", soft_wrap=True)
+    out.print(f"      {len(written.tables)} files in {folder / 'tables'}", soft_wrap=True)
+    out.print(f"      {len(written.figures)} files in {folder / 'figures'}", soft_wrap=True)

@@ -1,0 +1,363 @@
+"""What a study supports and what it does not, in plain sentences that follow from its statistics.
+
+A group of comparisons counts as supported only where its interval leaves out 0 with and without the selection seed, p
+without that seed is below .05 after Holm's adjustment over all groups, and the exact sign-flip test, which needs six
+blocks to get there at all, agrees. Single cells are never claimed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from gatespace.evidence.multiplicity import holm
+from gatespace.evidence.records import ALL_TASKS, BlockClaim, GroupEvidence, Summary, WinCount
+from gatespace.gating.coefficients import NotApplicable
+from gatespace.report.table import shown
+from gatespace.report.view import View
+
+__all__ = ["VERDICTS", "Finding", "Findings", "find"]
+
+Verdict = Literal["supported", "lead", "none", "descriptive", "missing"]
+VERDICTS: Mapping[str, str] = {
+    "supported": "supported",
+    "lead": "not confirmed",
+    "none": "no detectable difference",
+    "descriptive": "descriptive only",
+    "missing": "not run yet",
+}
+_LEVEL = 0.05
+_SIDES: Mapping[tuple[str, str | None], tuple[str, str]] = {
+    ("restriction", None): ("the family", "its one-channel restrictions"),
+    ("restriction", "entropy-only"): ("the family", "its entropy-only restrictions"),
+    ("restriction", "gap-only"): ("the family", "its gap-only restrictions"),
+    ("isolation", None): ("a λ that varies over tokens", "a constant λ of the same mean"),
+    ("control", None): ("the gate", "the same values of λ at shuffled tokens"),
+    ("static", None): ("the family", "a constant λ"),
+    ("published", None): ("the family", "the published methods"),
+    ("gap", None): ("a point with the gap signal", "the same point without"),
+}
+
+_ABOUT: Mapping[tuple[str, str | None], str] = {
+    ("restriction", None): "One-channel restrictions",
+    ("restriction", "entropy-only"): "Entropy-only restrictions",
+    ("restriction", "gap-only"): "Gap-only restrictions",
+    ("isolation", None): "Mean-matched constant",
+    ("control", None): "Shuffled λ",
+    ("static", None): "Constant λ",
+    ("published", None): "Published methods",
+    ("gap", None): "Gap signal",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A sentence about one group of comparisons, with its verdict."""
+
+    verdict: Verdict
+    axis: str
+    restriction: str | None
+    text: str
+    scope: str = ""
+    """The part of the comparisons that it is about, where it is not all."""
+
+    @property
+    def about(self) -> str:
+        """What it is about, in a few words."""
+        name = _ABOUT.get((self.axis, self.restriction), self.axis)
+        return f"{name} ({self.scope})" if self.scope else name
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The first screen.
+
+    Args:
+        headline: The whole in one sentence.
+        state: How much of the study there is.
+        training: Per task, where training got to.
+        claims: One per group of comparisons.
+        limits: What stands in the way of saying more.
+    """
+
+    headline: str
+    state: str
+    training: tuple[str, ...]
+    claims: tuple[Finding, ...]
+    limits: tuple[str, ...]
+
+
+def find(view: View) -> Findings:
+    """Everything that is said on the first screen."""
+    claims = tuple(_claims(view))
+    return Findings(_headline(claims), _state(view), tuple(_training(view)), claims, tuple(_limits(view)))
+
+
+# ---------------------------------------------------------------------------------------------------- the study
+
+
+def _headline(claims: Sequence[Finding]) -> str:
+    """Which of the questions have an answer."""
+    of = {verdict: [claim for claim in claims if claim.verdict == verdict] for verdict in VERDICTS}
+    asked = len(claims)
+    if not asked:
+        return "The study compares nothing."
+    if len(of["missing"]) == asked:
+        return "No comparison can be made yet."
+    if of["descriptive"] and not (of["supported"] or of["lead"] or of["none"]):
+        return "One seed: the numbers describe these runs, and support no claim about others."
+    held = len(of["supported"])
+    text = f"Of {asked} comparisons of groups, {held or 'none'} show{'s' * (held < 2)} a difference that holds"
+    if of["supported"]:
+        text += f" ({', '.join(claim.about for claim in of['supported'])})"
+    rest = []
+    if of["lead"]:
+        rest.append(f"{len(of['lead'])} not confirmed ({', '.join(claim.about for claim in of['lead'])})")
+    if of["none"]:
+        rest.append(f"{len(of['none'])} without a detectable difference")
+    if of["descriptive"] or of["missing"]:
+        rest.append(f"{len(of['descriptive']) + len(of['missing'])} without enough runs")
+    return f"{text}; {', '.join(rest)}." if rest else f"{text}."
+
+
+def _state(view: View) -> str:
+    counts, whole = view.counts, len(view.results.runs)
+    if counts["done"] == whole and not view.results.problems:
+        return f"All {whole} runs are done."
+    rest = [
+        f"{counts[state]} {word}"
+        for state, word in (("failed", "failed"), ("running", "running"), ("waiting", "not begun"))
+        if counts[state]
+    ]
+    missing = ", ".join(rest) or "results are not complete"
+    return f"{counts['done']} of {whole} runs are done ({missing}): this report is partial."
+
+
+def _training(view: View) -> list[str]:
+    found = []
+    for task, known in view.analysis.baselines.items():
+        if known.trained is None:
+            found.append(f"{task}: no run of the family is done.")
+            continue
+        text = f"{task}: the family's {known.runs} runs are at {_percent(known.trained)} on average"
+        if known.start is not None and known.gain is not None:
+            text += f", from {_percent(known.start)} before training ({_pp(known.gain)})"
+        beside = []
+        if known.teacher is not None:
+            beside.append(f"the teacher is at {_percent(known.teacher)}")
+        if known.majority is not None:
+            beside.append(f"giving {known.majority_label!r} to all at {_percent(known.majority)}")
+        text += f"; {', '.join(beside)}." if beside else "."
+        if known.below_majority:
+            text += (
+                f" {known.below_majority} of {known.done} runs are below that label for all: look at macro-F1, not at "
+                "accuracy."
+            )
+        found.append(text)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- claims
+
+
+def _claims(view: View) -> list[Finding]:
+    groups = []
+    for axis in view.axes:
+        mine = [group for group in view.analysis.groups if (group.axis, group.task) == (axis, ALL_TASKS)]
+        parts = [group for group in mine if group.restriction is not None]
+        groups += [group for group in parts or mine if group.comparable or group.missing]  # else none can be
+    # One family: the statements that stand side by side on the first screen.
+    adjusted = holm([_judged(group).p if _judged(group) is not None else None for group in groups])  # type: ignore[union-attr]
+    return [_claim(view, group, p) for group, p in zip(groups, adjusted, strict=True)]
+
+
+def _judged(group: GroupEvidence) -> BlockClaim | None:
+    """Fresh seeds where there are two blocks of them."""
+    for claim in (group.fresh, group.all):
+        if isinstance(claim, BlockClaim) and claim.n > 1:
+            return claim
+    return None
+
+
+def _claim(view: View, group: GroupEvidence, adjusted: float | None) -> Finding:
+    one, other = _SIDES.get((group.axis, group.restriction), (group.axis, group.restriction or "the other side"))
+
+    def finding(verdict: Verdict, text: str) -> Finding:
+        return Finding(verdict, group.axis, group.restriction, text, scope)
+
+    whole = group.all
+    scope = _scope(whole, group.comparable) if isinstance(whole, BlockClaim) else ""
+    if not isinstance(whole, BlockClaim):
+        return finding("missing", f"{_capital(one)} against {other}: no pair of runs is done.")
+    cells = f"{group.comparable} comparison{'s' * (group.comparable != 1)}"
+    if len({block.seed for block in whole.blocks}) == 1:
+        return finding(
+            "descriptive",
+            f"{_capital(one)} minus {other}: {_pp(whole.mean)} on average over {cells} at one seed. What another seed "
+            "would give is not known: no interval, no test.",
+        )
+    if whole.low is None or whole.high is None:
+        return finding(
+            "none",
+            f"{_capital(one)} minus {other}: {_pp(whole.mean)} in all {_blocks(whole)}: no variance to test it by.",
+        )
+    part = f" for the {scope} that have all of them" if scope else ""
+    numbers = f"mean {_pp(whole.mean)}, {_interval(whole)} over {_blocks(whole)}{part}"
+    fresh = group.fresh if isinstance(group.fresh, BlockClaim) else None
+    seed = view.results.selection_seed
+    again = ""
+    if fresh is not None and fresh.n < whole.n:
+        again = f" Without the selection seed {seed}: {_pp(fresh.mean)}"
+        # Two blocks have an interval, of one degree of freedom: it says nothing but that there are two.
+        again += f", {_interval(fresh)}." if fresh.low is not None and fresh.n > 2 else f" ({_blocks(fresh)})."
+    judged = _judged(group)
+    if not _leaves_out_zero(whole) and not (fresh is not None and _leaves_out_zero(fresh)):
+        text = f"No detectable difference between {one} and {other}: {numbers}; with {_blocks(whole, brief=True)} only"
+        return finding("none", f"{text} gaps of ≥ {whole.mde:.1f} pp would show.{again}")
+    word = "above" if whole.mean > 0 else "below"
+    short = []
+    if judged is None or judged is not fresh:
+        short.append(f"it rests on the selection seed {seed}, and there are not enough others to confirm it")
+    elif not _leaves_out_zero(fresh) or (fresh.mean > 0) != (whole.mean > 0):
+        short.append("the interval without the selection seed holds 0")
+    if not _leaves_out_zero(whole):
+        short.append("the interval of all seeds holds 0")
+    if adjusted is None or adjusted >= _LEVEL:
+        short.append(f"p is {shown(adjusted, 'p')} after adjustment for all these statements")
+    if judged is not None and judged.sign_flip_floor >= _LEVEL:
+        floor = f"its p cannot be below {judged.sign_flip_floor:.2g}"
+        short.append(f"{_blocks(judged)} are too few for a test without assumptions ({floor})")
+    elif judged is not None and (judged.sign_flip_p or 1.0) >= _LEVEL:
+        short.append(f"the exact sign-flip test gives p = {shown(judged.sign_flip_p, 'p')}")
+    if short:
+        return finding(
+            "lead",
+            f"{_capital(one)} is {word} {other} in these runs: {numbers}. This is a lead and no finding: "
+            f"{'; '.join(short)}.{again}",
+        )
+    return finding(
+        "supported",
+        f"{_capital(one)} is {word} {other}: {numbers}; p = {shown(adjusted, 'p')} after Holm's adjustment for all "
+        f"these statements, exact sign-flip p = {shown(judged.sign_flip_p, 'p') if judged else '–'}.{again}",
+    )
+
+
+def _leaves_out_zero(claim: Summary) -> bool:
+    return claim.low is not None and claim.high is not None and (claim.low > 0 or claim.high < 0)
+
+
+# ---------------------------------------------------------------------------------------------------- limits
+
+
+def _limits(view: View) -> list[str]:
+    found: list[str] = []
+    pairs = [c.all for c in view.analysis.comparisons if c.all is not None]
+    most = max((pair.n for pair in pairs), default=0)
+    if most == 1:
+        found.append(
+            "One seed: a difference between two trainings cannot be told from what another seed would do. Nothing is "
+            "tested."
+        )
+    elif most > 1:
+        least = [pair.mde for pair in pairs if pair.mde is not None]
+        if least:
+            found.append(
+                f"No single comparison is claimed. With at most {most} seeds a typical one shows only gaps of "
+                f"≥ {median(least):.1f} pp (80 % power)."
+            )
+        floor = 2 / 2**most
+        if floor >= _LEVEL:
+            found.append(
+                f"With {most} seeds the exact sign-flip test of a comparison cannot give p below {floor:.2g}, whatever "
+                "the data."
+            )
+    for axis in ("restriction", "isolation"):
+        group = view.analysis.group(axis)
+        if group is not None and isinstance(count := group.wins, WinCount) and count.cells > 1:
+            found.append(_count_text(axis, count, tested=most > 1))
+    for task, anova in view.analysis.anova.items():
+        if not isinstance(anova, NotApplicable):
+            verdict = "no difference among" if anova.p >= _LEVEL else "some difference among"
+            found.append(
+                f"{task}: {verdict} all {anova.points} points shows in the analysis of variance "
+                f"(F({anova.df[0]}, {anova.df[1]}) = {anova.f:.2f}, p {_is(anova.p)}); a run's own SD is "
+                f"{anova.sd:.2f} pp."
+            )
+    for task, selection in view.analysis.selection.items():
+        chosen, observed = selection.chosen, selection.observed
+        if isinstance(chosen, NotApplicable) or isinstance(observed, NotApplicable):
+            continue
+        text = f"{task}: best on validation is {chosen.label}, with {_percent(chosen.test)} on test."
+        if observed.label != chosen.label and selection.optimism:
+            text += (
+                f" {observed.label} looks {abs(selection.optimism):.2f} pp better on test, but that would be picking "
+                "by what it is judged by."
+            )
+        found.append(text)
+    for task, known in view.analysis.baselines.items():
+        if known.duplicates:
+            found.append(
+                f"{task}: {known.duplicates} of {known.rows} test texts also stand in train; accuracy without them is "
+                "in a table."
+            )
+    return found
+
+
+def _count_text(axis: str, count: WinCount, *, tested: bool) -> str:
+    names = {"restriction": "its restrictions", "isolation": "its mean-matched constants"}
+    text = f"The family is ahead of {names[axis]} in {count.wins} of {count.cells} cells"
+    text += f", {count.ties} tied" if count.ties else ""
+    if not tested or count.effective_n is None or count.correlated_p is None or count.naive_p is None:
+        return text + "."
+    if abs(count.effective_n - (count.cells - count.ties)) < 0.5:
+        return text + f" (p {_is(count.correlated_p)})."
+    naive = shown(count.naive_p, "p")
+    instead = f", not {naive}" if naive != shown(count.correlated_p, "p") else ""
+    worth = f". Cells share runs: the count is worth about {count.effective_n:.1f} independent cells"
+    return text + f"{worth} (p {_is(count.correlated_p)}{instead})."
+
+
+# ---------------------------------------------------------------------------------------------------- words
+
+
+def _blocks(claim: BlockClaim, *, brief: bool = False) -> str:
+    tasks, seeds = {block.task for block in claim.blocks}, {block.seed for block in claim.blocks}
+    if len(tasks) == 1:
+        return f"{len(seeds)} seed{'s' * (len(seeds) != 1)}"
+    if brief:
+        return f"{claim.n} blocks"
+    if len(tasks) * len(seeds) == claim.n:
+        return f"{claim.n} blocks ({len(tasks)} tasks × {len(seeds)} seeds)"
+    return f"{claim.n} (task, seed) blocks"
+
+
+def _scope(claim: BlockClaim, comparable: int) -> str:
+    """Blocks hold the comparisons that have every seed; with a replication of a few, these are the few."""
+    used = sum({block.task: block.cells for block in claim.blocks}.values())
+    return "" if used == comparable else f"{used} of {comparable} comparisons"
+
+
+def _interval(claim: Summary) -> str:
+    assert claim.low is not None
+    assert claim.high is not None
+    low, high = (shown(end, "signed_pp").removeprefix("+").replace("-", "−") for end in (claim.low, claim.high))
+    return f"{100 * claim.confidence:.0f} % CI [{low}, {high}]"
+
+
+def _is(p: float) -> str:
+    text = shown(p, "p")
+    return text.replace("<", "< ") if text.startswith("<") else f"= {text}"
+
+
+def _pp(value: float) -> str:
+    return f"{shown(value, 'signed_pp')} pp".replace("-", "−")
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]

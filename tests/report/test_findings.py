@@ -1,0 +1,100 @@
+"""The first screen: sentences that say no more than the statistics do."""
+
+from __future__ import annotations
+
+from gatespace.evidence.analysis import analyse
+from gatespace.report.findings import find
+from gatespace.report.view import View
+from tests.sample_study import sample_results
+
+SMALL = {"rows": 120, "steps": 4, "points": ("G2", "G5", "H1", "H3")}
+
+
+def findings(folder, **options):
+    results = sample_results(folder, **{**SMALL, **options})
+    view = View(results, analyse(results))
+    return find(view), view
+
+
+def test_one_seed_is_descriptive_whatever_the_numbers(tmp_path):
+    found, _ = findings(tmp_path, seeds=(42,), effect=20.0)
+    assert {claim.verdict for claim in found.claims} == {"descriptive"}
+    assert "One seed" in found.headline
+    for text in (found.headline, *found.limits, *(claim.text for claim in found.claims)):
+        assert "p =" not in text
+        assert "CI" not in text
+        assert "significan" not in text
+
+
+def test_one_seed_on_several_tasks_is_still_one_seed(tmp_path):
+    found, _ = findings(tmp_path, seeds=(42,), tasks=("emotion", "hate", "offensive"), effect=20.0)
+    assert {claim.verdict for claim in found.claims} == {"descriptive"}
+
+
+def test_three_seeds_never_support_a_claim_however_large(tmp_path):
+    found, _ = findings(tmp_path, effect=15.0, noise=0.1)
+    verdicts = {(claim.axis, claim.restriction): claim.verdict for claim in found.claims}
+    assert verdicts["restriction", "entropy-only"] == "lead"
+    assert "supported" not in verdicts.values()
+    text = next(claim.text for claim in found.claims if claim.restriction == "entropy-only")
+    assert "too few for a test without assumptions" in text
+
+
+def test_many_seeds_and_a_large_effect_are_supported(tmp_path):
+    found, view = findings(tmp_path, effect=12.0, noise=0.3, seeds=tuple(range(1, 10)))
+    claim = next(claim for claim in found.claims if claim.restriction == "entropy-only")
+    assert claim.verdict == "supported"
+    group = view.analysis.group("restriction", restriction="entropy-only")
+    assert f"mean +{group.all.mean:.2f} pp" in claim.text
+    assert "Without the selection seed 1:" in claim.text
+    # Points with d and without are both of the family: what is not there is not found.
+    assert next(claim for claim in found.claims if claim.axis == "gap").verdict != "supported"
+
+
+def test_what_is_not_there_is_said_with_what_would_show(tmp_path):
+    found, view = findings(tmp_path, noise=1.0)
+    claims = [claim for claim in found.claims if claim.verdict == "none"]
+    assert claims
+    for claim in claims:
+        group = view.analysis.group(claim.axis, restriction=claim.restriction)
+        assert claim.text.startswith("No detectable difference between")
+        assert f"with 3 seeds only gaps of ≥ {group.all.mde:.1f} pp would show" in claim.text
+        low, high = (f"{end:.2f}".replace("-", "−") for end in (group.all.low, group.all.high))
+        assert f"95 % CI [{low}, {high}] over 3 seeds" in claim.text
+
+
+def test_a_claim_over_a_part_of_the_comparisons_says_so(tmp_path):
+    found, _ = findings(tmp_path, replication_seeds=(7, 8, 9), replicated=(("H1", "entropy-only(-4)"),))
+    text = next(claim.text for claim in found.claims if claim.restriction == "entropy-only")
+    assert "for the 1 of 4 comparisons that have all of them" in text
+
+
+def test_training_stands_beside_start_teacher_and_majority(tmp_path):
+    found, view = findings(tmp_path)
+    known = view.analysis.baselines["emotion"]
+    for share in (known.trained, known.start, known.teacher, known.majority):
+        assert f"{100 * share:.1f} %" in found.training[0]
+
+
+def test_runs_below_the_majority_are_counted(tmp_path):
+    found, _ = findings(tmp_path, tasks={"lopsided": ("synthetic", ("yes", "no"))}, effect=-40.0)
+    assert "below that label for all" in found.training[0]
+
+
+def test_a_partial_study_says_so(tmp_path):
+    found, _ = findings(tmp_path, failed={"G2": "RunError: it broke"}, waiting=("H3",))
+    assert "3 failed, 3 not begun" in found.state
+    assert "partial" in found.state
+
+
+def test_nothing_done_is_not_an_error(tmp_path):
+    every = dict.fromkeys(("G2", "G5", "H1", "H3"), "RunError: no")
+    found, _ = findings(tmp_path, failed=every, published=(), twins=(), shuffled=())
+    assert {claim.verdict for claim in found.claims} == {"missing"}
+    assert found.headline == "No comparison can be made yet."
+
+
+def test_what_cannot_be_compared_is_not_called_missing(tmp_path):
+    found, _ = findings(tmp_path, points=("G4", "G5"))
+    assert "gap-only" not in {claim.restriction for claim in found.claims}
+    assert "missing" not in {claim.verdict for claim in found.claims}

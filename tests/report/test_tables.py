@@ -1,0 +1,211 @@
+"""Tables against an independent reading of the predictions that lie in the runs' folders."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections import Counter
+from statistics import fmean, stdev
+
+import pytest
+
+from gatespace.report import build_report
+from tests.sample_study import sample_results
+
+from .conftest import Built
+
+T_975 = {1: 12.706204736, 2: 4.302652730, 3: 3.182446305, 4: 2.776445105}
+"""Of Student's t, by degrees of freedom."""
+
+
+def rows(built: Built, name: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(built.table(name))))
+
+
+def read(built: Built, run_id: str, split: str = "test") -> list[tuple[str, str | None]]:
+    text = (built.results.folder / "runs" / run_id / f"predictions-{split}.jsonl").read_text()
+    return [(row["gold"], row["label"]) for row in map(json.loads, text.splitlines())]
+
+
+def share(pairs) -> float:
+    return sum(gold == said for gold, said in pairs) / len(pairs)
+
+
+def accuracies(built: Built, task: str, point: str) -> dict[int, float]:
+    specs = [run.spec for run in built.results.runs.values() if (run.spec.task, run.spec.point) == (task, point)]
+    return {spec.seed: 100 * share(read(built, spec.id)) for spec in specs}
+
+
+def macro_f1(pairs, labels) -> float:
+    f1 = []
+    for label in labels:
+        right = sum(gold == said == label for gold, said in pairs)
+        total = sum(gold == label for gold, _ in pairs) + sum(said == label for _, said in pairs)
+        f1.append(2 * right / total if total else 0.0)
+    return fmean(f1)
+
+
+def test_every_run_has_its_counts(whole):
+    table = {row["runs"]: row for row in rows(whole, "runs")}
+    assert table.keys() == whole.results.runs.keys()
+    for run_id, run in list(whole.results.runs.items())[::17]:
+        pairs = read(whole, run_id)
+        row = table[run_id]
+        assert int(row["correct"]) == sum(gold == said for gold, said in pairs)
+        assert int(row["count"]) == len(pairs)
+        assert float(row["accuracy"]) == pytest.approx(share(pairs), abs=1e-15)
+        assert int(row["parse_failures"]) == sum(said is None for _, said in pairs)
+        assert float(row["macro_f1"]) == pytest.approx(macro_f1(pairs, run.scores["test"].labels), abs=1e-12)
+
+
+def test_points_have_mean_and_sd_over_the_sweep(whole):
+    for row in rows(whole, "points")[::9]:
+        found = accuracies(whole, row["task"], row["point"])
+        values = [found[seed] for seed in whole.results.seeds]
+        assert 100 * float(row["accuracy"]) == pytest.approx(fmean(values))
+        assert float(row["sd_pp"]) == pytest.approx(stdev(values))
+        start = whole.results.baselines[row["task"]].start["test"].accuracy
+        assert float(row["above_start_pp"]) == pytest.approx(fmean(values) - 100 * start)
+
+
+@pytest.mark.parametrize("axis", ["restriction", "isolation", "control", "static", "published", "gap"])
+def test_comparisons_are_paired_by_seed(whole, axis):
+    table = rows(whole, f"comparisons-{axis}")
+    assert table
+    for row in table[:: max(1, len(table) // 4)]:
+        left, right = (accuracies(whole, row["task"], row[side]) for side in ("left", "right"))
+        differences = [left[seed] - right[seed] for seed in left if seed in right]
+        n = len(differences)
+        assert int(row["n"]) == n >= 3
+        assert float(row["mean_pp"]) == pytest.approx(fmean(differences), abs=1e-9)
+        half = T_975[n - 1] * stdev(differences) / math.sqrt(n)
+        assert float(row["low_pp"]) == pytest.approx(fmean(differences) - half, abs=1e-6)
+        assert float(row["high_pp"]) == pytest.approx(fmean(differences) + half, abs=1e-6)
+        fresh = [left[seed] - right[seed] for seed in left if seed in right and seed != whole.results.selection_seed]
+        assert float(row["fresh_mean_pp"]) == pytest.approx(fmean(fresh), abs=1e-9)
+        assert float(row["sign_flip_floor"]) == 2 / 2**n
+        assert len(row["runs"].split()) == 2 * n
+        assert set(row["runs"].split()) <= whole.results.runs.keys()
+
+
+def test_the_paper_stands_beside_its_own_tasks(whole):
+    table = {(row["task"], row["left"], row["right"]): row for row in rows(whole, "replication")}
+    row = table["hate", "H1", "entropy-only(-4)"]
+    printed = [float(row[f"paper_{key}"]) for key in ("one_seed_pp", "mean_pp", "sd_pp", "low_pp", "high_pp", "p")]
+    assert printed == [4.21, 1.73, 2.18, -3.69, 7.15, 0.30]
+    assert ("hate", "G4", "twin(G4)") in table
+    assert table["emotion", "G5", "twin(G5)"]["paper_mean_pp"] == ""  # replicated here, not in the paper
+    seeds = {(row["task"], row["point"]): row for row in rows(whole, "per-seed")}
+    assert [float(seeds["hate", "twin(G4)"][f"paper_seed_{s}"]) for s in (42, 2, 3)] == [0.5202, 0.5444, 0.5195]
+    assert float(seeds["hate", "twin(G4)"]["paper_sd_pp"]) == pytest.approx(1.42, abs=0.005)
+    gap = {(row["task"], row["point"]): row["paper_pp"] for row in rows(whole, "d-on-g2")}
+    assert gap["hate", "H1"] == "3.27"
+    assert gap["hate", "HG4,d+2"] == ""  # on G4: the table of the paper is on G2
+    best = {(row["task"], row["side"]): row["paper_observed"] for row in rows(whole, "best-observed")}
+    assert best["emotion", "family"] == "0.7868"
+
+
+def test_no_other_task_has_the_papers_numbers(small):
+    for name in ("replication", "per-seed", "d-on-g2", "best-observed"):
+        assert "paper" not in small.table(name).splitlines()[0]
+
+
+def test_the_best_is_chosen_on_validation(whole):
+    for task in whole.results.tasks:
+        points = whole.results.points(task, "point")
+        means = {}
+        for split in ("val", "test"):
+            for point in points:
+                runs = [whole.results.run(task, point, seed) for seed in whole.results.seeds]
+                means[split, point] = fmean(share(read(whole, run.spec.id, split)) for run in runs)
+        row = next(r for r in rows(whole, "best-observed") if (r["task"], r["side"]) == (task, "family"))
+        assert means["val", row["chosen"]] == pytest.approx(max(means["val", point] for point in points))
+        assert float(row["chosen_test"]) == pytest.approx(means["test", row["chosen"]])
+        assert means["test", row["observed"]] == pytest.approx(max(means["test", point] for point in points))
+
+
+def test_confusions_are_counts_of_predictions(whole):
+    for task in whole.results.tasks:
+        table = [row for row in rows(whole, "confusion") if row["task"] == task]
+        chosen = next(row["model"] for row in table if row["model"] not in ("start", "teacher"))
+        counted: Counter[tuple[str, str]] = Counter()
+        for run in whole.results.runs.values():
+            if (run.spec.task, run.spec.point) == (task, chosen):
+                counted.update((gold, said or "(none)") for gold, said in read(whole, run.spec.id))
+        found = {(row["gold"], row["predicted"]): int(row["rows"]) for row in table if row["model"] == chosen}
+        assert {pair: n for pair, n in found.items() if n} == counted
+
+
+def test_texts_that_stand_in_train_are_left_out(whole):
+    for row in rows(whole, "duplicates")[::11]:
+        runs = [r for r in whole.results.runs.values() if (r.spec.task, r.spec.point) == (row["task"], row["point"])]
+        dropped = int(row["duplicates"])
+        assert float(row["without"]) == pytest.approx(fmean(share(read(whole, r.spec.id)[dropped:]) for r in runs))
+
+
+def test_not_applicable_cells_have_reasons(whole):
+    table = rows(whole, "not-applicable")
+    assert Counter(row["task"] for row in table) == {"emotion": 6, "hate": 10}  # the paper's 16
+    assert all(row["reason"] for row in table)
+
+
+def test_wins_ties_and_losses_are_three_things(whole):
+    for row in rows(whole, "wins"):
+        if row["axis"] == "static" and row["task"] != "all":
+            table = [r for r in rows(whole, "comparisons-static") if r["task"] == row["task"]]
+            means = [float(r["mean_pp"]) for r in table]
+            counted = [sum(m > 0 for m in means), sum(m == 0 for m in means), sum(m < 0 for m in means)]
+            assert [int(row[key]) for key in ("wins", "ties", "losses")] == counted
+
+
+def test_every_read_of_a_test_split_is_listed(whole):
+    table = rows(whole, "test-reads")
+    assert {row["model"] for row in table} == {read.run for read in whole.results.test_reads}
+
+
+def test_provenance_has_every_run(whole):
+    table = {row["run"]: row for row in rows(whole, "provenance")}
+    assert table.keys() == whole.results.runs.keys()
+    for run_id, row in table.items():
+        assert row["weights"] == whole.results.runs[run_id].fingerprint
+        assert row["commit"] == "0123456789ab"
+
+
+def test_no_number_is_nan_and_no_path_is_absolute(whole):
+    for path in whole.files.tables:
+        text = path.read_text(encoding="utf-8")
+        assert "nan" not in text.replace("\n", ",").lower().split(","), path.name
+        assert str(whole.results.folder) not in text
+
+
+def test_equal_results_give_equal_files(tmp_path):
+    """What a machine and a moment add, seconds and repeated reads, is in no table."""
+    from dataclasses import replace
+
+    options = {"points": ("G2", "G5", "H1"), "rows": 60, "steps": 6, "seeds": (1, 2)}
+    one = sample_results(tmp_path / "one", **options)
+    two = sample_results(tmp_path / "two", **options)
+    slower = {
+        name: replace(run, cost=replace(run.cost, seconds=run.cost.seconds * 3, cpu_seconds=1.5))
+        for name, run in two.runs.items()
+    }
+    reads = tuple(read._replace(reads=read.reads + 2) for read in two.test_reads)
+    two = replace(two, runs=slower, test_reads=reads)
+    first = build_report(one, tmp_path / "a", png=False)
+    second = build_report(two, tmp_path / "b", png=False)
+    assert [path.name for path in first.tables] == [path.name for path in second.tables]
+    for left, right in zip((*first.tables, *first.figures), (*second.tables, *second.figures), strict=True):
+        assert left.read_bytes() == right.read_bytes(), left.name
+
+
+def test_files_of_an_earlier_report_do_not_stay(tmp_path):
+    results = sample_results(tmp_path / "study", points=("G2", "H1"), rows=40, steps=4, seeds=(1,))
+    out = tmp_path / "report"
+    (out / "tables").mkdir(parents=True)
+    (out / "tables" / "old.csv").write_text("a\n")
+    (out / "tables" / "mine.txt").write_text("keep")
+    build_report(results, out, png=False)
+    assert not (out / "tables" / "old.csv").exists()
+    assert (out / "tables" / "mine.txt").exists()
