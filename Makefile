@@ -15,7 +15,7 @@ DEMO_DIR  := build/demo$(if $(findstring --quick,$(DEMO_ARGS)),-quick)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench bench-step bench-ladder docs wheel clean
+.PHONY: help demo test lint format bench bench-step bench-ladder bench-sweep docs wheel clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ bench-step: $(BENCH_READY) ## measure a whole step beside TRL and a plain loop (
 
 bench-ladder: $(BENCH_READY) ## what each speed-up of a step buys, and how far the limit is
 	@$(BENCH_VENV)/bin/python benchmarks/ladder.py $(BENCH_ARGS)
+
+bench-sweep: $(READY) ## what one teacher cache for all runs of a study saves (the demo; BENCH_ARGS for SmolLM2)
+	@$(BIN)/python benchmarks/sweep.py $(BENCH_ARGS)
 
 docs: $(READY) ## build the site into build/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # not --quiet: it hides warnings from --strict too

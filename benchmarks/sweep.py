@@ -525,7 +525,7 @@ def plan_lines(found: Mapping[str, Any]) -> list[str]:
         "Sharing runs: a comparison that trains its own two sides needs two runs.",
         f"  measured here: {measured['comparisons']} comparisons need {measured['runs_alone']} runs alone, "
         f"{measured['runs']} shared ({measured['ratio']:.2f}); with the cache too, "
-        f"{measured['teacher_tokens_ratio']:.3f} of the teacher tokens (about {measured['teacher_tokens_alone']} alone).",
+        f"{measured['teacher_tokens_ratio']:.3f} of the teacher tokens of runs that each comparison has to itself.",
         f"  the whole shipped study ({bases}): {whole['comparisons']} comparisons, {whole['runs_alone']} runs alone, "
         f"{whole['runs']} shared ({whole['ratio']:.2f}).",
     ]

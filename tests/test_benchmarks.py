@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -72,3 +73,73 @@ def test_ladder_computes_the_same_on_every_rung(tmp_path: Path) -> None:
         assert 0 < row["share_wall"] < 1
     assert "teacher" in rows["fused"]["limit_wall_parts"]
     assert "teacher" not in rows["warm"]["limit_wall_parts"]
+
+
+@pytest.mark.slow
+def test_sweep_shares_the_teacher_and_changes_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tmp_path / "kept"
+    # Exit code 0: weights, records and predictions of both sides are the same, and the independent teacher read
+    # exactly what the prompts and responses are. One worker: how much is shared does not depend on the moment.
+    found = _run("sweep.py", "--threads", "1", "--output", str(kept), cache=tmp_path / "cache")
+    assert found["differences"] == []
+    assert found["points"] == ["G5", "H1", "entropy-only(-4)", "gap-only(+2)", "static:0.5", "twin(G5)"]
+    shared, independent = found["results"]
+    assert (shared["side"], independent["side"]) == ("shared", "independent")
+    for name in ("runs", "steps", "response_tokens", "scores_asked"):
+        assert shared[name] == independent[name]
+    assert (shared["runs"], shared["steps"]) == (6, 12)
+    # Nothing but the cache differs, and it does: whole runs on disk, compared here once more by themselves.
+    runs = sorted(path.name for path in (kept / "shared" / "runs").iterdir())
+    assert len(runs) == 6
+    for run in runs:
+        ours, theirs = (json.loads((kept / side / "runs" / run / "summary.json").read_text()) for side in _SIDES)
+        assert ours["fingerprint"] == theirs["fingerprint"]
+    assert list((kept / "shared" / "scores").iterdir())
+    assert not (kept / "independent" / "scores").exists()
+    # The first step is the same for all points, so that five of six runs find its scores.
+    steps = [_timings(kept / "independent" / "runs" / run) for run in runs]
+    (first,) = {step[0]["teacher_tokens"] for step in steps}
+    assert sum(line["teacher_tokens"] for step in steps for line in step) == independent["teacher_tokens"]
+    assert 0 < shared["teacher_tokens"] <= independent["teacher_tokens"] - 5 * first
+    assert 0 < shared["scores_cached"] < shared["scores_asked"]
+    assert independent["scores_cached"] == 0
+    for row in found["results"]:
+        assert row["step_wall_score"] + row["step_wall_rest"] == pytest.approx(sum(row["step_wall_phases"].values()))
+        assert row["wall"] == pytest.approx(sum(row["wall_parts"]))
+        assert len(row["wall_parts"]) == 2
+
+    student, large = found["student"], found["large_pair"]
+    assert student["rows"] == 12 * 6
+    fed = student["response_tokens"] - student["rows"]
+    assert student["prompt_tokens"] + fed == independent["teacher_tokens"]
+    prefix = student["prefix_tokens"] // 6
+    assert student["backward_tokens"] == 12 * prefix + student["prompt_tokens"] + fed
+    assert student["forward_tokens"] == student["backward_tokens"] + fed
+    learned = 4e9 * (2 * student["forward_tokens"] + 4 * student["backward_tokens"])
+    costs = [2 * 32e9 * (row["teacher_tokens"] + 6 * prefix) + learned for row in found["results"]]
+    assert large["ratio"] == pytest.approx(costs[0] / costs[1])
+    assert found["ratios"]["teacher_tokens"] < large["ratio"] < large["ratio_with_evaluation"] < 1
+    measured, whole = found["plan"]["measured"], found["plan"]["whole"]
+    # G5: entropy-only, static, twin. H1: both restrictions, static; its point without d is not in the grid.
+    assert (measured["comparisons"], measured["runs_alone"], measured["runs"]) == (6, 12, 6)
+    assert (whole["runs"], whole["runs_alone"]) == (117, 2 * whole["comparisons"])
+
+    # What must be the same is looked at: one answer and one count are changed behind its back.
+    from gatespace.study.results import read_results
+
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    sweep = importlib.import_module("sweep")
+    answers, timings = (kept / "independent" / "runs" / runs[0] / name for name in ("predictions-val.jsonl", _TIMINGS))
+    answers.write_text(answers.read_text().replace('"index": 3', '"index": 4'))
+    timings.write_text(timings.read_text().replace(f'"teacher_tokens": {first},', f'"teacher_tokens": {first + 1},'))
+    results = {side: read_results(kept / side) for side in _SIDES}
+    assert sweep.differences(results) == [f"{runs[0]}: predictions-val.jsonl differs"]
+    (wrong,) = sweep.miscounts(results["independent"], student)
+    assert runs[0] in wrong
+
+
+_SIDES, _TIMINGS = ("shared", "independent"), "timings.jsonl"
+
+
+def _timings(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / _TIMINGS).read_text().splitlines()]
