@@ -64,7 +64,8 @@ def test_unknown_command_suggests_the_nearest(run):
     assert result.exit_code == 2
     assert result.stderr == (
         "error: unknown command 'gat'\n"
-        "  instead: did you mean 'gate'? known: doctor, evaluate, gate, init, paper, plan, predict, report, run, status, teach, train\n"
+        "  instead: did you mean 'gate'? known: doctor, evaluate, gate, init, paper, plan, predict, report, run, "
+        "status, teach, train\n"
     )
 
 
