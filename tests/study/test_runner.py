@@ -251,6 +251,20 @@ def test_two_processes_do_not_run_one_study(tmp_path):
         run_study(study(), store, LocalEngine(1, 1), threads=1)
 
 
+def test_a_folder_belongs_to_one_study(done):
+    with pytest.raises(UsageError, match="another study"):
+        Store(done).begin(study(name="other"), workers=1, threads=1)
+    assert Store(done).config().name == "small"
+
+
+def test_threads_stay_when_workers_change(tmp_path):
+    store = Store(tmp_path / "study")
+    first = store.begin(study(), workers=1, threads=None)
+    assert store.begin(study(), workers=64, threads=None) == first
+    assert store.begin(study(), workers=1, threads=3) == 3
+    assert store.workers == 1
+
+
 def test_status_from_outside(done):
     outlook = look(Store.open(done))
     assert outlook.count("done") == len(outlook.work) == 16 + 4

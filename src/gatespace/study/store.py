@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from gatespace.config import StudyConfig, dump_yaml, load_config
+from gatespace.config.text import read_yaml
 from gatespace.errors import UsageError
 from gatespace.files import atomic_write, is_claimed
 from gatespace.study.records import Base, State
@@ -81,6 +82,7 @@ class Store:
         Threads show in the last bits of a sum. A study that is taken up again keeps those it began with, unless it is
         told otherwise.
         """
+        self._check_owner(config)
         self.folder.mkdir(parents=True, exist_ok=True)
         atomic_write(self.folder / STUDY, dump_yaml(config))
         kept = self._read(_STORE).get("threads")
@@ -88,6 +90,20 @@ class Store:
         chosen = threads or kept or max(1, (cores or 1) // workers)
         atomic_write(self.folder / _STORE, json.dumps({"threads": chosen, "workers": workers}) + "\n")
         return int(chosen)
+
+    def _check_owner(self, config: StudyConfig) -> None:
+        try:
+            other = read_yaml((self.folder / STUDY).read_text("utf-8"), where=STUDY)
+        except FileNotFoundError:
+            return
+        name = other.get("name") if isinstance(other, dict) else None
+        if name != config.name:
+            raise UsageError(
+                "this folder holds another study",
+                got=str(self.folder),
+                why=f"it is {name!r}, not {config.name!r}",
+                instead="another --output",
+            )
 
     @property
     def workers(self) -> int:
