@@ -2,10 +2,12 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BENCH_VENV ?= .venv-bench
+VLLM_VENV ?= .venv-vllm
 
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 BENCH_READY := $(BENCH_VENV)/.ready
+VLLM_READY := $(VLLM_VENV)/.ready
 
 # Two workers with one thread each: more threads than cores make the tests slower, and sums depend on thread count.
 TEST_ARGS ?= -n 2
@@ -15,7 +17,7 @@ DEMO_DIR  := build/demo$(if $(findstring --quick,$(DEMO_ARGS)),-quick)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench bench-step bench-ladder bench-sweep docs wheel clean
+.PHONY: help demo test test-vllm lint format bench bench-step bench-ladder bench-sweep docs wheel clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +27,10 @@ demo: $(READY) ## a whole study of a tiny pair, with its report (minutes; DEMO_A
 
 test: $(READY) ## run every test and docstring example
 	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_ARGS)
+
+test-vllm: $(READY) $(VLLM_READY) ## the tests that need a real vLLM server (its environment has 3.5 GB)
+	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 GATESPACE_VLLM="$(abspath $(VLLM_VENV))/bin/python" \
+	  $(BIN)/python -m pytest tests/vllm $(VLLM_ARGS)
 
 lint: $(READY) ## ruff, mypy and the import rules of the rooms
 	@$(BIN)/ruff check .
@@ -66,6 +72,17 @@ $(READY): pyproject.toml
 
 $(BENCH_READY): pyproject.toml
 	$(call install,$(BENCH_VENV),bench)
+
+# vLLM brings packages for images and sound in CUDA builds, which fail to import on a machine without a GPU, and vLLM
+# with them. What else it brings is held when gatespace comes in beside it.
+$(VLLM_READY): requirements/vllm.txt
+	@echo "Installing vLLM into $(VLLM_VENV) (3.5 GB)"
+	@"$(PYTHON)" -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install -qq --no-input -r requirements/vllm.txt
+	@$(VLLM_VENV)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	@$(VLLM_VENV)/bin/python -m pip freeze --exclude-editable > $(VLLM_VENV)/held.txt
+	@$(VLLM_VENV)/bin/python -m pip install -qq --no-input -c $(VLLM_VENV)/held.txt -e '.[train,service]'
+	@touch $@
 
 # $(call install,ENVIRONMENT,EXTRA)
 define install

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from gatespace.errors import MissingExtraError, UsageError
+from gatespace.gating.projection import Projection, logits_buffer
 from gatespace.models import Model, TinyPair, build_tiny, load_model, with_lora
 from gatespace.tasks import Task
 
@@ -50,6 +51,25 @@ def logits(model: Model) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------- properties
+
+
+def test_bits_do_not_depend_on_where_in_its_file_a_weight_begins(tiny: TinyPair, tmp_path: Path) -> None:
+    found = []
+    for length in (0, 8, 16, 40):
+        folder = copied(tiny.teacher, tmp_path / str(length))
+        weights = load_file(folder / "model.safetensors")
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt", "note": "." * length})
+        model = load_model(str(folder))
+        assert all(weight.data_ptr() % 64 == 0 for weight in model.network.parameters())
+        with torch.no_grad():
+            hidden = model.body(input_ids=IDS, use_cache=False).last_hidden_state[0]
+        projection = Projection(hidden, model.head, 400)
+        own = projection.into(logits_buffer(hidden, len(hidden), 400, projection.dtype), slice(None), 0, 400)
+        found.append((model.fingerprint(), logits(model), own))
+    for fingerprint, numbers, own in found[1:]:
+        assert fingerprint == found[0][0]
+        assert numbers.equal(found[0][1])
+        assert own.equal(found[0][2])  # this product shows it
 
 
 def test_a_loaded_model_says_what_it_is(student: Model, tiny: TinyPair) -> None:

@@ -311,3 +311,23 @@ def test_half_precision_is_as_near_as_the_networks_own(tiny: TinyPair) -> None:
 def test_the_real_model_agrees(way: Way, smollm2: Path) -> None:
     model = load_model(str(smollm2))
     compare(model, PackedBody(model), way, (9, 30, 2), 1e-5)
+
+
+def test_two_threads_in_one_network_have_the_numbers_of_one(tiny):
+    """A pass sets the network's attention for its time, and a second one at the same time must not undo that."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from gatespace.models import load_model
+    from gatespace.models.body import body_of
+
+    model = load_model(str(tiny.student))
+    rows = [[(7 * i + 3 * j) % 200 for i in range(20 + j)] for j in range(8)]
+
+    def read() -> torch.Tensor:
+        with torch.no_grad():
+            return body_of(model, packed=True).read(rows).hidden
+
+    alone = read()
+    with ThreadPoolExecutor(2) as pool:
+        found = [future.result() for future in [pool.submit(read) for _ in range(40)]]
+    assert all(torch.equal(alone, hidden) for hidden in found)

@@ -244,6 +244,31 @@ def test_a_task_whose_models_fail_is_left_and_others_go_on(tmp_path, done):
     }
 
 
+def test_runs_of_a_study_share_a_teacher_that_is_a_service(tmp_path, done):
+    """The numbers are those of a teacher in each run's own process."""
+    pytest.importorskip("zmq")
+    from gatespace.models import load_model
+    from gatespace.teacher.server import TeacherServer
+
+    (made,) = done.glob("models/messages-teacher-*/model")
+    (student,) = done.glob("models/messages-student-*/model")
+    train = study().train
+    axes = {"restrictions": False, "static": [], "isolation": None}
+    with TeacherServer(load_model(str(made)), "tcp://127.0.0.1:0") as server:
+        pair = {"student": str(student), "teacher": server.address}
+        config = study(teach={}, train={**train, "pair": pair}, axes=axes)
+        run(config, tmp_path / "served")
+    served, local = read_results(tmp_path / "served"), read_results(done)
+    assert served.problems == ()
+    assert served.baselines["messages"].teacher == {}
+    assert served.baselines["messages"].start == local.baselines["messages"].start
+    for point in ("G4", "G5"):
+        for seed in (42, 2):
+            ours, theirs = (results.run("messages", point, seed) for results in (served, local))
+            assert ours.fingerprint == theirs.fingerprint
+            assert ours.curve() == theirs.curve()
+
+
 def test_two_processes_do_not_run_one_study(tmp_path):
     store = Store(tmp_path)
     store.begin(study(), workers=1, threads=1)

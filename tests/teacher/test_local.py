@@ -245,7 +245,7 @@ def test_a_machine_on_which_companions_leave_a_trace(model: Model, monkeypatch: 
     monkeypatch.setattr(local, "_probed", {})  # another machine is another process
     teacher = LocalTeacher(model, PREFIX, max_new_tokens=CAP)
     assert teacher._alone
-    assert "alone" in teacher._numerics
+    assert "alone" in teacher.numerics
     assert teacher.stats.passes == 0
     first = scored(teacher, QUESTIONS)
     assert teacher.stats.passes == len(QUESTIONS)

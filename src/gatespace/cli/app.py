@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from gatespace.cli import doctor, evaluate, gate, init, paper, plan, predict, report, run, status, teach, train
+from gatespace.cli import doctor, evaluate, gate, init, paper, plan, predict, report, run, status, teach, teacher, train
 from gatespace.cli.console import gatespace_version, print_error
 from gatespace.errors import GatespaceError, unknown_name
 
@@ -69,6 +69,7 @@ def _root(
     gatespace gate G5 H2 static:0.388               what these points do
     gatespace teach --task tweeteval/emotion        make a teacher
     gatespace train --teacher runs/teach --gate G5  distil it into a student
+    gatespace teacher serve --model runs/teach      let many students share it
     gatespace evaluate runs/train                   how often it is right
     gatespace predict runs/train texts.txt          label texts with it
     gatespace plan demo                             what a study would do
@@ -82,6 +83,7 @@ def _root(
 app.command("gate", cls=gate.PointCommand)(gate.gate)
 app.command("teach")(teach.teach)
 app.command("train")(train.train)
+app.add_typer(teacher.teacher, name="teacher", cls=_Group)
 app.command("evaluate")(evaluate.evaluate)
 app.command("predict")(predict.predict)
 app.command("init")(init.init)

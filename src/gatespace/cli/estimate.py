@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from gatespace.config import LoraConfig, TeachConfig, TrainConfig, in_setting
+from gatespace.config.address import is_address
 from gatespace.errors import UsageError, missing_extra
 from gatespace.models import Model, build_tiny, check_pair
 from gatespace.models.load import TINY, located
@@ -87,10 +88,16 @@ def _train(config: TrainConfig, place: Placement, note: Callable[[str], None]) -
     data, pair = material(config.task, "distill"), config.pair
     code = pair.trust_remote_code
     student = _outline(pair.student, "pair.student", "student", data.task, pair.student_revision, code, note)
-    teacher = _outline(pair.teacher, "pair.teacher", "teacher", data.task, pair.teacher_revision, code, note)
-    notes = list(check_pair(student, teacher).notes)
+    ours = _sizes(student, pair.lora)
+    if is_address(pair.teacher):
+        # What it computes, and the check that it speaks of the same tokens, are the service's own.
+        notes = [f"the teacher at {pair.teacher} was not asked: its arithmetic, memory and time are not counted"]
+        theirs = Sizes(0, 0, 0, 0, 0)
+    else:
+        teacher = _outline(pair.teacher, "pair.teacher", "teacher", data.task, pair.teacher_revision, code, note)
+        notes = list(check_pair(student, teacher).notes)
+        theirs = _sizes(teacher, None)
     prompts = _prompts(config, data, student, end=config.rollout.stop == "eos")
-    ours, theirs = _sizes(student, pair.lora), _sizes(teacher, None)
 
     rows = config.batch_size * config.rollout.per_prompt
     shares = config.rollout.source.shares()
@@ -101,7 +108,8 @@ def _train(config: TrainConfig, place: Placement, note: Callable[[str], None]) -
     read = Range(prompts.prefix + rows * prompts.mean, prompts.prefix + rows * prompts.mean)
     decoded = written.times(shares.get("student", 0.0))
     learned = read + written
-    passes = 1 if config.engine.reuse_rollout else 2  # over the prompts
+    reused = config.engine.reuse_rollout and config.rollout.staleness == 0
+    passes = 1 if reused else 2  # over the prompts
     forward = read.times(passes) + decoded + written
     scored = written + Range(rows * prompts.mean, rows * prompts.mean)
     drawn = scored.times(shares.get("teacher", 0.0))
@@ -134,7 +142,7 @@ def _train(config: TrainConfig, place: Placement, note: Callable[[str], None]) -
             "teacher_tokens_at_most": scored + drawn,
             "micro_batches": _micro_batches(rows, prompts, config.rollout.max_new_tokens, limit),
         },
-        extra={"teacher_parameters": theirs.all},
+        extra={"teacher_parameters": theirs.all} if theirs.all else {},
     )  # fmt: skip
 
 

@@ -71,8 +71,15 @@ def find(
     Without `rows`, the task has labels and a prompt, and its data need not be there.
     """
     from gatespace.config import TeachEngineConfig, parse_config
+    from gatespace.config.address import is_address
     from gatespace.tasks.configured import configured_prompt, load_configured_task
 
+    if is_address(name):
+        raise UsageError(
+            "a teacher that is a service scores responses and writes none",
+            got=name,
+            instead="the folder or the name of the model that it serves",
+        )
     folder = model_folder(name)
     settings = _read(config) if config is not None else run_settings(folder)
     section = task_section(settings, task=task, root=root, brief=brief, prefill=prefill)

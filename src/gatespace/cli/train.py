@@ -15,7 +15,9 @@ def train(
     teacher: Annotated[
         str | None,
         typer.Option(
-            metavar="MODEL", show_default=False, help="The model that scores: a folder (of `teach`), or a Hub name."
+            metavar="MODEL",
+            show_default=False,
+            help="The model that scores: a folder (of `teach`), a Hub name, or zmq://HOST:PORT (`teacher serve`).",
         ),
     ] = None,
     student: Annotated[

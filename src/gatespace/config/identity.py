@@ -20,6 +20,10 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         "engine.threads": "where it is computed; recorded with the run's environment",
         "teacher.cache": "where scores are kept; a score does not depend on being kept",
         "teacher.cache_mb": "how many scores are kept",
+        "teacher.timeout": "when a question is repeated; its answer is the same",
+        "teacher.patience": "when a run stops, to be taken up again",
+        "teacher.client_key": "how messages are sealed",
+        "teacher.server_key": "how messages are sealed",
         "evaluation.every": "when one looks at the student on the way, which leaves it as it is",
         "evaluation.split": "what one looks at on the way",
         "checkpoint.every": "how much of a killed run is computed again",
@@ -35,7 +39,7 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
 That includes the speed-ups of `engine`: they are exact but for the order of sums, and a run is promised to the bit.
 """
 
-LATER: Mapping[str, Any] = MappingProxyType({"objective.shuffle": False})
+LATER: Mapping[str, Any] = MappingProxyType({"objective.shuffle": False, "rollout.staleness": 0})
 """Setting → the value with which runs are what they were before there was the setting; their identities stay too."""
 
 CONTENT: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import model_validator
 
+from gatespace.config.address import is_address
 from gatespace.config.base import Count, Fault, Name, Place, Section, Seed, Switch
 from gatespace.config.objective import ObjectiveConfig
 from gatespace.config.sections import (
@@ -70,6 +71,13 @@ class TrainConfig(Section):
 
     output: Place = Path("runs/train")
     """The folder of the run."""
+
+    @model_validator(mode="after")
+    def _services_only_score(self) -> TrainConfig:
+        if self.rollout.source.teacher > 0 and is_address(self.pair.teacher):
+            what = "a teacher that is a service scores responses and writes none"
+            raise Fault("rollout.from.teacher", what, instead="0, or a teacher in this process")
+        return self
 
     @model_validator(mode="after")
     def _top_k_is_enough(self) -> TrainConfig:

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, AllowInfNan, BeforeValidator, Field, Strict, model_validator
 
-from gatespace.config.base import Count, CountOrZero, Fault, Name, Section, Share, Split, Switch
+from gatespace.config.address import is_address, parse_address
+from gatespace.config.base import Count, CountOrZero, Fault, Name, Place, Section, Share, Split, Switch
 
 Positive = Annotated[float, Strict(), AllowInfNan(False), Field(gt=0)]
 NotNegative = Annotated[float, Strict(), AllowInfNan(False), Field(ge=0)]
@@ -55,7 +56,8 @@ class PairConfig(Section):
     a model on the Hugging Face Hub."""
 
     teacher: Name
-    """The model that scores: the same choices, e.g. the folder that `gatespace teach` wrote."""
+    """The model that scores: the same choices, e.g. the folder that `gatespace teach` wrote; or zmq://HOST:PORT, where
+    `gatespace teacher serve` has one."""
 
     student_revision: Name | None = None
     """Branch, tag or commit of a student from the Hub; null: its main branch."""
@@ -68,6 +70,17 @@ class PairConfig(Section):
 
     lora: LoraConfig | None = None
     """Low-rank additions to the student; null: all its weights are trained."""
+
+    @model_validator(mode="after")
+    def _addresses(self) -> PairConfig:
+        """Only a teacher can be a service, and the service has chosen its model."""
+        if is_address(self.student):
+            raise Fault("student", "only a teacher can be a service", instead="a folder, or the name of a model")
+        if is_address(self.teacher):
+            parse_address(self.teacher, "teacher")
+            if self.teacher_revision is not None:
+                raise Fault("teacher_revision", "a teacher that is a service has been loaded already", instead="null")
+        return self
 
 
 class SourceConfig(Section):
@@ -116,6 +129,10 @@ class RolloutConfig(Section):
     stop: Literal["json", "eos"] = "json"
     """Where a response ends: json at the closed JSON object or the end token, eos at the end token only."""
 
+    staleness: Annotated[int, Strict(), Field(ge=0, le=1)] = 0
+    """0: responses are written by the student that learns from them. 1: by the student of one update before, so that a
+    teacher elsewhere scores the next responses while the student updates. That is another run, with other numbers."""
+
 
 class TeacherConfig(Section):
     """What the teacher tells of its distribution, and where its answers are kept."""
@@ -132,6 +149,19 @@ class TeacherConfig(Section):
 
     cache_mb: Count = 4096
     """The largest size of that folder in MiB; the oldest scores go first."""
+
+    timeout: Positive = 60.0
+    """Seconds without an answer after which a teacher that is a service is asked again."""
+
+    patience: Positive = 600.0
+    """Seconds without an answer after which the run writes a checkpoint and stops."""
+
+    client_key: Place | None = None
+    """The file of this client's secret key, from `gatespace teacher keygen`; null: no encryption, on this machine
+    only."""
+
+    server_key: Name | None = None
+    """The public key of the service, or the file that holds it; null: no encryption, on this machine only."""
 
 
 class OptimizerConfig(Section):

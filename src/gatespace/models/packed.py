@@ -9,6 +9,7 @@ serves sampling and update alike.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from gatespace.models.limits import check_attention, check_positions
 from gatespace.models.load import Model
 
 _NAME = "gatespace"
+_one_pass = threading.Lock()
+"""Two threads in one network would reset its attention under each other, and get other numbers without an error."""
 _ROOM = 32
 """Rows whose lengths are equal up to this many tokens attend together."""
 
@@ -147,18 +150,19 @@ class PackedBody:
         body = self.model.body
         config: Any = body.config
         check_positions(config, plan.longest)
-        before = config._attn_implementation
-        # Set for this pass only: the same network may be saved, generated with or trained elsewhere in between.
-        config._attn_implementation = _NAME
-        try:
-            output = body(
-                input_ids=torch.tensor([ids], device=self.device),
-                position_ids=torch.tensor([positions], device=self.device),
-                use_cache=False,
-                gatespace_plan=plan,
-            )
-        finally:
-            config._attn_implementation = before
+        with _one_pass:
+            before = config._attn_implementation
+            # Set for this pass only: the same network may be saved, generated with or trained elsewhere in between.
+            config._attn_implementation = _NAME
+            try:
+                output = body(
+                    input_ids=torch.tensor([ids], device=self.device),
+                    position_ids=torch.tensor([positions], device=self.device),
+                    use_cache=False,
+                    gatespace_plan=plan,
+                )
+            finally:
+                config._attn_implementation = before
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gatespace.config import TeachConfig, TrainConfig, parse_config
+from gatespace.config.address import is_address
 from gatespace.errors import GatespaceError
 from gatespace.files import atomic_write, claim
 from gatespace.study.store import DONE, READS
@@ -101,8 +102,13 @@ def _baseline(job: Job) -> None:
 
     config, role, folder = parse_config(TrainConfig, job["config"]), job["role"], Path(job["folder"])
     with claim(folder):
-        place = placement(config.engine)
         data, pair, settings = material(config.task, "distill"), config.pair, config.evaluation
+        about = {"model": getattr(pair, role), "task": data.task.name, "digest": data.task.digest}
+        if is_address(getattr(pair, role)):
+            # A service scores responses and answers no prompts: its accuracy is for those who run it to measure.
+            _baseline_is(folder, about | {"source": "a service", "unmeasured": "a service answers no prompts"})
+            return
+        place = placement(config.engine)
         model = open_model(
             getattr(pair, role),
             f"pair.{role}",
@@ -126,9 +132,12 @@ def _baseline(job: Job) -> None:
                 batch_size=settings.batch_size,
             )
             write(evaluation, folder)
-        about = {"model": model.name, "source": str(model.source), "task": data.task.name, "digest": data.task.digest}
-        atomic_write(folder / "baseline.json", json.dumps(about, indent=2) + "\n")
-        atomic_write(folder / DONE, "")
+        _baseline_is(folder, about | {"source": str(model.source)})
+
+
+def _baseline_is(folder: Path, about: Mapping[str, Any]) -> None:
+    atomic_write(folder / "baseline.json", json.dumps(about, indent=2) + "\n")
+    atomic_write(folder / DONE, "")
 
 
 def _plain(config: TeachConfig | TrainConfig) -> dict[str, Any]:

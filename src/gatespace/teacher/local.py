@@ -9,7 +9,7 @@ model, and where it does not hold, every row is scored alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -96,7 +96,8 @@ class LocalTeacher:
                 _probed[probe] = self._companions_leave_no_trace()
         self._alone = not _probed[probe]
         self.stats = LocalStats()
-        self._numerics = self._describe()
+        self.numerics = self._describe()
+        """Everything beside teacher and question that the bits of a score depend on."""
 
     # ------------------------------------------------------------------ scores
 
@@ -140,11 +141,15 @@ class LocalTeacher:
         ids, log_probs, sampled = joined.split([self._k, self._k, 1], -1)
         return Scores(TeacherTopK(ids.long(), log_probs, sampled[..., 0]), None)
 
+    def ask(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Callable[[], Scores]:
+        """The scores when they are wanted: in one process nothing is gained by computing them earlier."""
+        return lambda: self.score(prompts, responses)
+
     def _keys(self, prompt: Sequence[int], response: Sequence[int]) -> list[bytes]:
         def keys(response: Sequence[int]) -> list[bytes]:
             return prefix_keys(
                 fingerprint=self._fingerprint,
-                numerics=self._numerics,
+                numerics=self.numerics,
                 prompt=[*self.prefix, *prompt],
                 response=response,
             )

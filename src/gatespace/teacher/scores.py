@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from gatespace.errors import RunError
 from gatespace.gating.projection import Head
 from gatespace.gating.tokens import TeacherTopK
 
@@ -28,3 +29,11 @@ class Teacher(Protocol):
     def score(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Scores:
         """The scores of all tokens of `responses`, each the continuation of its prompt (after the shared prefix)."""
         ...
+
+    def ask(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Callable[[], Scores]:
+        """Ask without waiting: what is returned gives the scores. A teacher elsewhere works on them meanwhile."""
+        ...
+
+
+class TeacherAwayError(RunError):
+    """A teacher does not answer. Nothing is wrong with the run itself, which can go on once the teacher is back."""

@@ -13,6 +13,7 @@ from gatespace.config import CheckpointConfig, EvaluationConfig
 from gatespace.errors import GatespaceError, RunError
 from gatespace.evaluation import Evaluation, write
 from gatespace.files import JsonLines, atomic_write
+from gatespace.teacher.scores import TeacherAwayError
 from gatespace.training import checkpoint
 from gatespace.training.clock import Clock
 from gatespace.training.optimizer import Optimizer
@@ -103,7 +104,10 @@ def run(course: Course) -> dict[str, Any]:
             _look(course, logs["evaluations"], trackers, 0)
         for number in range(start, course.steps):
             clock = Clock()
-            outcome = _step(course, number, clock)
+            try:
+                outcome = _step(course, number, clock)
+            except TeacherAwayError as error:
+                raise _to_be_continued(course, number, logs, error) from error
             done = number + 1
             for record in outcome.tokens:
                 logs["tokens"].append(record)
@@ -115,10 +119,7 @@ def run(course: Course) -> dict[str, Any]:
                 _look(course, logs["evaluations"], trackers, done)
             every = course.checkpoint.every
             if every and (done % every == 0 or done == course.steps):
-                for log in logs.values():
-                    log.sync()
-                tensors = course.optimizer.tensors()
-                checkpoint.save(checkpoints, done, tensors, course.state(), keep=course.checkpoint.keep)
+                _save(course, done, logs)
         results: dict[str, Any] = {}
         for split in course.evaluation.final:
             evaluation = _evaluate(course, split)
@@ -135,9 +136,35 @@ def run(course: Course) -> dict[str, Any]:
     return summary
 
 
+def _save(course: Course, done: int, logs: Mapping[str, JsonLines]) -> None:
+    for log in logs.values():
+        log.sync()
+    tensors = course.optimizer.tensors()
+    checkpoint.save(course.folder / CHECKPOINTS, done, tensors, course.state(), keep=course.checkpoint.keep)
+
+
+def _to_be_continued(
+    course: Course, done: int, logs: Mapping[str, JsonLines], error: TeacherAwayError
+) -> TeacherAwayError:
+    """Keep the `done` steps of a run whose teacher has gone away in the next one; the error that says so."""
+    course.optimizer.discard()
+    kept = done > 0 and course.checkpoint.every > 0
+    if kept:
+        _save(course, done, logs)
+    where = f"goes on from step {done}" if kept else "starts again"
+    return TeacherAwayError(
+        f"step {done + 1} could not be done: {error.what}",
+        got=error.got,
+        why=error.why,
+        instead=f"see to the teacher; the same command then {where}",
+    )
+
+
 def _step(course: Course, number: int, clock: Clock) -> Outcome:
     try:
         return course.step(number, clock)
+    except TeacherAwayError:
+        raise
     except GatespaceError as error:
         saved = course.folder / f"failed-step-{number + 1}.json"
         details = {"step": number + 1, "error": str(error), **getattr(error, "evidence", {})}

@@ -7,9 +7,10 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gatespace.config import CheckpointConfig, TeachConfig, TrainConfig, dump_config, dump_yaml, identity, load_config
+from gatespace.config.address import is_address
 from gatespace.config.identity import CONTENT, LEFT_OUT, settings_of
 from gatespace.errors import GatespaceError, UsageError
 from gatespace.evaluation import Evaluation, evaluate
@@ -27,6 +28,7 @@ from gatespace.training.environment import environment
 from gatespace.training.loop import Course, Outcome, Progress, Silent
 from gatespace.training.objective import build_gate, build_objective
 from gatespace.training.optimizer import Optimizer
+from gatespace.training.pipeline import Pipeline
 from gatespace.training.setup import (
     Material,
     Placement,
@@ -35,11 +37,15 @@ from gatespace.training.setup import (
     micro_tokens,
     open_model,
     placement,
+    remote_teacher,
     run_folder,
 )
-from gatespace.training.step import Distillation
+from gatespace.training.step import CountingTeacher, Distillation
 from gatespace.training.supervised import Supervised
 from gatespace.training.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from gatespace.teacher.client import RemoteTeacher
 
 IDENTITY = "identity.json"
 MODEL = "model"
@@ -62,15 +68,18 @@ def train(config: TrainConfig, progress: Progress | None = None) -> dict[str, An
             "trust_remote_code": pair.trust_remote_code,
             "report": progress.note,
         }
-        # The teacher first: it is the one that is most often not there.
-        teacher = open_model(
-            pair.teacher,
-            "pair.teacher",
-            role="teacher",
-            revision=pair.teacher_revision,
-            dtype=place.dtype,
-            **options,
-        )
+        # The teacher first: it is the one that is most often not there. One that is a service has to be told the
+        # beginning of all prompts, which is in the student's tokens.
+        model = None
+        if not is_address(pair.teacher):
+            model = open_model(
+                pair.teacher,
+                "pair.teacher",
+                role="teacher",
+                revision=pair.teacher_revision,
+                dtype=place.dtype,
+                **options,
+            )
         student = open_model(
             pair.student,
             "pair.student",
@@ -80,35 +89,47 @@ def train(config: TrainConfig, progress: Progress | None = None) -> dict[str, An
             seed=config.seed,
             **options,
         )
-        report = check_pair(student, teacher)
-        for note in report.notes:
-            progress.note(note)
-        content = {
-            "task": data.task.digest,
-            "student": student.fingerprint(),
-            "teacher": teacher.fingerprint(),
-            "gate": str(build_gate(config.objective)),
-            "precision": place.precision,
-        }
-        if (summary := _begin(folder, config, content, place, progress)) is not None:
-            return summary
-        optimizer = Optimizer(student.network, config.optimizer, steps=config.steps, dtype=place.dtype)
         splits = (*config.evaluation.final, config.evaluation.split)
         encoder = encoder_for(data, student, splits, share=config.engine.share_prefix)
         cache = _cache(config, progress)
         if cache is not None:
             stack.enter_context(cache)
-        packed = config.engine.packed
-        scorer = LocalTeacher(
-            teacher,
-            encoder.prefix,
-            max_new_tokens=config.rollout.max_new_tokens,
-            payload=config.teacher.payload,
-            k=config.teacher.k,
-            vocab_size=report.vocab_size,
-            cache=cache,
-            packed=packed,
-        )
+        packed, remote = config.engine.packed, None
+        if model is not None:
+            report = check_pair(student, model)
+            for note in report.notes:
+                progress.note(note)
+            vocab_size, fingerprint = report.vocab_size, model.fingerprint()
+        else:
+            remote = remote_teacher(config, student, encoder, place, cache=cache, report=progress.note)
+            stack.callback(remote.close)
+            vocab_size, fingerprint = remote.vocab_size, remote.fingerprint
+        content = {
+            "task": data.task.digest,
+            "student": student.fingerprint(),
+            "teacher": fingerprint,
+            "gate": str(build_gate(config.objective)),
+            "precision": place.precision,
+        }
+        where = {} if remote is None else {"teacher": _whereabouts(remote)}
+        if (summary := _begin(folder, config, content, place, progress, where)) is not None:
+            return summary
+        optimizer = Optimizer(student.network, config.optimizer, steps=config.steps, dtype=place.dtype)
+        scorer: CountingTeacher
+        if model is not None:
+            scorer = LocalTeacher(
+                model,
+                encoder.prefix,
+                max_new_tokens=config.rollout.max_new_tokens,
+                payload=config.teacher.payload,
+                k=config.teacher.k,
+                vocab_size=vocab_size,
+                cache=cache,
+                packed=packed,
+            )
+        else:
+            assert remote is not None
+            scorer = remote
         distillation = Distillation(
             student=body_of(student, packed=packed),
             teacher=scorer,
@@ -117,19 +138,20 @@ def train(config: TrainConfig, progress: Progress | None = None) -> dict[str, An
             settings=config.objective,
             rollout=config.rollout,
             optimizer=optimizer,
-            vocab_size=report.vocab_size,
+            vocab_size=vocab_size,
             seed=config.seed,
             micro_tokens=micro_tokens(student, config.engine.micro_tokens),
             reuse=config.engine.reuse_rollout,
             fused=config.engine.fused,
         )
         batches = Batches(data.rows, encoder, batch_size=config.batch_size, seed=config.seed)
+        pipeline = Pipeline(distillation, batches, steps=config.steps)
         telemetry = Telemetry(distillation, build_gate(config.objective), config.trace, cache)
 
         def step(number: int, clock: Clock) -> Outcome:
             telemetry.begin(number)
             with telemetry.evidence():
-                update = distillation.step(number, batches.at(number), clock, telemetry.watch)
+                update = pipeline.step(number, clock, telemetry.watch)
             return telemetry.outcome(update, clock)
 
         course = Course(
@@ -137,8 +159,8 @@ def train(config: TrainConfig, progress: Progress | None = None) -> dict[str, An
             steps=config.steps,
             step=step,
             optimizer=optimizer,
-            state=telemetry.state,
-            restore=telemetry.restore,
+            state=lambda: {**telemetry.state(), **pipeline.state()},
+            restore=lambda state: telemetry.restore(pipeline.restore(state)),
             evaluate=_evaluator(student, data, encoder, config),
             finish=lambda: {"run": telemetry.summary(), **_finish(folder, student, optimizer, config.checkpoint)},
             evaluation=config.evaluation,
@@ -229,6 +251,7 @@ def _begin(
     content: Mapping[str, str],
     place: Placement,
     progress: Progress,
+    where: Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
     """Make the folder this run's, or see that it already is; the summary if the run is done."""
     own = {"identity": identity(config, content=content), "content": dict(content)}
@@ -248,7 +271,8 @@ def _begin(
                 progress.note("its model was not kept (checkpoint.model: false); in another output it is trained again")
             return summary
     atomic_write(folder / "config.yaml", dump_yaml(config))
-    atomic_write(folder / "environment.json", json.dumps(environment(place), indent=2, sort_keys=True) + "\n")
+    found = {**environment(place), **(where or {})}
+    atomic_write(folder / "environment.json", json.dumps(found, indent=2, sort_keys=True) + "\n")
     atomic_write(path, json.dumps(own, indent=2, sort_keys=True) + "\n")
     return None
 
@@ -274,6 +298,11 @@ def _difference(
         if path not in LEFT_OUT and not path.startswith(found) and old.get(path) != value:
             return f"its {path} is {json.dumps(old.get(path))}, not {json.dumps(value)}"
     return "its settings are others"
+
+
+def _whereabouts(teacher: RemoteTeacher) -> dict[str, str]:
+    """What is written down of a teacher elsewhere; the weights are in the run's identity."""
+    return {"address": str(teacher.address), "model": teacher.model_name, "numerics": teacher.numerics}
 
 
 def _cache(config: TrainConfig, progress: Progress) -> ScoreCache | None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gatespace.config import LoraConfig, TaskConfig, TeachEngineConfig, in_setting
+from gatespace.config import LoraConfig, TaskConfig, TeachEngineConfig, TrainConfig, in_setting
+from gatespace.config.address import is_address
 from gatespace.errors import UsageError
 from gatespace.models import Model, build_tiny, load_model, with_lora
 from gatespace.models.encode import Encoder
@@ -17,6 +18,10 @@ from gatespace.models.load import TINY
 from gatespace.seeding import stream
 from gatespace.tasks import Example, Prompt, Task
 from gatespace.tasks.configured import configured_prompt, configured_rows, load_configured_task
+from gatespace.teacher.cache import ScoreCache
+
+if TYPE_CHECKING:
+    from gatespace.teacher.client import RemoteTeacher
 
 _ACTIVATIONS = 6 << 30
 """Bytes that the activations of a micro-batch may take."""
@@ -94,6 +99,13 @@ def open_model(
 ) -> Model:
     """A model by name; ``tiny`` is built for the task, in the size of its `role` (student or teacher)."""
     with in_setting(setting):
+        if is_address(name):
+            raise UsageError(
+                "the address of a service stands for no model in this process",
+                got=name,
+                why="a teacher that is a service scores responses and does nothing else",
+                instead="the folder of the model",
+            )
         folder = name
         if name in TINY:
             pair = build_tiny(task)
@@ -117,6 +129,52 @@ def open_model(
             seed=stream(seed, "lora"),
         )
     return model
+
+
+def remote_teacher(
+    config: TrainConfig,
+    student: Model,
+    encoder: Encoder,
+    place: Placement,
+    *,
+    cache: ScoreCache | None = None,
+    report: Callable[[str], None],
+) -> RemoteTeacher:
+    """The teacher at the address in `pair.teacher`; an error where it cannot be this student's."""
+    from gatespace.teacher.client import RemoteTeacher
+    from gatespace.teacher.keys import client_keys
+    from gatespace.teacher.wire import vocabulary_digest
+
+    settings = config.teacher
+    with in_setting("teacher"):
+        keys = client_keys(settings.client_key, settings.server_key)
+    with in_setting("pair.teacher"):
+        teacher = RemoteTeacher(
+            config.pair.teacher,
+            encoder.prefix,
+            max_new_tokens=config.rollout.max_new_tokens,
+            payload=settings.payload,
+            k=settings.k,
+            vocab_size=student.vocab_size,
+            tokenizer_digest=vocabulary_digest(student.tokenizer.get_vocab()),
+            cache=cache,
+            timeout=settings.timeout,
+            patience=settings.patience,
+            keys=keys,
+            report=report,
+            device=place.device,
+        )
+    packed = "PackedBody" in teacher.numerics.split("/")
+    if config.engine.packed is not None and config.engine.packed != packed:
+        teacher.close()
+        raise UsageError(
+            "engine.packed: the teacher's passes are others",
+            got=f"{str(config.engine.packed).lower()}, and {str(packed).lower()} at {config.pair.teacher}",
+            instead="null, or a teacher in this process",
+        )
+    if teacher.dtype != place.dtype:
+        report(f"the teacher computes in {str(teacher.dtype).removeprefix('torch.')}, this run in {place.precision}")
+    return teacher
 
 
 def encoder_for(material: Material, model: Model, splits: tuple[str, ...], *, share: bool) -> Encoder:

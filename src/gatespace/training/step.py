@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from gatespace.config import ObjectiveConfig, RolloutConfig
-from gatespace.errors import GatespaceError, RunError
+from gatespace.errors import GatespaceError, RunError, UsageError
 from gatespace.gating.fused import fused_distillation_loss
 from gatespace.gating.loss import LossOutput, distillation_loss
 from gatespace.gating.objectives import Objective
@@ -22,7 +22,7 @@ from gatespace.models.encode import Encoder
 from gatespace.rollout import Rollout, Sampling, sample
 from gatespace.seeding import generator, permutation
 from gatespace.teacher.local import LocalTeacher
-from gatespace.teacher.scores import Scores
+from gatespace.teacher.scores import Scores, Teacher
 from gatespace.training.batches import Row, micro_batches
 from gatespace.training.clock import Clock
 from gatespace.training.optimizer import Optimizer, Update
@@ -60,11 +60,34 @@ class Scored:
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """A step's responses, written before the update that the step before makes, and the scores that were asked for."""
+
+    number: int
+    parts: list[Part]
+    scores: list[Callable[[], Scores]]
+
+
+class TeacherStats(Protocol):
+    """What a teacher has done so far."""
+
+    computed_tokens: int
+    passes: int
+
+
+class CountingTeacher(Teacher, Protocol):
+    """A teacher that counts its work."""
+
+    @property
+    def stats(self) -> TeacherStats: ...
+
+
+@dataclass(frozen=True)
 class Distillation:
     """A student, its teacher, and how the one learns from the other."""
 
     student: Body
-    teacher: LocalTeacher
+    teacher: CountingTeacher
     encoder: Encoder
     objective: Objective
     settings: ObjectiveConfig
@@ -76,7 +99,15 @@ class Distillation:
     reuse: bool = True
     fused: bool = True
 
-    def step(self, number: int, rows: Sequence[Row], clock: Clock, watch: Callable[[Scored], None]) -> Update:
+    def step(
+        self,
+        number: int,
+        rows: Sequence[Row],
+        clock: Clock,
+        watch: Callable[[Scored], None],
+        *,
+        ahead: Ahead | None = None,
+    ) -> Update:
         """Let the student write, the teacher score, and update the student.
 
         Args:
@@ -84,26 +115,29 @@ class Distillation:
             rows: The prompts.
             clock: Is told where time goes.
             watch: Is shown every micro-batch.
+            ahead: What has been written and asked for already; None: it is done now, with the student as it is.
         """
-        repeated = [row for row in rows for _ in range(self.rollout.per_prompt)]
-        parts = micro_batches(repeated, self.micro_tokens, self.rollout.max_new_tokens)
+        parts = self.parts(rows) if ahead is None else ahead.parts
         prefix = self.encoder.prefix
         with clock("update"):
             # One part reads the shared prefix along with its prompts. Several share one reading of it, whose gradient
             # is gathered and goes back once.
             root = self.student.trunk(prefix) if len(parts) > 1 else None
         leaves = None if root is None else root.leaves()
-        tokens, place = 0, 0
-        for rows_of_part in parts:
-            part = Part(rows_of_part, list(range(place, place + len(rows_of_part))))
-            place += len(rows_of_part)
-            trunk = leaves if leaves is not None else prefix
+        trunk = leaves if leaves is not None else prefix
+        tokens = 0
+        for place, part in enumerate(parts):
             with _named(part):
-                with clock("rollout"), torch.set_grad_enabled(self.reuse):
-                    read = self.student.read(part.prompts, trunk=trunk)
-                    self._respond(number, part, read)
+                read = None
+                if ahead is None:
+                    with clock("rollout"), torch.set_grad_enabled(self.reuse):
+                        read = self.student.read(part.prompts, trunk=trunk)
+                        self._respond(number, part, read)
                 with clock("score"):
-                    scores = self.teacher.score(part.prompts, part.rollout.responses)
+                    if ahead is None:
+                        scores = self.teacher.score(part.prompts, part.rollout.responses)
+                    else:
+                        scores = ahead.scores[place]()
                 with clock("update"):
                     hidden = self._hidden(part, read if self.reuse else None, trunk)
                     output = self._loss(number, part, hidden, scores)
@@ -117,6 +151,31 @@ class Distillation:
                 self.optimizer.collect()
         with clock("optimizer"):
             return self.optimizer.step(number, tokens)
+
+    def parts(self, rows: Sequence[Row]) -> list[Part]:
+        """The micro-batches of a step; a function of its rows alone."""
+        repeated = [row for row in rows for _ in range(self.rollout.per_prompt)]
+        found: list[Part] = []
+        place = 0
+        for some in micro_batches(repeated, self.micro_tokens, self.rollout.max_new_tokens):
+            found.append(Part(some, list(range(place, place + len(some)))))
+            place += len(some)
+        return found
+
+    @torch.no_grad()
+    def write(self, number: int, rows: Sequence[Row], clock: Clock) -> Ahead:
+        """Let the student as it is write the responses of step `number`, and ask for their scores."""
+        ahead = Ahead(number, self.parts(rows), [])
+        with clock("rollout"):
+            prefix = self.encoder.prefix
+            trunk = self.student.trunk(prefix) if len(ahead.parts) > 1 else prefix
+        for part in ahead.parts:
+            with _named(part):
+                with clock("rollout"):
+                    self._respond(number, part, self.student.read(part.prompts, trunk=trunk))
+                with clock("score"):
+                    ahead.scores.append(self.teacher.ask(part.prompts, part.rollout.responses))
+        return ahead
 
     # ------------------------------------------------------------------ responses
 
@@ -154,6 +213,8 @@ class Distillation:
     ) -> Rollout:
         body = self.student
         if source == "teacher":
+            if not isinstance(self.teacher, LocalTeacher):
+                raise UsageError("only a teacher in this process can write responses", got=type(self.teacher).__name__)
             body = self.teacher.body
             with torch.no_grad():
                 read = body.read([part.rows[i].prompt for i in chosen], trunk=self.teacher.trunk)
@@ -196,8 +257,9 @@ class Distillation:
         device = hidden.device
         responses, log_probs = part.rollout.responses, part.rollout.log_probs
         drawn = [value for row in log_probs for value in row]
-        # Responses of the student, drawn from its own distribution, need no correction.
+        # Responses of the student as it is, drawn from its own distribution, need no correction.
         own = self.rollout.temperature == 1 and self.rollout.top_p == 1 and set(part.sources) == {"student"}
+        own = own and self.rollout.staleness == 0
         head = self.student.model.head
         common: dict[str, Any] = {
             "objective": self.objective,

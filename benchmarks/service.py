@@ -1,0 +1,372 @@
+"""Tokens scored per second: a teacher in this process, the same teacher as a service over ZMQ, and a vLLM server.
+
+All score the same responses to the same prompts, batch after batch, in turns within one run; no score is kept. Client
+and service share the cores of the machine. See benchmarks/README.md for the method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import measure
+import step
+
+TARGET = 0.9
+"""Of the tokens per second of a teacher in this process."""
+BUSY = 0.1
+"""Share of the machine taken by other processes beyond which the run is called disturbed."""
+_READY = 300.0
+"""Seconds in which a service has to be there."""
+
+Batch = tuple[list[list[int]], list[list[int]]]
+"""Prompts after the shared prefix, and responses."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run of this benchmark, as asked for."""
+
+    model: str
+    task: str
+    root: str | None
+    batch: int
+    batches: int
+    repeats: int
+    max_new_tokens: int
+    k: int
+    precision: str
+    threads: int
+    vllm: str | None
+    check: bool
+    """Whether the sizes are those that the target is about."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is scored."""
+
+    folder: str
+    prefix: list[int]
+    batches: list[Batch]
+    vocab_size: int
+    digest: str
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens of a turn."""
+        return sum(len(response) for _, responses in self.batches for response in responses)
+
+    @property
+    def read(self) -> int:
+        """Prompt and response tokens of a turn, without the shared prefix."""
+        return self.tokens + sum(len(prompt) for prompts, _ in self.batches for prompt in prompts)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One contender over all batches once."""
+
+    contender: str
+    wall: float
+    cpu: float
+    """Of this process and the service."""
+    others: float
+    """Share of the machine that other processes took."""
+
+
+def work_of(settings: Settings) -> Work:
+    """Real prompts, and their right answers as responses: what a teacher is asked in training, without the student."""
+    from gatespace.models import build_tiny, load_model, smollm2_folder
+    from gatespace.models.encode import Encoder
+    from gatespace.tasks import Prompt, load_task
+    from gatespace.teacher.wire import vocabulary_digest
+
+    task = load_task(settings.task, settings.root)
+    folder = settings.model
+    if folder == "smollm2":
+        folder = str(smollm2_folder(report=step.tell))
+    elif folder == "tiny":
+        folder = str(build_tiny(task).teacher)
+    model = load_model(folder)
+    rows = task.train[: settings.batch * settings.batches]
+    encoder = Encoder(Prompt.of(task), model.tokenizer, [row.text for row in rows])
+    prompts = [encoder.suffix(row.text) for row in rows]
+    responses = [encoder.gold(row.label, model.turn_end)[: settings.max_new_tokens] for row in rows]
+    spans = [slice(start, start + settings.batch) for start in range(0, len(rows), settings.batch)]
+    batches = [(prompts[span], responses[span]) for span in spans]
+    digest = vocabulary_digest(model.tokenizer.get_vocab())
+    return Work(folder, encoder.prefix, batches, model.vocab_size, digest)
+
+
+# ---------------------------------------------------------------------------------------------------- contenders
+
+
+@contextlib.contextmanager
+def service(settings: Settings, work: Work) -> Iterator[tuple[int, str]]:
+    """`gatespace teacher serve` in a process of its own: its number, and its address."""
+    command = [sys.executable, "-m", "gatespace", "teacher", "serve", "--model", work.folder]
+    command += ["--bind", "tcp://127.0.0.1:0", "--precision", settings.precision, "--device", "cpu"]
+    command += ["--cache", "none", "--json", "--quiet"]
+    threads = {name: str(settings.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | threads)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            event = json.loads(line)
+            if event["event"] == "ready":
+                yield process.pid, event["address"]
+                break
+        else:
+            raise SystemExit("the service did not start")
+    finally:
+        process.terminate()
+        process.wait(_READY)
+
+
+class Vllm:
+    """A stock vLLM server: whole sequences in, the log-probabilities of all their positions out, as JSON."""
+
+    def __init__(self, url: str, work: Work, k: int) -> None:
+        self._url, self._k, self._prefix = url.rstrip("/"), k, work.prefix
+        self._model = self._call("/v1/models")["data"][0]["id"]
+
+    def score(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> list[list[float]]:
+        """The log-probabilities of the responses' own tokens; their first choices are in the answer too."""
+        rows = [[*self._prefix, *prompt, *ids] for prompt, ids in zip(prompts, responses, strict=True)]
+        asked = {"model": self._model, "prompt": rows, "max_tokens": 1, "prompt_logprobs": self._k, "temperature": 0}
+        choices = sorted(self._call("/v1/completions", asked)["choices"], key=lambda choice: choice["index"])
+        found = []
+        for choice, ids in zip(choices, responses, strict=True):
+            positions = choice["prompt_logprobs"][-len(ids) :]
+            found.append([position[str(id)]["logprob"] for position, id in zip(positions, ids, strict=True)])
+        return found
+
+    def _call(self, path: str, content: dict[str, Any] | None = None) -> Any:
+        data = None if content is None else json.dumps(content).encode()
+        request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=600) as answer:
+                return json.load(answer)
+        except (urllib.error.URLError, OSError) as error:
+            raise SystemExit(f"{self._url}{path}: {error}") from error
+
+
+def run(settings: Settings) -> tuple[Work, list[Turn], dict[str, Any]]:
+    """All turns, and what was found about the answers themselves."""
+    import torch
+
+    from gatespace.models import load_model
+    from gatespace.teacher.client import RemoteTeacher
+    from gatespace.teacher.local import LocalTeacher
+
+    torch.set_num_threads(settings.threads)
+    work = work_of(settings)
+    dtype = torch.float32 if settings.precision == "fp32" else torch.bfloat16
+    model = load_model(work.folder, dtype=dtype)
+    common: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "k": settings.k, "vocab_size": work.vocab_size}
+    with service(settings, work) as (pid, address), contextlib.ExitStack() as stack:
+        scorers: dict[str, Callable[..., Any]] = {}
+        for payload in ("hidden", "top_k"):
+            local = LocalTeacher(model, work.prefix, payload=payload, **common)
+            remote = RemoteTeacher(address, work.prefix, payload=payload, tokenizer_digest=work.digest, **common)
+            stack.callback(remote.close)
+            scorers |= {f"local-{payload}": local.score, f"zmq-{payload}": remote.score}
+        if settings.vllm is not None:
+            scorers["vllm"] = Vllm(settings.vllm, work, settings.k).score
+        checks = check(work, scorers)  # which warms all of them up
+        turns: list[Turn] = []
+        names = list(scorers)
+        for number in range(settings.repeats):
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                turns.append(turn(name, scorers[name], work, pid if name.startswith("zmq") else None))
+                step.tell(f"{number + 1}/{settings.repeats} {name}: {work.tokens / turns[-1].wall:.0f} tokens/s")
+    return work, turns, checks
+
+
+def turn(name: str, score: Callable[..., Any], work: Work, pid: int | None) -> Turn:
+    """Score all batches once."""
+    before = _cpu(pid)
+
+    def whole() -> None:
+        for prompts, responses in work.batches:
+            score(prompts, responses)
+
+    _, cost = measure.measured(whole)
+    theirs = _cpu(pid) - before
+    others = max(0.0, cost.others - theirs) / (cost.wall * (os.cpu_count() or 1))
+    return Turn(name, cost.wall, cost.cpu + theirs, others)
+
+
+def check(work: Work, scorers: dict[str, Callable[..., Any]]) -> dict[str, Any]:
+    """Whether a service says what the teacher says, to the bit; and how far vLLM is from it."""
+    import torch
+
+    found: dict[str, Any] = {"hidden": True, "top_k": True}
+    far = 0.0
+    for prompts, responses in work.batches:
+        said = {name: score(prompts, responses) for name, score in scorers.items()}
+        found["hidden"] &= torch.equal(said["local-hidden"].payload, said["zmq-hidden"].payload)
+        ours, theirs = said["local-top_k"].payload, said["zmq-top_k"].payload
+        for part in ("ids", "log_probs", "sampled_log_probs"):
+            found["top_k"] &= torch.equal(getattr(ours, part), getattr(theirs, part))
+        if "vllm" in said:
+            flat = torch.tensor([value for row in said["vllm"] for value in row])
+            far = max(far, float((flat - ours.sampled_log_probs[0]).abs().max()))
+    return found | ({"vllm_distance": far} if "vllm" in scorers else {})
+
+
+def _cpu(pid: int | None) -> float:
+    if pid is None:
+        return 0.0
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# ---------------------------------------------------------------------------------------------------- results
+
+
+def results(work: Work, turns: list[Turn]) -> list[dict[str, Any]]:
+    """A row per contender: medians over its turns."""
+    rows = []
+    for name in dict.fromkeys(turn.contender for turn in turns):
+        own = [turn for turn in turns if turn.contender == name]
+        walls = sorted(turn.wall for turn in own)
+        rows.append(
+            {
+                "contender": name,
+                "tokens_per_second": work.tokens / median(walls),
+                "read_per_second": work.read / median(walls),
+                "wall": median(walls),
+                "wall_range": [walls[0], walls[-1]],
+                "cpu": median(turn.cpu for turn in own),
+                "others": max(turn.others for turn in own),
+            }
+        )
+    return rows
+
+
+def ratios(turns: list[Turn]) -> dict[str, float]:
+    """Speed of one to that of another, formed within a repeat; then the median."""
+    walls: dict[str, list[float]] = {}
+    for turn in turns:
+        walls.setdefault(turn.contender, []).append(turn.wall)
+    pairs = [("zmq-hidden", "local-hidden"), ("zmq-top_k", "local-top_k")]
+    pairs += [("zmq-hidden", "vllm"), ("zmq-top_k", "vllm")] if "vllm" in walls else []
+    return {
+        f"{one} / {other}": median(b / a for a, b in zip(walls[one], walls[other], strict=True)) for one, other in pairs
+    }
+
+
+def met(settings: Settings, found: dict[str, float]) -> dict[str, bool]:
+    """The targets: ZMQ at 0.9 of the teacher in this process, and faster than vLLM over HTTP."""
+    if not settings.check:
+        return {}
+    return {name: value >= (TARGET if "local" in name else 1.0) for name, value in found.items()}
+
+
+def show(settings: Settings, facts: dict[str, Any], work: Work, turns: list[Turn], checks: dict[str, Any]) -> None:
+    print(f"{facts['cpu']}, {settings.threads} threads; {settings.model}, {settings.precision}, {settings.task}")
+    print(
+        f"{settings.batches} batches of {settings.batch}: {work.tokens} response tokens, {work.read} tokens read, "
+        f"prefix {len(work.prefix)}; {settings.repeats} repeats in turns\n"
+    )
+    print(f"{'contender':<14}{'tokens/s':>10}{'read/s':>10}{'wall s':>9}{'range':>16}{'CPU s':>9}{'others':>8}")
+    for row in results(work, turns):
+        low, high = row["wall_range"]
+        print(
+            f"{row['contender']:<14}{row['tokens_per_second']:>10.1f}{row['read_per_second']:>10.0f}{row['wall']:>9.3f}"
+            f"{f'{low:.3f}–{high:.3f}':>16}{row['cpu']:>9.2f}{row['others']:>8.0%}"
+        )
+    print()
+    found = ratios(turns)
+    judged = met(settings, found)
+    for name, value in found.items():
+        verdict = "" if name not in judged else "  met" if judged[name] else "  MISSED"
+        print(f"{name}: {value:.3f}{verdict}")
+    for payload in ("hidden", "top_k"):
+        print(f"{payload} over ZMQ: {'the same bits' if checks[payload] else 'OTHER BITS'} as in this process")
+    if "vllm_distance" in checks:
+        print(f"vLLM: log-probabilities within {checks['vllm_distance']:.2g} of the teacher's")
+    if max(turn.others for turn in turns) > BUSY:
+        print("other processes took more than a tenth of the machine: not to be quoted")
+
+
+def parse(arguments: Sequence[str] | None) -> tuple[Settings, argparse.Namespace]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="the teacher: smollm2, tiny or a folder (smollm2; quick: tiny)")
+    parser.add_argument("--root", type=Path, help="a TweetEval folder ($GATESPACE_TWEETEVAL)")
+    parser.add_argument("--batch", type=step.positive, help="rows of a batch (24; quick: 4)")
+    parser.add_argument("--batches", type=step.positive, help="batches of a turn (6; quick: 2)")
+    parser.add_argument("--repeats", type=step.positive, help="turns of each contender (7; quick: 2)")
+    parser.add_argument("--max-new-tokens", type=step.positive, default=8, metavar="N", help="longest response (8)")
+    parser.add_argument("-k", type=step.positive, default=64, metavar="K", help="first choices of top_k (64)")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), help="of the teacher (bf16; quick: fp32)")
+    cores = measure.usable_cores()
+    parser.add_argument("--threads", type=step.positive, default=cores, help="of each process (all cores: %(default)s)")
+    parser.add_argument("--vllm", metavar="URL", help="a vLLM OpenAI server with the same model, e.g. http://host:8000")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and generated texts: does it run?")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a target is missed")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else")
+    options = parser.parse_args(arguments)
+    quick = options.quick
+    beside = Path(__file__).resolve().parents[2] / "shared" / "tweeteval"
+    given = options.root or os.environ.get("GATESPACE_TWEETEVAL") or (beside if beside.is_dir() else None)
+    task, root = ("synthetic", None) if quick else step.task_of(given and Path(given), step.tell)
+    settings = Settings(
+        model=options.model or ("tiny" if quick else "smollm2"),
+        task=task,
+        root=root,
+        batch=options.batch or (4 if quick else 24),
+        batches=options.batches or (2 if quick else 6),
+        repeats=options.repeats or (2 if quick else 7),
+        max_new_tokens=options.max_new_tokens,
+        k=options.k,
+        precision=options.precision or ("fp32" if quick else "bf16"),
+        threads=options.threads,
+        vllm=options.vllm,
+        check=not quick,
+    )
+    return settings, options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    settings, options = parse(arguments)
+    facts = measure.environment(settings.threads)
+    work, turns, checks = run(settings)
+    found = ratios(turns)
+    judged = met(settings, found)
+    if options.json:
+        whole = {
+            "settings": asdict(settings),
+            "environment": facts,
+            "tokens": work.tokens,
+            "read": work.read,
+            "results": results(work, turns),
+            "turns": [asdict(turn) for turn in turns],
+            "ratios": found,
+            "met": judged,
+            "same_bits": {name: checks[name] for name in ("hidden", "top_k")},
+            "vllm_distance": checks.get("vllm_distance"),
+        }
+        print(json.dumps(whole, indent=2))
+    else:
+        show(settings, facts, work, turns, checks)
+    wrong = not (checks["hidden"] and checks["top_k"])
+    return int(wrong or (options.check and not all(judged.values())))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

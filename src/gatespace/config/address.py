@@ -1,0 +1,50 @@
+"""Where a teacher that is a service of its own is found: `zmq://host:port`."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from gatespace.config.base import Fault
+
+SCHEMES = ("zmq",)
+_FORM = re.compile(r"(?P<scheme>[a-z]+)://(?P<host>\[[0-9A-Fa-f:.]+\]|[\w.-]+):(?P<port>\d{1,5})/?")
+
+
+class Address(NamedTuple):
+    """A service: how one speaks to it, and where it is."""
+
+    scheme: str
+    host: str
+    """A name or a number; an IPv6 number with its brackets."""
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.host}:{self.port}"
+
+    @property
+    def tcp(self) -> str:
+        """As sockets spell it."""
+        return f"tcp://{self.host}:{self.port}"
+
+
+def is_address(name: str) -> bool:
+    """Whether `name` is meant as an address and not as a model."""
+    return "://" in name
+
+
+def parse_address(name: str, field: str = "") -> Address:
+    """The address in `name`; a `Fault` in `field` where it is none.
+
+    Example:
+        >>> parse_address("zmq://127.0.0.1:5555").tcp
+        'tcp://127.0.0.1:5555'
+    """
+    match = _FORM.fullmatch(name)
+    scheme = name.partition("://")[0]
+    if scheme not in SCHEMES:
+        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        raise Fault(field, f"there is no kind of teacher called {scheme}://", instead=f"{known}HOST:PORT")
+    if match is None or not 0 < int(match["port"]) < 65536:
+        raise Fault(field, "is not an address", instead=f"{scheme}://HOST:PORT, e.g. {scheme}://127.0.0.1:5555")
+    return Address(match["scheme"], match["host"], int(match["port"]))

@@ -1,0 +1,379 @@
+"""A teacher elsewhere, that scores as one in this process would, to the bit.
+
+Its hidden states come over the wire, and its head once; both together are its full distribution. Scores are kept in
+the same cache under the same keys as those of a `LocalTeacher`, so that runs share them wherever their teacher is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from gatespace.config.address import Address, parse_address
+from gatespace.config.base import Fault
+from gatespace.errors import RunError, UsageError
+from gatespace.gating.projection import Head
+from gatespace.gating.tokens import TeacherTopK
+from gatespace.models.cache_root import cache_root
+from gatespace.teacher import wire
+from gatespace.teacher.cache import ScoreCache, prefix_keys
+from gatespace.teacher.keys import ClientKeys, endpoint
+from gatespace.teacher.link import Link, Question
+from gatespace.teacher.local import LocalStats
+from gatespace.teacher.scores import Scores
+
+_LARGEST_HEAD = 16 << 30
+"""Bytes; no server makes a client set aside more."""
+_PARTS_AT_ONCE = 4
+_HEADS = 8
+"""How many heads are kept on disk; the oldest go."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows of a batch that are asked about in one message."""
+
+    rows: list[int]
+    question: Question
+
+
+class RemoteTeacher:
+    """Scores with a teacher that `gatespace teacher serve` has somewhere; it takes the place of a `LocalTeacher`.
+
+    Args:
+        address: ``zmq://host:port``.
+        prefix: What all prompts begin with.
+        max_new_tokens: The longest response that will be scored.
+        payload: ``hidden``: last hidden states, exact for the whole vocabulary. ``top_k``: the `k` first choices.
+        k: How many first choices.
+        vocab_size: Ids from here on are padding. None: as the teacher's tokenizer has it.
+        tokenizer_digest: `wire.vocabulary_digest` of the student's tokens; a teacher with others refuses.
+        cache: Scores computed before; what is in it costs no message.
+        timeout: Seconds without an answer after which the teacher is asked again.
+        patience: Seconds without an answer after which `TeacherAwayError` is raised.
+        keys: Of an encrypted connection; needed unless the teacher is on this machine.
+        report: Is told what a user should know.
+        device: Where the scores go.
+        name: Who asks, for people who look at the server; None: this process.
+    """
+
+    def __init__(
+        self,
+        address: str | Address,
+        prefix: Sequence[int],
+        *,
+        max_new_tokens: int = 32,
+        payload: str = "hidden",
+        k: int = 64,
+        vocab_size: int | None = None,
+        tokenizer_digest: str,
+        cache: ScoreCache | None = None,
+        timeout: float = 60.0,
+        patience: float = 600.0,
+        keys: ClientKeys | None = None,
+        report: Callable[[str], None] | None = None,
+        device: str | torch.device = "cpu",
+        name: str | None = None,
+    ) -> None:
+        if payload not in ("hidden", "top_k"):
+            raise UsageError("a payload is 'hidden' or 'top_k'", got=payload)
+        self.address = address if isinstance(address, Address) else _parsed(address)
+        self.prefix = list(prefix)
+        self.stats = LocalStats()
+        self._payload, self._longest = payload, max_new_tokens
+        self._cache, self._device = cache, torch.device(device)
+        _check_place(self.address, keys)
+        who = (name or f"{platform.node()}:{os.getpid()}")[:256]
+        buffers = (wire.ids_array(self.prefix),)
+
+        def hello(id: int, nonce: str) -> tuple[wire.Message, Sequence[wire.Array]]:
+            kind: wire.Payload = "hidden" if payload == "hidden" else "top_k"
+            return wire.Hello(id, nonce, who, tokenizer_digest, max_new_tokens, kind, k, vocab_size), buffers
+
+        self._link = Link(self.address, hello, timeout=timeout, patience=patience, keys=keys, report=report)
+        try:
+            welcome = self._link.open()
+            self.fingerprint, self.numerics = welcome.fingerprint, welcome.numerics
+            self.model_name, self.vocab_size = welcome.model, welcome.vocab_size
+            self.dtype: torch.dtype = getattr(torch, welcome.dtype)
+            self._k, self._width, self._limits = welcome.k, welcome.width, welcome.limits
+            self._position_bytes = welcome.position_bytes
+            self._check(welcome, vocab_size)
+            self._head = None if welcome.head is None else self._fetched(welcome.head, report)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Take leave of the server."""
+        self._link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ scores
+
+    def score(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Scores:
+        """The scores of all tokens of `responses`, each the continuation of its prompt (after the shared prefix)."""
+        return self.ask(prompts, responses)()
+
+    def ask(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Callable[[], Scores]:
+        """Ask without waiting: what is returned waits and gives the scores."""
+        self._check_rows(prompts, responses)
+        self.stats.rows += len(responses)
+        self.stats.tokens += sum(map(len, responses))
+        found, keys = self._cached(prompts, responses)
+        missing = [row for row, entry in enumerate(found) if entry is None]
+        pieces = [self._asked(rows, prompts, responses) for rows in self._divided(missing, prompts, responses)]
+        known: list[Scores] = []
+
+        def scores() -> Scores:
+            if not known:
+                known.append(self._joined(found, keys, pieces, responses))
+            return known[0]
+
+        return scores
+
+    def _joined(
+        self,
+        found: list[Tensor | None],
+        keys: list[list[bytes]],
+        pieces: list[_Piece],
+        responses: Sequence[Sequence[int]],
+    ) -> Scores:
+        packets = self._link.answers([piece.question for piece in pieces])
+        for piece, packet in zip(pieces, packets, strict=True):
+            lengths = [len(responses[row]) for row in piece.rows]
+            for row, entry in zip(piece.rows, self._read(packet, lengths), strict=True):
+                found[row] = entry
+        if self._cache is not None and pieces:
+            self._cache.put_many(
+                (key, _pack(position))
+                for piece in pieces
+                for row in piece.rows
+                for key, position in zip(keys[row], found[row], strict=True)  # type: ignore[arg-type]
+            )
+        joined = torch.cat([entry for entry in found if entry is not None])[None].to(self._device)
+        if self._payload == "hidden":
+            return Scores(joined, self._head)
+        ids, log_probs, sampled = joined.split([self._k, self._k, 1], -1)
+        return Scores(TeacherTopK(ids.long(), log_probs, sampled[..., 0]), None)
+
+    def _read(self, packet: wire.Packet, lengths: Sequence[int]) -> Sequence[Tensor]:
+        """The rows of an answer as a cache has them: hidden states, or ids, log-probabilities and the token's own."""
+        reply, count = packet.message, sum(lengths)
+        wanted: list[tuple[str, tuple[int, ...]]]
+        if self._payload == "hidden":
+            wanted = [(str(self.dtype).removeprefix("torch."), (count, self._width))]
+        else:
+            choices, each = (count, self._k), (count,)
+            wanted = [("int32", choices), ("float32", choices), ("float32", each), ("float32", each)]
+        buffers = [(buffer.dtype, buffer.shape) for buffer in packet.arrays]
+        if not isinstance(reply, wire.ScoreReply) or reply.rows != len(lengths) or buffers != wanted:
+            raise RunError(f"the teacher at {self.address} has answered another question", got=buffers)
+        self.stats.computed_tokens += reply.computed_tokens
+        self.stats.passes += reply.passes
+        tensors = [wire.tensor_of(buffer) for buffer in packet.arrays]
+        if self._payload == "top_k":
+            ids, log_probs, sampled, _ = tensors  # what the tail has follows from the others
+            tensors = [torch.cat([ids.float(), log_probs, sampled[:, None]], 1)]
+        rows: tuple[Tensor, ...] = tensors[0].split(list(lengths))
+        return rows
+
+    # ------------------------------------------------------------------ questions
+
+    def _asked(self, rows: list[int], prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> _Piece:
+        arrays = wire.question_arrays([prompts[row] for row in rows], [responses[row] for row in rows])
+        return _Piece(rows, self._link.ask(lambda id, session: (wire.ScoreRequest(id, session), arrays)))
+
+    def _divided(
+        self, rows: Sequence[int], prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
+    ) -> list[list[int]]:
+        """Consecutive rows in as few messages as the server's limits allow. No score depends on it."""
+        limits, parts = self._limits, list[list[int]]()
+        most = max(1, limits.reply_bytes // self._position_bytes)
+        tokens = written = 0
+        for row in rows:
+            size = len(prompts[row]) + len(responses[row])
+            if size > limits.tokens or len(self.prefix) + size > (limits.row_tokens or size + len(self.prefix)):
+                raise RunError(
+                    f"a prompt and its response are too long for the teacher at {self.address}",
+                    got=f"{len(self.prefix) + size} tokens",
+                )
+            fits = tokens + size <= limits.tokens and written + len(responses[row]) <= most
+            if not parts or len(parts[-1]) == limits.rows or not fits:
+                parts.append([])
+                tokens = written = 0
+            parts[-1].append(row)
+            tokens += size
+            written += len(responses[row])
+        return parts
+
+    def _cached(
+        self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
+    ) -> tuple[list[Tensor | None], list[list[bytes]]]:
+        """Rows all of whose positions are known, and the keys of all rows."""
+        found: list[Tensor | None] = [None] * len(responses)
+        if self._cache is None:
+            return found, []
+        keys = [self._keys(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+        entries = iter(self._cache.get_many([key for row in keys for key in row]))
+        dtype = self.dtype if self._payload == "hidden" else torch.float32
+        for row, row_keys in enumerate(keys):
+            values = [next(entries) for _ in row_keys]
+            if None not in values:
+                whole = bytearray(b"".join(value for value in values if value is not None))
+                found[row] = torch.frombuffer(whole, dtype=dtype).view(len(values), -1)
+        return found, keys
+
+    def _keys(self, prompt: Sequence[int], response: Sequence[int]) -> list[bytes]:
+        """As `LocalTeacher` has them."""
+        asked = response if self._payload == "hidden" else [*response, 0]
+        whole = [*self.prefix, *prompt]
+        keys = prefix_keys(fingerprint=self.fingerprint, numerics=self.numerics, prompt=whole, response=asked)
+        # First choices come with the log-probability of the token itself, which is then part of the question.
+        return keys if self._payload == "hidden" else keys[1:]
+
+    def _check_rows(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> None:
+        if not responses:
+            raise UsageError("there is nothing to score")
+        for prompt, response in zip(prompts, responses, strict=True):
+            if not prompt:
+                raise RunError("a prompt has no token of its own after the shared prefix", got=repr(list(response)))
+            if not 0 < len(response) <= self._longest:
+                raise RunError(
+                    "a response has the wrong length for this teacher",
+                    got=f"{len(response)} tokens",
+                    instead=f"1 to {self._longest}",
+                )
+
+    def _check(self, welcome: wire.Welcome, vocab_size: int | None) -> None:
+        """Raise where a server says of itself what cannot be."""
+        head, wrong = welcome.head, ""
+        if vocab_size is not None and welcome.vocab_size != vocab_size:
+            wrong = f"{welcome.vocab_size} ids instead of {vocab_size}"
+        elif self._payload == "hidden":
+            if head is None:
+                wrong = "hidden states without a head"
+            elif head.shape[0] < welcome.vocab_size or head.shape[1] != welcome.width:
+                wrong = f"a head of {head.shape[0]} by {head.shape[1]} for {welcome.vocab_size} ids"
+            elif head.bytes > _LARGEST_HEAD:
+                wrong = f"a head of {head.bytes} bytes"
+        if wrong:
+            raise UsageError(f"the teacher at {self.address} cannot be the one of this pair", got=wrong)
+
+    # ------------------------------------------------------------------ the head
+
+    def _fetched(self, info: wire.HeadInfo, report: Callable[[str], None] | None) -> Head:
+        """The head, from disk where it is there."""
+        path = cache_root() / "heads" / info.sha256
+        content: bytes | bytearray | None = _kept(path, info)
+        if content is None:
+            content = self._transferred(info)
+            if _sha256(content) != info.sha256:
+                raise RunError(f"the head of the teacher at {self.address} came damaged", got=info.sha256)
+            try:
+                _keep(path, content)
+            except OSError as error:
+                if report is not None:
+                    report(f"the teacher's head is not kept for later runs: {error}")
+        rows, columns = info.shape
+        split = rows * columns * wire.WIDTHS[info.dtype]
+        view = memoryview(content)
+        weight = self._placed(wire.Array(info.dtype, info.shape, view[:split]))
+        bias = self._placed(wire.Array(info.dtype, (rows,), view[split:])) if info.bias else None
+        return Head(weight, bias, info.scale, info.softcap)
+
+    def _placed(self, buffer: wire.Array) -> Tensor:
+        # In memory of torch's own, as a model's weights are: the last bits of a product depend on where it begins.
+        return wire.tensor_of(buffer).clone().to(self._device)
+
+    def _transferred(self, info: wire.HeadInfo) -> bytearray:
+        content = bytearray(info.bytes)
+
+        def asked(part: int) -> Question:
+            return self._link.ask(lambda id, session: (wire.HeadRequest(id, session, info.sha256, part), ()))
+
+        waiting = [(part, asked(part)) for part in range(min(_PARTS_AT_ONCE, info.parts))]
+        following = iter(range(len(waiting), info.parts))
+        while waiting:
+            part, question = waiting.pop(0)
+            (packet,) = self._link.answers([question])
+            span = slice(part * wire.PART_BYTES, min((part + 1) * wire.PART_BYTES, info.bytes))
+            message = packet.message
+            size = sum(buffer.nbytes for buffer in packet.arrays)
+            right = isinstance(message, wire.HeadPart) and (message.sha256, message.part) == (info.sha256, part)
+            if not right or size != span.stop - span.start:
+                raise RunError(f"the teacher at {self.address} has sent another part of its head")
+            content[span] = packet.arrays[0].data
+            if (more := next(following, None)) is not None:
+                waiting.append((more, asked(more)))
+        return content
+
+
+# ---------------------------------------------------------------------------------------------------- helpers
+
+
+def _parsed(address: str) -> Address:
+    try:
+        return parse_address(address)
+    except Fault as error:
+        raise UsageError(f"the address of a teacher: {error.what}", got=address, instead=error.instead) from error
+
+
+def _check_place(address: Address, keys: ClientKeys | None) -> None:
+    if keys is None and not endpoint(str(address)).loopback:
+        raise UsageError(
+            "a teacher on another machine is asked over an encrypted connection only",
+            got=address,
+            why="prompts and scores would travel for all to read and to change",
+            instead="teacher.client_key and teacher.server_key, which `gatespace teacher keygen` makes",
+        )
+
+
+def _pack(position: Tensor) -> bytes:
+    return position.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _sha256(content: bytes | bytearray) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _kept(path: Path, info: wire.HeadInfo) -> bytes | None:
+    """What is on disk, if it is whole."""
+    try:
+        if path.stat().st_size != info.bytes:
+            return None
+        content = path.read_bytes()
+    except OSError:
+        return None
+    return content if _sha256(content) == info.sha256 else None
+
+
+def _keep(path: Path, content: bytes | bytearray) -> None:
+    """Write a head for later runs, whole or not at all; several processes may do so at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        beside.write_bytes(content)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    others = sorted(path.parent.iterdir(), key=lambda other: other.stat().st_mtime, reverse=True)
+    for other in others[_HEADS:]:
+        other.unlink(missing_ok=True)

@@ -1,0 +1,131 @@
+"""Teacher services in processes of their own, to be killed, stopped and started again.
+
+Run as a module it is a nursery: it imports torch and transformers once, and forks for each life of a service.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def serve(order: dict[str, Any], answer: int) -> None:
+    """In the child: load the model and serve it until the end."""
+    import torch
+
+    from gatespace.models import load_model
+    from gatespace.teacher.server import ServerLimits, TeacherServer
+
+    torch.set_num_threads(1)
+    model = load_model(order["model"])
+    server = TeacherServer(model, f"tcp://127.0.0.1:{order['port']}", limits=ServerLimits(**order["limits"]), keys=None)
+    signal.signal(signal.SIGTERM, lambda *_: server.drain())
+    os.write(answer, (json.dumps({"pid": os.getpid(), "address": server.address}) + "\n").encode())
+    server.run()
+
+
+def nursery() -> None:
+    import msgspec  # noqa: F401
+    import zmq  # noqa: F401
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM  # noqa: F401
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how the children have ended
+    for line in sys.stdin:
+        if os.fork() == 0:
+            code = 1
+            try:
+                serve(json.loads(line), sys.stdout.fileno())
+                code = 0
+            except BaseException as error:
+                print(f"service: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                os.write(sys.stdout.fileno(), (json.dumps({"error": str(error)}) + "\n").encode())
+            finally:
+                os._exit(code)
+
+
+@dataclass
+class Service:
+    """A service that runs."""
+
+    pid: int
+    address: str
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """As power cuts do; and wait until it is gone."""
+        self.signal(signal.SIGKILL)
+        self.wait()
+
+    def end(self) -> None:
+        """Wherever it is."""
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
+
+    def wait(self) -> None:
+        while Path(f"/proc/{self.pid}").exists():
+            state = Path(f"/proc/{self.pid}/stat")
+            try:
+                if state.read_text().rpartition(")")[2].split()[0] == "Z":
+                    return
+            except OSError:
+                return
+
+
+class Nursery:
+    """Starts services."""
+
+    def __init__(self, cache: Path) -> None:
+        path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._started: list[Service] = []
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.teacher.services"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "PYTHONPATH": path,
+                "OMP_NUM_THREADS": "1",
+                "TOKENIZERS_PARALLELISM": "false",
+                "GATESPACE_CACHE": str(cache),
+            },
+        )
+
+    def start(self, model: Path, port: int = 0, **limits: Any) -> Service:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        order = {"model": str(model), "port": port, "limits": limits}
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline())
+        assert "error" not in answer, answer
+        service = Service(answer["pid"], answer["address"])
+        self._started.append(service)
+        return service
+
+    def close(self) -> None:
+        for service in self._started:
+            with contextlib.suppress(ProcessLookupError):
+                service.signal(signal.SIGKILL)
+        self._process.kill()
+        self._process.communicate()
+
+
+if __name__ == "__main__":
+    nursery()

@@ -1,0 +1,48 @@
+"""A tiny model for scripted servers, and a real vLLM server where there is one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gatespace.models import Model, build_tiny, load_model
+from gatespace.models.vllm_process import VllmProcess
+from gatespace.tasks import synthetic_task
+from tests.vllm.scripted import Scripted
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return load_model(str(build_tiny(synthetic_task(size=600), tmp_path_factory.mktemp("tiny")).teacher))
+
+
+@pytest.fixture
+def scripted(tiny: Model) -> Iterator[Scripted]:
+    with Scripted(tiny) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    """The interpreter of an environment with vLLM."""
+    python = os.environ.get("GATESPACE_VLLM", "")
+    if not python or not os.access(python, os.X_OK):
+        pytest.skip(f"no vLLM: $GATESPACE_VLLM is {python!r} and no interpreter; `make test-vllm` installs one")
+    return python
+
+
+@pytest.fixture(scope="session")
+def student(smollm2: Path) -> Model:
+    """SmolLM2 in float32."""
+    return load_model(str(smollm2))
+
+
+@pytest.fixture(scope="session")
+def served(vllm_python: str, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmProcess]:
+    """SmolLM2 as it is, with the head tied to the embedding."""
+    log = tmp_path_factory.mktemp("vllm") / "tied.log"
+    with VllmProcess(vllm_python, smollm2, log=log, dtype="float32", max_logprobs=16, weights=True) as process:
+        yield process

@@ -1,0 +1,142 @@
+"""A server that answers as vLLM does, with the numbers of a real model, or as a script has it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+
+from gatespace.models import Model
+
+
+@dataclass
+class Reply:
+    """Bytes, and how they are sent."""
+
+    content: bytes = b""
+    status: int = 200
+    length: int | None = None
+    """What the header says; None: the truth."""
+    head: bytes | None = None
+    """Instead of a status line and headers."""
+    every: float = 0.0
+    """Seconds between two bytes."""
+    before: float = 0.0
+
+
+@dataclass
+class Scripted:
+    """The server. `script` maps a path to what is done with the body of a request; other paths answer as vLLM would."""
+
+    model: Model
+    script: dict[str, Callable[[dict[str, Any]], Any]] = field(default_factory=dict)
+    max_logprobs: int = 16
+    padding: int = 0
+    """Rows of the head that are no tokens, each more probable than any that is."""
+    asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    def __enter__(self) -> Scripted:
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._serve({})
+
+            def do_POST(self) -> None:
+                content = self.rfile.read(int(self.headers["Content-Length"]))
+                self._serve(json.loads(content))
+
+            def _serve(self, body: dict[str, Any]) -> None:
+                outer.asked.append((self.path, body))
+                answer = outer.script.get(self.path, outer.usual(self.path))(body)
+                reply = answer if isinstance(answer, Reply) else Reply(json.dumps(answer).encode())
+                length = len(reply.content) if reply.length is None else reply.length
+                head = f"HTTP/1.1 {reply.status} X\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n".encode()
+                whole = (head if reply.head is None else reply.head) + reply.content
+                outer.closing.wait(reply.before)
+                pieces = [whole] if not reply.every else [whole[i : i + 1] for i in range(len(whole))]
+                try:
+                    for piece in pieces:
+                        self.wfile.write(piece)
+                        self.wfile.flush()
+                        if reply.every and outer.closing.wait(reply.every):
+                            return
+                except OSError:
+                    pass  # the client has gone
+                self.close_connection = True
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self.closing = threading.Event()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        self.closing.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(10)
+
+    @property
+    def address(self) -> str:
+        return f"vllm://127.0.0.1:{self._server.server_port}"
+
+    # ------------------------------------------------------------------ as vLLM would
+
+    def usual(self, path: str) -> Callable[[dict[str, Any]], Any]:
+        return {
+            "/v1/models": lambda body: {"data": [{"id": "model", "root": "/models/tiny", "max_model_len": 256}]},
+            "/version": lambda body: {"version": "0.0.1"},
+            "/tokenize": lambda body: {"tokens": self.model.tokenizer.encode(body["prompt"], add_special_tokens=False)},
+            "/v1/completions": self.complete,
+        }.get(path, lambda body: Reply(b'{"detail": "Not Found"}', 404))
+
+    def complete(self, body: dict[str, Any]) -> Any:
+        k = body.get("prompt_logprobs")
+        if k is not None and k > self.max_logprobs:
+            message = f"Requested prompt logprobs of {k}, which is greater than max allowed: {self.max_logprobs}"
+            return Reply(json.dumps({"error": {"message": message}}).encode(), 400)
+        choices = [
+            {"index": index, "finish_reason": "length", "prompt_token_ids": ids, "prompt_logprobs": self._told(ids, k)}
+            for index, ids in enumerate(body["prompt"])
+        ]
+        return {"choices": choices[::-1], "usage": {"prompt_tokens": sum(map(len, body["prompt"]))}}
+
+    @torch.no_grad()
+    def _told(self, ids: list[int], k: int) -> list[Any]:
+        size = self.model.vocab_size
+        network: Any = self.model.network
+        log_probs = torch.log_softmax(network(input_ids=torch.tensor([ids])).logits[0, :-1, :size].float(), -1)
+        told: list[Any] = [None]
+        for position, token in zip(log_probs, ids[1:], strict=True):
+            values, top = position.topk(max(0, k - self.padding))
+            pairs = [(size + i, -1e-4) for i in range(min(k, self.padding))]
+            pairs += [*zip(top.tolist(), values.tolist(), strict=True), (token, position[token].item())]
+            # As a map has no order that could be relied on, it comes in a bad one.
+            told.append({str(id): {"logprob": value, "rank": 1, "decoded_token": "x"} for id, value in pairs[::-1]})
+        return told
+
+
+def later(seconds: float, work: Callable[[], object]) -> threading.Thread:
+    """Do something from another thread, a little later."""
+
+    def run() -> None:
+        time.sleep(seconds)
+        work()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
