@@ -275,7 +275,7 @@ def _log_probs(model: Model, ids: list[int]) -> Tensor:
 @torch.no_grad()
 def _altered(model: Model) -> Model:
     """A copy all of whose weights are others: the body's a little, so that rounding stays what it is; the head's by a
-    turn of its rows, which no head that is tied to an embedding can follow."""
+    turn of its rows, so that one that is still the old one, or only follows the embedding, is far off."""
     whole = merged(model) if hasattr(model.network, "merge_and_unload") else model
     network: Any = copy.deepcopy(whole.network) if whole is model else whole.network
     layer = network.get_output_embeddings()

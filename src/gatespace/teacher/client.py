@@ -26,11 +26,11 @@ from gatespace.gating.projection import Head
 from gatespace.gating.tokens import TeacherTopK
 from gatespace.models.cache_root import cache_root
 from gatespace.teacher import wire
-from gatespace.teacher.cache import ScoreCache, prefix_keys
+from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.keys import ClientKeys, endpoint
 from gatespace.teacher.link import Link, Question
 from gatespace.teacher.local import LocalStats
-from gatespace.teacher.scores import Scores
+from gatespace.teacher.scores import Scores, check_questions, score_keys
 
 _LARGEST_HEAD = 16 << 30
 """Bytes; no server makes a client set aside more."""
@@ -134,7 +134,7 @@ class RemoteTeacher:
 
     def ask(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Callable[[], Scores]:
         """Ask without waiting: what is returned waits and gives the scores."""
-        self._check_rows(prompts, responses)
+        check_questions(prompts, responses, self._longest)
         self.stats.rows += len(responses)
         self.stats.tokens += sum(map(len, responses))
         found, keys = self._cached(prompts, responses)
@@ -242,25 +242,13 @@ class RemoteTeacher:
         return found, keys
 
     def _keys(self, prompt: Sequence[int], response: Sequence[int]) -> list[bytes]:
-        """As `LocalTeacher` has them."""
-        asked = response if self._payload == "hidden" else [*response, 0]
-        whole = [*self.prefix, *prompt]
-        keys = prefix_keys(fingerprint=self.fingerprint, numerics=self.numerics, prompt=whole, response=asked)
-        # First choices come with the log-probability of the token itself, which is then part of the question.
-        return keys if self._payload == "hidden" else keys[1:]
-
-    def _check_rows(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> None:
-        if not responses:
-            raise UsageError("there is nothing to score")
-        for prompt, response in zip(prompts, responses, strict=True):
-            if not prompt:
-                raise RunError("a prompt has no token of its own after the shared prefix", got=repr(list(response)))
-            if not 0 < len(response) <= self._longest:
-                raise RunError(
-                    "a response has the wrong length for this teacher",
-                    got=f"{len(response)} tokens",
-                    instead=f"1 to {self._longest}",
-                )
+        return score_keys(
+            fingerprint=self.fingerprint,
+            numerics=self.numerics,
+            payload=self._payload,
+            prompt=[*self.prefix, *prompt],
+            response=response,
+        )
 
     def _check(self, welcome: wire.Welcome, vocab_size: int | None) -> None:
         """Raise where a server says of itself what cannot be."""

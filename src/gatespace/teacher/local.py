@@ -15,15 +15,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gatespace.errors import RunError, UsageError
+from gatespace.errors import UsageError
 from gatespace.gating.projection import Projection, logits_buffer
 from gatespace.gating.tokens import TeacherTopK
 from gatespace.gating.vocabulary import top_entries
 from gatespace.models.body import Body, body_of
 from gatespace.models.load import Model
 from gatespace.models.packed import PackedBody
-from gatespace.teacher.cache import ScoreCache, prefix_keys
-from gatespace.teacher.scores import Scores
+from gatespace.teacher.cache import ScoreCache
+from gatespace.teacher.scores import Scores, check_questions, score_keys
 
 _VERSION = 1
 """Counts up when the same teacher would give other bits than before."""
@@ -104,17 +104,7 @@ class LocalTeacher:
     @torch.no_grad()
     def score(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Scores:
         """The scores of all tokens of `responses`, each the continuation of its prompt (after the shared prefix)."""
-        if not responses:
-            raise UsageError("there is nothing to score")
-        for prompt, response in zip(prompts, responses, strict=True):
-            if not prompt:
-                raise RunError("a prompt has no token of its own after the shared prefix", got=repr(list(response)))
-            if not 0 < len(response) <= self._longest:
-                raise RunError(
-                    "a response has the wrong length for this teacher",
-                    got=f"{len(response)} tokens",
-                    instead=f"1 to {self._longest}",
-                )
+        check_questions(prompts, responses, self._longest)
         self.stats.rows += len(responses)
         self.stats.tokens += sum(map(len, responses))
         found: list[Tensor | None] = [None] * len(responses)
@@ -146,16 +136,13 @@ class LocalTeacher:
         return lambda: self.score(prompts, responses)
 
     def _keys(self, prompt: Sequence[int], response: Sequence[int]) -> list[bytes]:
-        def keys(response: Sequence[int]) -> list[bytes]:
-            return prefix_keys(
-                fingerprint=self._fingerprint,
-                numerics=self.numerics,
-                prompt=[*self.prefix, *prompt],
-                response=response,
-            )
-
-        # First choices come with the log-probability of the token itself, which is then part of the question.
-        return keys(response) if self._payload == "hidden" else keys([*response, 0])[1:]
+        return score_keys(
+            fingerprint=self._fingerprint,
+            numerics=self.numerics,
+            payload=self._payload,
+            prompt=[*self.prefix, *prompt],
+            response=response,
+        )
 
     def _pack(self, entry: Tensor) -> bytes:
         return entry.cpu().contiguous().view(torch.uint8).numpy().tobytes()

@@ -8,9 +8,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from gatespace.errors import RunError
+from gatespace.errors import RunError, UsageError
 from gatespace.gating.projection import Head
 from gatespace.gating.tokens import TeacherTopK
+from gatespace.teacher.cache import prefix_keys
 
 
 @dataclass(frozen=True)
@@ -37,3 +38,28 @@ class Teacher(Protocol):
 
 class TeacherAwayError(RunError):
     """A teacher does not answer. Nothing is wrong with the run itself, which can go on once the teacher is back."""
+
+
+def check_questions(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], longest: int) -> None:
+    """Raise unless there is something to score, and every row has a prompt and a response of at most `longest`."""
+    if not responses:
+        raise UsageError("there is nothing to score")
+    for prompt, response in zip(prompts, responses, strict=True):
+        if not prompt:
+            raise RunError("a prompt has no token of its own after the shared prefix", got=repr(list(response)))
+        if not 0 < len(response) <= longest:
+            raise RunError(
+                "a response has the wrong length for this teacher",
+                got=f"{len(response)} tokens",
+                instead=f"1 to {longest}",
+            )
+
+
+def score_keys(
+    *, fingerprint: str, numerics: str, payload: str, prompt: Sequence[int], response: Sequence[int]
+) -> list[bytes]:
+    """The cache's keys of a row's scores, one for each response token, the same wherever the teacher lives."""
+    # First choices come with the log-probability of the token itself, which is then part of the question.
+    asked = response if payload == "hidden" else [*response, 0]
+    keys = prefix_keys(fingerprint=fingerprint, numerics=numerics, prompt=prompt, response=asked)
+    return keys if payload == "hidden" else keys[1:]
