@@ -1,4 +1,4 @@
-"""Where a teacher that is a service of its own is found: `zmq://host:port`."""
+"""Where a teacher that is a service of its own is found: `zmq://host:port`, or `vllm://host:port/model`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 from gatespace.config.base import Fault
 
-SCHEMES = ("zmq",)
-_FORM = re.compile(r"(?P<scheme>[a-z]+)://(?P<host>\[[0-9A-Fa-f:.]+\]|[\w.-]+):(?P<port>\d{1,5})/?")
+SCHEMES = ("zmq", "vllm")
+_FORM = re.compile(
+    r"(?P<scheme>[a-z]+)://(?P<host>\[[0-9A-Fa-f:.]+\]|[\w.-]+):(?P<port>\d{1,5})(?:/(?P<model>[^\s?#]+?)?)?/?"
+)
 
 
 class Address(NamedTuple):
@@ -18,9 +20,11 @@ class Address(NamedTuple):
     host: str
     """A name or a number; an IPv6 number with its brackets."""
     port: int
+    model: str | None = None
+    """Which of its models, where a vLLM server has several."""
 
     def __str__(self) -> str:
-        return f"{self.scheme}://{self.host}:{self.port}"
+        return f"{self.scheme}://{self.host}:{self.port}" + (f"/{self.model}" if self.model else "")
 
     @property
     def tcp(self) -> str:
@@ -43,8 +47,9 @@ def parse_address(name: str, field: str = "") -> Address:
     match = _FORM.fullmatch(name)
     scheme = name.partition("://")[0]
     if scheme not in SCHEMES:
-        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-        raise Fault(field, f"there is no kind of teacher called {scheme}://", instead=f"{known}HOST:PORT")
-    if match is None or not 0 < int(match["port"]) < 65536:
+        known = " or ".join(f"{scheme}://HOST:PORT" for scheme in SCHEMES)
+        raise Fault(field, f"there is no kind of teacher called {scheme}://", instead=known)
+    named = match is not None and match["model"] is not None
+    if match is None or not 0 < int(match["port"]) < 65536 or (named and scheme != "vllm"):
         raise Fault(field, "is not an address", instead=f"{scheme}://HOST:PORT, e.g. {scheme}://127.0.0.1:5555")
-    return Address(match["scheme"], match["host"], int(match["port"]))
+    return Address(match["scheme"], match["host"], int(match["port"]), match["model"])

@@ -24,6 +24,7 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         "teacher.patience": "when a run stops, to be taken up again",
         "teacher.client_key": "how messages are sealed",
         "teacher.server_key": "how messages are sealed",
+        "rollout.vllm": "where vLLM is; that it writes counts (rollout.engine)",
         "evaluation.every": "when one looks at the student on the way, which leaves it as it is",
         "evaluation.split": "what one looks at on the way",
         "checkpoint.every": "how much of a killed run is computed again",
@@ -39,7 +40,9 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
 That includes the speed-ups of `engine`: they are exact but for the order of sums, and a run is promised to the bit.
 """
 
-LATER: Mapping[str, Any] = MappingProxyType({"objective.shuffle": False, "rollout.staleness": 0})
+LATER: Mapping[str, Any] = MappingProxyType(
+    {"objective.shuffle": False, "rollout.staleness": 0, "rollout.engine": "native"}
+)
 """Setting → the value with which runs are what they were before there was the setting; their identities stay too."""
 
 CONTENT: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import model_validator
 
-from gatespace.config.address import is_address
+from gatespace.config.address import is_address, parse_address
 from gatespace.config.base import Count, Fault, Name, Place, Section, Seed, Switch
 from gatespace.config.objective import ObjectiveConfig
 from gatespace.config.sections import (
@@ -77,6 +77,10 @@ class TrainConfig(Section):
         if self.rollout.source.teacher > 0 and is_address(self.pair.teacher):
             what = "a teacher that is a service scores responses and writes none"
             raise Fault("rollout.from.teacher", what, instead="0, or a teacher in this process")
+        vllm = is_address(self.pair.teacher) and parse_address(self.pair.teacher).scheme == "vllm"
+        if vllm and self.teacher.payload != "top_k":
+            what = "a vLLM server tells of first choices only"
+            raise Fault("teacher.payload", what, instead="top_k, with objective.support: bucket or hybrid")
         return self
 
     @model_validator(mode="after")

@@ -56,8 +56,8 @@ class PairConfig(Section):
     a model on the Hugging Face Hub."""
 
     teacher: Name
-    """The model that scores: the same choices, e.g. the folder that `gatespace teach` wrote; or zmq://HOST:PORT, where
-    `gatespace teacher serve` has one."""
+    """The model that scores: the same choices, e.g. the folder that `gatespace teach` wrote; zmq://HOST:PORT, where
+    `gatespace teacher serve` has one; or vllm://HOST:PORT, where a vLLM server has one."""
 
     student_revision: Name | None = None
     """Branch, tag or commit of a student from the Hub; null: its main branch."""
@@ -132,6 +132,25 @@ class RolloutConfig(Section):
     staleness: Annotated[int, Strict(), Field(ge=0, le=1)] = 0
     """0: responses are written by the student that learns from them. 1: by the student of one update before, so that a
     teacher elsewhere scores the next responses while the student updates. That is another run, with other numbers."""
+
+    engine: Literal["native", "vllm"] = "native"
+    """Who writes the student's responses: native is this process; vllm a vLLM server, which is given the student's
+    weights before every step and checked against them. Its numbers are close to the student's, not the same."""
+
+    vllm: Name | None = None
+    """Of the engine vllm: the Python of an environment with vLLM, to be started here; or vllm://HOST:PORT of a server
+    that takes weights and was started from a folder with an untied head."""
+
+    @model_validator(mode="after")
+    def _vllm_is_somewhere(self) -> RolloutConfig:
+        if self.engine == "vllm" and self.vllm is None:
+            what = "is needed with rollout.engine: vllm"
+            raise Fault("vllm", what, instead=".venv-vllm/bin/python, or vllm://HOST:PORT")
+        if self.engine == "native" and self.vllm is not None:
+            raise Fault("vllm", "has no meaning with rollout.engine: native", instead="null, or engine: vllm")
+        if self.vllm is not None and is_address(self.vllm) and parse_address(self.vllm, "vllm").scheme != "vllm":
+            raise Fault("vllm", "is not the address of a vLLM server", instead="vllm://HOST:PORT")
+        return self
 
 
 class TeacherConfig(Section):

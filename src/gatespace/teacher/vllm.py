@@ -22,9 +22,9 @@ from torch import Tensor
 from gatespace.errors import RunError, UsageError
 from gatespace.gating.tokens import TeacherTopK
 from gatespace.models.vllm_server import Choice, RefusedError, ServerAwayError, VllmServer, read_position
-from gatespace.teacher.cache import ScoreCache, prefix_keys
+from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.local import LocalStats
-from gatespace.teacher.scores import Scores, TeacherAwayError
+from gatespace.teacher.scores import Scores, TeacherAwayError, check_questions, score_keys
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -222,19 +222,10 @@ class VllmTeacher:
     # ------------------------------------------------------------------ questions
 
     def _wholes(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> list[list[int]]:
-        if not responses:
-            raise UsageError("there is nothing to score")
+        check_questions(prompts, responses, self._longest)
         wholes = []
         for prompt, response in zip(prompts, responses, strict=True):
             whole = [*self.prefix, *prompt, *response]
-            if len(whole) == len(response):
-                raise RunError("there is nothing before a response", why="its first token has no distribution then")
-            if not 0 < len(response) <= self._longest:
-                raise RunError(
-                    "a response has the wrong length for this teacher",
-                    got=f"{len(response)} tokens",
-                    instead=f"1 to {self._longest}",
-                )
             if len(whole) + 1 > (self._known.longest or 1 << 62):
                 raise RunError(
                     f"a prompt and its response are too long for {self._server}",
@@ -262,13 +253,13 @@ class VllmTeacher:
         if self._cache is None:
             return found, []
         keys = [
-            # The token itself is part of the question.
-            prefix_keys(
+            score_keys(
                 fingerprint=self.fingerprint,
                 numerics=self.numerics,
+                payload="top_k",
                 prompt=whole[:-length],
-                response=[*whole[-length:], 0],
-            )[1:]
+                response=whole[-length:],
+            )
             for whole, length in zip(wholes, lengths, strict=True)
         ]
         entries = iter(self._cache.get_many([key for row in keys for key in row]))

@@ -39,6 +39,7 @@ from gatespace.training.setup import (
     placement,
     remote_teacher,
     run_folder,
+    vllm_sampler,
 )
 from gatespace.training.step import CountingTeacher, Distillation
 from gatespace.training.supervised import Supervised
@@ -46,6 +47,7 @@ from gatespace.training.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from gatespace.teacher.client import RemoteTeacher
+    from gatespace.teacher.vllm import VllmTeacher
 
 IDENTITY = "identity.json"
 MODEL = "model"
@@ -130,6 +132,11 @@ def train(config: TrainConfig, progress: Progress | None = None) -> dict[str, An
         else:
             assert remote is not None
             scorer = remote
+        sampler = None
+        if config.rollout.engine == "vllm":
+            sampler = stack.enter_context(
+                vllm_sampler(config, student, encoder, data.rows, folder, place, progress.note)
+            )
         distillation = Distillation(
             student=body_of(student, packed=packed),
             teacher=scorer,
@@ -143,6 +150,7 @@ def train(config: TrainConfig, progress: Progress | None = None) -> dict[str, An
             micro_tokens=micro_tokens(student, config.engine.micro_tokens),
             reuse=config.engine.reuse_rollout,
             fused=config.engine.fused,
+            sampler=sampler,
         )
         batches = Batches(data.rows, encoder, batch_size=config.batch_size, seed=config.seed)
         pipeline = Pipeline(distillation, batches, steps=config.steps)
@@ -300,7 +308,7 @@ def _difference(
     return "its settings are others"
 
 
-def _whereabouts(teacher: RemoteTeacher) -> dict[str, str]:
+def _whereabouts(teacher: RemoteTeacher | VllmTeacher) -> dict[str, str]:
     """What is written down of a teacher elsewhere; the weights are in the run's identity."""
     return {"address": str(teacher.address), "model": teacher.model_name, "numerics": teacher.numerics}
 

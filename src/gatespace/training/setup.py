@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gatespace.config import LoraConfig, TaskConfig, TeachEngineConfig, TrainConfig, in_setting
-from gatespace.config.address import is_address
+from gatespace.config.address import is_address, parse_address
 from gatespace.errors import UsageError
 from gatespace.models import Model, build_tiny, load_model, with_lora
 from gatespace.models.encode import Encoder
@@ -21,7 +23,9 @@ from gatespace.tasks.configured import configured_prompt, configured_rows, load_
 from gatespace.teacher.cache import ScoreCache
 
 if TYPE_CHECKING:
+    from gatespace.rollout.vllm import VllmSampler
     from gatespace.teacher.client import RemoteTeacher
+    from gatespace.teacher.vllm import VllmTeacher
 
 _ACTIVATIONS = 6 << 30
 """Bytes that the activations of a micro-batch may take."""
@@ -139,8 +143,10 @@ def remote_teacher(
     *,
     cache: ScoreCache | None = None,
     report: Callable[[str], None],
-) -> RemoteTeacher:
+) -> RemoteTeacher | VllmTeacher:
     """The teacher at the address in `pair.teacher`; an error where it cannot be this student's."""
+    if parse_address(config.pair.teacher, "pair.teacher").scheme == "vllm":
+        return _vllm_teacher(config, student, encoder, place, report)
     from gatespace.teacher.client import RemoteTeacher
     from gatespace.teacher.keys import client_keys
     from gatespace.teacher.wire import vocabulary_digest
@@ -175,6 +181,75 @@ def remote_teacher(
     if teacher.dtype != place.dtype:
         report(f"the teacher computes in {str(teacher.dtype).removeprefix('torch.')}, this run in {place.precision}")
     return teacher
+
+
+def _vllm_teacher(
+    config: TrainConfig, student: Model, encoder: Encoder, place: Placement, report: Callable[[str], None]
+) -> VllmTeacher:
+    from gatespace.teacher.vllm import VllmTeacher
+
+    # Nothing is kept of its scores: other weights under the same name would find them.
+    with in_setting("pair.teacher"):
+        return VllmTeacher(
+            config.pair.teacher,
+            encoder.prefix,
+            max_new_tokens=config.rollout.max_new_tokens,
+            k=config.teacher.k,
+            tokenizer=student.tokenizer,
+            vocab_size=student.vocab_size,
+            timeout=config.teacher.timeout,
+            patience=config.teacher.patience,
+            report=report,
+            device=place.device,
+        )
+
+
+@contextmanager
+def vllm_sampler(
+    config: TrainConfig,
+    student: Model,
+    encoder: Encoder,
+    rows: list[Example],
+    folder: Path,
+    place: Placement,
+    report: Callable[[str], None],
+) -> Iterator[VllmSampler]:
+    """The sampler of `rollout.vllm`; a server that is started here ends with it."""
+    from gatespace.models.untied import save_untied
+    from gatespace.models.vllm_process import VllmProcess
+    from gatespace.rollout.vllm import VllmSampler
+
+    where = config.rollout.vllm
+    assert where is not None
+    options: dict[str, Any] = {
+        "dtype": place.dtype,
+        "timeout": config.teacher.timeout,
+        "patience": config.teacher.patience,
+        "report": report,
+    }
+    weights = folder / "vllm"
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, weights, ignore_errors=True)
+        with in_setting("rollout.vllm"):
+            if is_address(where):
+                address = where
+            else:
+                save_untied(student, weights / "start", dtype=place.dtype)
+                longest = len(encoder.prefix) + max(len(encoder.suffix(row.text)) for row in rows)
+                plain = (config.rollout.temperature, config.rollout.top_p) in ((1.0, 1.0), (0.0, 1.0))
+                report("starting vLLM")
+                process = VllmProcess(
+                    Path(where).expanduser(),
+                    weights / "start",
+                    log=folder / "vllm.log",
+                    dtype=str(place.dtype).removeprefix("torch."),
+                    max_model_len=max(64, longest + config.rollout.max_new_tokens + 1),
+                    weights=True,
+                    options=() if plain else ("--logprobs-mode", "processed_logprobs"),
+                )
+                address = stack.enter_context(process).address
+            sampler = stack.enter_context(VllmSampler(address, student, weights, **options))
+        yield sampler
 
 
 def encoder_for(material: Material, model: Model, splits: tuple[str, ...], *, share: bool) -> Encoder:

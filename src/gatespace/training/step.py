@@ -20,7 +20,7 @@ from gatespace.gating.projection import Head
 from gatespace.models.body import Body, Kept, Read
 from gatespace.models.encode import Encoder
 from gatespace.rollout import Rollout, Sampling, sample
-from gatespace.seeding import generator, permutation
+from gatespace.seeding import generator, permutation, stream
 from gatespace.teacher.local import LocalTeacher
 from gatespace.teacher.scores import Scores, Teacher
 from gatespace.training.batches import Row, micro_batches
@@ -82,6 +82,26 @@ class CountingTeacher(Teacher, Protocol):
     def stats(self) -> TeacherStats: ...
 
 
+class StudentSampler(Protocol):
+    """Writes responses with a copy of the student's weights."""
+
+    def sync(self) -> float:
+        """Take the weights as they are now; an error unless they have arrived."""
+        ...
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        sampling: Sampling,
+        stop: Callable[[list[int]], bool],
+        seeds: Sequence[int] = (),
+        vocab_size: int | None = None,
+    ) -> Rollout:
+        """Continue whole prompts."""
+        ...
+
+
 @dataclass(frozen=True)
 class Distillation:
     """A student, its teacher, and how the one learns from the other."""
@@ -98,6 +118,8 @@ class Distillation:
     micro_tokens: int
     reuse: bool = True
     fused: bool = True
+    sampler: StudentSampler | None = None
+    """Writes the student's responses in place of the student itself."""
 
     def step(
         self,
@@ -118,6 +140,8 @@ class Distillation:
             ahead: What has been written and asked for already; None: it is done now, with the student as it is.
         """
         parts = self.parts(rows) if ahead is None else ahead.parts
+        if ahead is None:
+            self._sync(clock)
         prefix = self.encoder.prefix
         with clock("update"):
             # One part reads the shared prefix along with its prompts. Several share one reading of it, whose gradient
@@ -166,6 +190,7 @@ class Distillation:
     def write(self, number: int, rows: Sequence[Row], clock: Clock) -> Ahead:
         """Let the student as it is write the responses of step `number`, and ask for their scores."""
         ahead = Ahead(number, self.parts(rows), [])
+        self._sync(clock)
         with clock("rollout"):
             prefix = self.encoder.prefix
             trunk = self.student.trunk(prefix) if len(ahead.parts) > 1 else prefix
@@ -178,6 +203,11 @@ class Distillation:
         return ahead
 
     # ------------------------------------------------------------------ responses
+
+    def _sync(self, clock: Clock) -> None:
+        if self.sampler is not None and "student" in self.rollout.source.shares():
+            with clock("rollout"):
+                self.sampler.sync()
 
     def _respond(self, number: int, part: Part, read: Read) -> None:
         """Fill in the responses: the student's own, the teacher's, or the right ones."""
@@ -195,8 +225,7 @@ class Distillation:
                 whole = [len(ids) <= self.rollout.max_new_tokens for ids in gold]
                 found = Rollout(gold, [[0.0] * len(ids) for ids in gold], whole)
             else:
-                draws = [generator(self.seed, "rollout", number, part.places[i]).random for i in chosen]
-                found = self._sample(source, part, chosen, read, sampling, draws)
+                found = self._sample(source, number, part, chosen, read, sampling)
             for i, ids, log_probs, ended in zip(chosen, found.responses, found.log_probs, found.ended, strict=True):
                 part.rollout.responses[i] = ids[: self.rollout.max_new_tokens]
                 part.rollout.log_probs[i] = log_probs[: self.rollout.max_new_tokens]
@@ -205,13 +234,24 @@ class Distillation:
     def _sample(
         self,
         source: str,
+        number: int,
         part: Part,
         chosen: list[int],
         read: Read,
         sampling: Sampling,
-        draws: list[Callable[[], float]],
     ) -> Rollout:
         body = self.student
+        closed = self.encoder.closed if self.rollout.stop == "json" else lambda ids: False
+        if source == "student" and self.sampler is not None:
+            own = set(body.model.end_ids)
+            return self.sampler.sample(
+                [[*self.encoder.prefix, *part.rows[i].prompt] for i in chosen],
+                sampling=sampling,
+                stop=lambda ids: ids[-1] in own or closed(ids),
+                seeds=[stream(self.seed, "rollout", number, part.places[i]) for i in chosen],
+                vocab_size=self.vocab_size,
+            )
+        draws = [generator(self.seed, "rollout", number, part.places[i]).random for i in chosen]
         if source == "teacher":
             if not isinstance(self.teacher, LocalTeacher):
                 raise UsageError("only a teacher in this process can write responses", got=type(self.teacher).__name__)
@@ -223,7 +263,6 @@ class Distillation:
                 trunk = None if read.trunk is None else read.trunk.detached()
                 read = body.read([part.rows[i].prompt for i in chosen], trunk=trunk)
         ends = set(body.model.end_ids)
-        closed = self.encoder.closed if self.rollout.stop == "json" else lambda ids: False
         return sample(
             body,
             read,
@@ -259,7 +298,7 @@ class Distillation:
         drawn = [value for row in log_probs for value in row]
         # Responses of the student as it is, drawn from its own distribution, need no correction.
         own = self.rollout.temperature == 1 and self.rollout.top_p == 1 and set(part.sources) == {"student"}
-        own = own and self.rollout.staleness == 0
+        own = own and self.rollout.staleness == 0 and self.sampler is None
         head = self.student.model.head
         common: dict[str, Any] = {
             "objective": self.objective,
