@@ -98,6 +98,7 @@ COUNTED: dict[type[TrainConfig] | type[TeachConfig], dict[str, Any]] = {
         "rollout.per_prompt": 2,
         "rollout.stop": "eos",
         "rollout.staleness": 1,
+        "rollout.engine": "vllm",
         "teacher.payload": "top_k",
         "teacher.k": 32,
         **OPTIMIZER,
@@ -130,6 +131,7 @@ OTHER = {
     "teacher.patience": 5,
     "teacher.client_key": "client.key",
     "teacher.server_key": "server.pub",
+    "rollout.vllm": "vllm://127.0.0.1:8000",
     "evaluation.every": 3,
     "evaluation.split": "test",
     "checkpoint.every": 3,
@@ -147,6 +149,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "objective.params": {"objective.method": "jsd"},
     "objective.support_k": {"objective.support": "bucket"},
     "teacher.payload": {"objective.support": "bucket"},
+    "rollout.vllm": {"rollout.engine": "vllm", "rollout.vllm": "bin/python"},
     "rollout.from.student": {"rollout.from": {"student": 0.5, "teacher": 0.25, "gold": 0.25}},
     "rollout.from.teacher": {"rollout.from": {"student": 0.5, "teacher": 0.5, "gold": 0.0}},
     "rollout.from.gold": {"rollout.from": {"student": 0.5, "teacher": 0.0, "gold": 0.5}},
@@ -169,6 +172,8 @@ def pair_of(cls: type[Any], path: str, value: Any) -> tuple[Any, Any]:
             for other, beside in settings.items():
                 data = with_value(data, other, beside)
     changed = with_value(data, path, value)
+    if path == "rollout.engine":  # it has to be somewhere, which does not count
+        changed = with_value(changed, "rollout.vllm", "bin/python")
     if path.startswith("rollout.from."):  # a share can only change with another one
         other = "teacher" if path.endswith("student") else "student"
         given = changed["rollout"]["from"]
