@@ -1,6 +1,6 @@
 """The gated loss on a small random pair: one row per gate, from whole logits and from hidden states.
 
-Run it with `make demo`, or `python examples/first_loss.py`.
+Run it with `python examples/first_loss.py`.
 """
 
 from __future__ import annotations
