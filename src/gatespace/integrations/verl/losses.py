@@ -1,0 +1,148 @@
+"""The loss of single tokens, from rows of logits and the teacher's top-K, with its gradient.
+
+verl adds up tokens itself, so it wants L_t for each. A token's loss depends on its own row of logits and on no other:
+the gradient of the sum, made chunk by chunk together with the values, holds the gradient of each token in its row.
+Backward only scales the rows. What is kept until then is that one tensor, in the precision of the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gatespace.gating import signals
+from gatespace.gating.layout import Layout
+from gatespace.gating.loss import LossOutput, distillation_loss
+from gatespace.gating.objectives import Gated
+from gatespace.gating.tokens import LogitsStudent, SignalSettings, TeacherTopK, Tokens, TopKTeacher
+from gatespace.gating.vocabulary import computable
+
+TELEMETRY = ("lam", "forward_kl", "reverse_kl", "h", "u", "gap", "tail_mass")
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """What `distillation_loss` is told, the same for every micro-batch."""
+
+    objective: Gated
+    signals: SignalSettings
+    vocab_size: int
+    chunk_tokens: int
+    """How many rows of logits are worked on at once."""
+
+
+def prompt_entropy(teacher: TeacherTopK, settings: LossSettings) -> Tensor:
+    """(M,) h of M single tokens from ids and log_probs (M, K): u(x) of a sample at its first token."""
+    count = teacher.ids.shape[0]
+    log_probs = computable(teacher.log_probs)
+    nobody = LogitsStudent(log_probs.new_zeros(1, 1).expand(count, settings.vocab_size))  # h does not look at it
+    known = TopKTeacher(teacher.ids.long(), log_probs, None, settings.vocab_size)
+    layout = Layout.of(torch.Size((count, 1)), log_probs.device)
+    return signals.read("h", Tokens(nobody, known, layout, settings=settings.signals))
+
+
+def token_losses(
+    logits: Tensor,
+    index: Tensor,
+    teacher: TeacherTopK,
+    *,
+    sample: Tensor,
+    u: Tensor,
+    temperature: Tensor,
+    settings: LossSettings,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """L_t of N tokens, with gradient, and what it was made of.
+
+    Args:
+        logits: (P, V) of the student, divided by the sampler's temperature.
+        index: (N,) the row of each token; each row at most once.
+        teacher: ids and log_probs (N, K).
+        sample: (N,) which sample a token belongs to; a sample's tokens stand together.
+        u: (N,) u(x) of the token's sample.
+        temperature: (N,) of the sampler. It is taken out again: the teacher is known at temperature 1 alone.
+        settings: The same for all tokens.
+
+    Returns:
+        (N,) losses, and (N,) each of `TELEMETRY` and the gate's further signals, detached.
+    """
+    wanted = torch.is_grad_enabled() and logits.requires_grad
+    rows = logits.detach()
+    gradient = rows.new_empty(index.numel(), rows.shape[-1]) if wanted else None
+    parts: list[dict[str, Tensor]] = []
+    with torch.autocast(device_type=logits.device.type, enabled=False):
+        for span in _chunks(sample, settings):
+            with torch.enable_grad():
+                leaf = rows[index[span]].requires_grad_(wanted)
+                heat = temperature[span, None]
+                scaled = leaf if bool((heat == 1).all()) else computable(leaf) * heat
+                part = TeacherTopK(teacher.ids[None, span], teacher.log_probs[None, span])
+                out = distillation_loss(
+                    scaled[None],
+                    part,
+                    objective=settings.objective,
+                    top_k=settings.signals.top_k,
+                    entropy=settings.signals.entropy,
+                    segment_ids=sample[None, span],
+                    u=u[None, span],
+                    vocab_size=settings.vocab_size,
+                    total_tokens=1.0,
+                )
+                if gradient is not None:
+                    gradient[span] = torch.autograd.grad(out.loss, leaf)[0]
+            parts.append(_columns(out))
+    columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else _empty(u, settings)
+    losses = columns.pop("loss")
+    if gradient is not None:
+        losses = _WithGradient.apply(logits, losses, gradient, index, settings.chunk_tokens)
+    return losses, columns
+
+
+class _WithGradient(torch.autograd.Function):
+    """Losses whose gradient by their rows of logits is known already."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, losses: Tensor, gradient: Tensor, index: Tensor, chunk: int) -> Tensor:
+        ctx.save_for_backward(gradient, index)
+        ctx.shape, ctx.chunk = logits.shape, chunk
+        return losses.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, ...]:
+        gradient, index = ctx.saved_tensors
+        whole = gradient.new_zeros(ctx.shape)
+        for start in range(0, index.numel(), ctx.chunk):
+            span = slice(start, start + ctx.chunk)
+            whole[index[span]] = (gradient[span] * weights[span, None]).to(whole.dtype)
+        return whole, None, None, None, None
+
+
+def _columns(out: LossOutput) -> dict[str, Tensor]:
+    columns = {"loss": out.per_token, **{name: getattr(out, name) for name in TELEMETRY}, **out.signals}
+    return {name: values.reshape(-1) for name, values in columns.items()}
+
+
+def _empty(u: Tensor, settings: LossSettings) -> dict[str, Tensor]:
+    return {name: u.new_zeros(0) for name in ("loss", *TELEMETRY, *settings.objective.further_signals())}
+
+
+def _chunks(sample: Tensor, settings: LossSettings) -> Iterator[slice]:
+    """Spans of at most `chunk_tokens` tokens; of whole samples where a further signal may look at a token's place."""
+    count = sample.numel()
+    if not settings.objective.further_signals():
+        for start in range(0, count, settings.chunk_tokens):
+            yield slice(start, min(start + settings.chunk_tokens, count))
+        return
+    sizes: list[int] = torch.unique_consecutive(sample, return_counts=True)[1].tolist()
+    start = size = 0
+    for one in sizes:
+        if size and size + one > settings.chunk_tokens:
+            yield slice(start, start + size)
+            start, size = start + size, 0
+        size += one
+    if size:
+        yield slice(start, start + size)
