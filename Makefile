@@ -3,11 +3,18 @@ PYTHON ?= python3
 VENV   ?= .venv
 BENCH_VENV ?= .venv-bench
 VLLM_VENV ?= .venv-vllm
+TRL_VENV ?= .venv-trl
+VERL_VENV ?= .venv-verl
+RAY_VENV ?= .venv-ray
 
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 BENCH_READY := $(BENCH_VENV)/.ready
 VLLM_READY := $(VLLM_VENV)/.ready
+TRL_READY := $(TRL_VENV)/.ready
+VERL_READY := $(VERL_VENV)/.ready
+RAY_READY := $(RAY_VENV)/.ready
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 # Two workers with one thread each: more threads than cores make the tests slower, and sums depend on thread count.
 TEST_ARGS ?= -n 2
@@ -17,7 +24,8 @@ DEMO_DIR  := build/demo$(if $(findstring --quick,$(DEMO_ARGS)),-quick)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm lint format bench bench-step bench-ladder bench-sweep docs wheel clean
+.PHONY: help demo test test-engines test-trl test-verl test-ray test-vllm lint format web docs wheel clean
+.PHONY: bench bench-step bench-ladder bench-sweep bench-service bench-explorer
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,10 +34,21 @@ demo: $(READY) ## a whole study of a tiny pair, with its report (minutes; DEMO_A
 	@$(BIN)/gatespace run demo --output $(DEMO_DIR) $(DEMO_ARGS)
 
 test: $(READY) ## run every test and docstring example
-	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_ARGS)
+	@$(ONE_THREAD) $(BIN)/python -m pytest $(TEST_ARGS)
+
+test-engines: test-trl test-verl test-ray ## the tests inside TRL, verl and Ray, each in an environment of its own (5 GB)
+
+test-trl: $(TRL_READY)
+	@$(ONE_THREAD) $(TRL_VENV)/bin/python -m pytest tests/integrations/trl src/gatespace/integrations/trl $(ENGINE_ARGS)
+
+test-verl: $(VERL_READY)
+	@$(ONE_THREAD) $(VERL_VENV)/bin/python -m pytest tests/integrations/verl $(ENGINE_ARGS)
+
+test-ray: $(RAY_READY)
+	@$(ONE_THREAD) $(RAY_VENV)/bin/python -m pytest tests/study/ray $(ENGINE_ARGS)
 
 test-vllm: $(READY) $(VLLM_READY) ## the tests that need a real vLLM server (its environment has 3.5 GB)
-	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 GATESPACE_VLLM="$(abspath $(VLLM_VENV))/bin/python" \
+	@$(ONE_THREAD) GATESPACE_VLLM="$(abspath $(VLLM_VENV))/bin/python" \
 	  $(BIN)/python -m pytest tests/vllm $(VLLM_ARGS)
 
 lint: $(READY) ## ruff, mypy and the import rules of the rooms
@@ -53,6 +72,15 @@ bench-ladder: $(BENCH_READY) ## what each speed-up of a step buys, and how far t
 
 bench-sweep: $(READY) ## what one teacher cache for all runs of a study saves (the demo; BENCH_ARGS for SmolLM2)
 	@$(BIN)/python benchmarks/sweep.py $(BENCH_ARGS)
+
+bench-service: $(READY) $(VLLM_READY) ## tokens scored per second in this process, over ZMQ, and by vLLM
+	@$(BIN)/python benchmarks/service.py --vllm $(VLLM_VENV)/bin/python $(BENCH_ARGS)
+
+bench-explorer: $(READY) ## frames per second of the explorer in Chromium
+	@$(BIN)/python benchmarks/explorer.py $(BENCH_ARGS)
+
+web: ## build the pages of the front end into the package (needs Node 20; the built files are committed)
+	@cd web && npm ci --silent && npm run --silent check && npm test --silent && npm run --silent build
 
 docs: $(READY) ## build the site into build/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # not --quiet: it hides warnings from --strict too
@@ -83,6 +111,25 @@ $(VLLM_READY): requirements/vllm.txt
 	@$(VLLM_VENV)/bin/python -m pip freeze --exclude-editable > $(VLLM_VENV)/held.txt
 	@$(VLLM_VENV)/bin/python -m pip install -qq --no-input -c $(VLLM_VENV)/held.txt -e '.[train,service]'
 	@touch $@
+
+$(TRL_READY): requirements/trl.txt pyproject.toml
+	$(call engine,$(TRL_VENV),requirements/trl.txt,[trl])
+
+$(VERL_READY): requirements/verl.txt pyproject.toml
+	$(call engine,$(VERL_VENV),requirements/verl.txt,[verl])
+
+$(RAY_READY): requirements/ray.txt pyproject.toml
+	$(call engine,$(RAY_VENV),requirements/ray.txt,[ray$(comma)remote])
+
+comma := ,
+
+# $(call engine,ENVIRONMENT,REQUIREMENTS,EXTRAS)
+define engine
+	@echo "Installing what $(2) names into $(1) (a few minutes the first time)"
+	@"$(PYTHON)" -m venv $(1)
+	@$(1)/bin/python -m pip install -qq --no-input -r $(2) -e '.$(3)'
+	@touch $@
+endef
 
 # $(call install,ENVIRONMENT,EXTRA)
 define install

@@ -12,8 +12,7 @@ import json
 import os
 import subprocess
 import sys
-import urllib.error
-import urllib.request
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -135,32 +134,31 @@ def service(settings: Settings, work: Work) -> Iterator[tuple[int, str]]:
         process.wait(_READY)
 
 
-class Vllm:
-    """A stock vLLM server: whole sequences in, the log-probabilities of all their positions out, as JSON."""
+@contextlib.contextmanager
+def vllm(settings: Settings, work: Work) -> Iterator[tuple[int | None, str]]:
+    """A vLLM server with the same model: the one that is named, or one that is started here and ends with the run."""
+    from gatespace.models.vllm_process import VllmProcess
 
-    def __init__(self, url: str, work: Work, k: int) -> None:
-        self._url, self._k, self._prefix = url.rstrip("/"), k, work.prefix
-        self._model = self._call("/v1/models")["data"][0]["id"]
-
-    def score(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> list[list[float]]:
-        """The log-probabilities of the responses' own tokens; their first choices are in the answer too."""
-        rows = [[*self._prefix, *prompt, *ids] for prompt, ids in zip(prompts, responses, strict=True)]
-        asked = {"model": self._model, "prompt": rows, "max_tokens": 1, "prompt_logprobs": self._k, "temperature": 0}
-        choices = sorted(self._call("/v1/completions", asked)["choices"], key=lambda choice: choice["index"])
-        found = []
-        for choice, ids in zip(choices, responses, strict=True):
-            positions = choice["prompt_logprobs"][-len(ids) :]
-            found.append([position[str(id)]["logprob"] for position, id in zip(positions, ids, strict=True)])
-        return found
-
-    def _call(self, path: str, content: dict[str, Any] | None = None) -> Any:
-        data = None if content is None else json.dumps(content).encode()
-        request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=600) as answer:
-                return json.load(answer)
-        except (urllib.error.URLError, OSError) as error:
-            raise SystemExit(f"{self._url}{path}: {error}") from error
+    assert settings.vllm is not None
+    if "://" in settings.vllm:
+        yield None, settings.vllm
+        return
+    longest = max(len(prompt) for prompts, _ in work.batches for prompt in prompts)
+    # Threads as they are for the others, and no thread to a core: they all share the cores, taking turns.
+    threads = {name: str(settings.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    with tempfile.TemporaryDirectory() as scratch:
+        step.tell("starting vLLM")
+        with VllmProcess(
+            Path(settings.vllm).expanduser(),
+            work.folder,
+            log=Path(scratch) / "vllm.log",
+            dtype="float32" if settings.precision == "fp32" else "bfloat16",
+            max_model_len=len(work.prefix) + longest + settings.max_new_tokens + 1,
+            max_logprobs=2 * settings.k + 64,  # padding may stand among the first choices
+            environment=threads | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+            patience=_READY,
+        ) as process:
+            yield process.pid, process.address
 
 
 def run(settings: Settings) -> tuple[Work, list[Turn], dict[str, Any]]:
@@ -183,15 +181,21 @@ def run(settings: Settings) -> tuple[Work, list[Turn], dict[str, Any]]:
             remote = RemoteTeacher(address, work.prefix, payload=payload, tokenizer_digest=work.digest, **common)
             stack.callback(remote.close)
             scorers |= {f"local-{payload}": local.score, f"zmq-{payload}": remote.score}
+        pids: dict[str, int | None] = {name: pid if name.startswith("zmq") else None for name in scorers}
         if settings.vllm is not None:
-            scorers["vllm"] = Vllm(settings.vllm, work, settings.k).score
+            from gatespace.teacher.vllm import VllmTeacher
+
+            pids["vllm"], place = stack.enter_context(vllm(settings, work))
+            server = VllmTeacher(place, work.prefix, tokenizer=model.tokenizer, **common)
+            stack.callback(server.close)
+            scorers["vllm"] = server.score
         checks = check(work, scorers)  # which warms all of them up
         turns: list[Turn] = []
         names = list(scorers)
         for number in range(settings.repeats):
             first = number % len(names)
             for name in names[first:] + names[:first]:
-                turns.append(turn(name, scorers[name], work, pid if name.startswith("zmq") else None))
+                turns.append(turn(name, scorers[name], work, pids[name]))
                 step.tell(f"{number + 1}/{settings.repeats} {name}: {work.tokens / turns[-1].wall:.0f} tokens/s")
     return work, turns, checks
 
@@ -223,16 +227,22 @@ def check(work: Work, scorers: dict[str, Callable[..., Any]]) -> dict[str, Any]:
         for part in ("ids", "log_probs", "sampled_log_probs"):
             found["top_k"] &= torch.equal(getattr(ours, part), getattr(theirs, part))
         if "vllm" in said:
-            flat = torch.tensor([value for row in said["vllm"] for value in row])
-            far = max(far, float((flat - ours.sampled_log_probs[0]).abs().max()))
+            distance = said["vllm"].payload.sampled_log_probs - ours.sampled_log_probs
+            far = max(far, float(distance.abs().max()))
     return found | ({"vllm_distance": far} if "vllm" in scorers else {})
 
 
 def _cpu(pid: int | None) -> float:
+    """Seconds of the CPU that a process has had, and with it all of its group if it leads one, as vLLM does."""
     if pid is None:
         return 0.0
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    ticks = 0
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = place.read_text().rpartition(")")[2].split()
+            if int(place.parent.name) == pid or int(fields[2]) == pid:
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 # ---------------------------------------------------------------------------------------------------- results
@@ -316,7 +326,12 @@ def parse(arguments: Sequence[str] | None) -> tuple[Settings, argparse.Namespace
     parser.add_argument("--precision", choices=("bf16", "fp32"), help="of the teacher (bf16; quick: fp32)")
     cores = measure.usable_cores()
     parser.add_argument("--threads", type=step.positive, default=cores, help="of each process (all cores: %(default)s)")
-    parser.add_argument("--vllm", metavar="URL", help="a vLLM OpenAI server with the same model, e.g. http://host:8000")
+    parser.add_argument(
+        "--vllm",
+        metavar="PYTHON|URL",
+        help="the Python of an environment with vLLM, which is started here; or vllm://host:port of a server with the"
+        " same model and --max-logprobs K",
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny model and generated texts: does it run?")
     parser.add_argument("--check", action="store_true", help="exit 1 if a target is missed")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else")
@@ -336,10 +351,29 @@ def parse(arguments: Sequence[str] | None) -> tuple[Settings, argparse.Namespace
         k=options.k,
         precision=options.precision or ("fp32" if quick else "bf16"),
         threads=options.threads,
-        vllm=options.vllm,
+        vllm=place_of(parser, options.vllm),
         check=not quick,
     )
     return settings, options
+
+
+def place_of(parser: argparse.ArgumentParser, given: str | None) -> str | None:
+    """Where vLLM is; a mistake is found before anything is measured."""
+    if given is None:
+        return None
+    from gatespace.errors import UsageError
+    from gatespace.models.vllm_process import check_python
+    from gatespace.models.vllm_server import parse_place
+
+    given = given.replace("http://", "vllm://")
+    try:
+        if "://" in given:
+            parse_place(given)
+        else:
+            check_python(given)
+    except UsageError as error:
+        parser.error(str(error))
+    return given
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

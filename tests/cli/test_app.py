@@ -64,8 +64,8 @@ def test_unknown_command_suggests_the_nearest(run):
     assert result.exit_code == 2
     assert result.stderr == (
         "error: unknown command 'gat'\n"
-        "  instead: did you mean 'gate'? known: doctor, evaluate, gate, init, paper, plan, predict, report, run, "
-        "status, teach, teacher, train\n"
+        "  instead: did you mean 'gate'? known: doctor, evaluate, explore, export, gate, init, paper, plan, predict, "
+        "report, run, status, teach, teacher, train\n"
     )
 
 

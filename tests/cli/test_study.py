@@ -83,6 +83,10 @@ def test_plan_in_print(cli):
         (["plan", "demo", "--set", "train.optimizer.lrr=1"], "lrr"),
         (["run", "demo", "--engine", "spark"], "spark"),
         (["run", "demo", "--address", "auto"], "--engine ray"),
+        (["run", "demo", "--results", "folder"], "--results is no URL"),
+        (["run", "demo", "--results", "memory://x"], "no other process"),
+        (["plan", "demo", "--set", "resources.gpus=-1"], "resources.gpus"),
+        (["plan", "demo", "--set", "resources.gpu=1"], "did you mean"),
         (["status", "nowhere"], "not the folder of a study"),
     ],
 )
@@ -92,6 +96,19 @@ def test_mistakes_exit_2_and_write_nothing(cli, words, text, tmp_path, monkeypat
     assert result.exit_code == 2
     assert text in result.stderr
     assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ray_is_asked_for_before_anything_is_written(cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "ray", None)  # as where it is not installed
+    result = cli("run", "demo", "--engine", "ray")
+    assert result.exit_code == 2
+    assert "gatespace[ray]" in result.stderr
+    monkeypatch.setitem(sys.modules, "ray", sys)  # it is not come to
+    result = cli("run", "demo", "--engine", "ray", "--set", "train.engine.device=cuda")
+    assert result.exit_code == 2
+    assert "--set resources.gpus=1" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 

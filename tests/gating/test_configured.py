@@ -11,9 +11,9 @@ from gatespace.config import ObjectiveConfig, parse_config
 from gatespace.config.objective import Method
 from gatespace.errors import UsageError
 from gatespace.gating import OBJECTIVES, Gate, Gated, Static, objective
+from gatespace.gating.configured import build_gate, build_objective
 from gatespace.gating.supports import SUPPORTS
 from gatespace.gating.tokens import ENTROPIES
-from gatespace.training.objective import build_gate, build_objective
 
 
 def build(**settings: Any) -> Any:
@@ -100,4 +100,4 @@ def test_errors_name_the_setting(settings: dict[str, Any], message: str) -> None
 
 def test_errors_name_the_place_of_the_section() -> None:
     with pytest.raises(UsageError, match=r"^points\.3\.gate: unknown gate"):
-        build_objective(ObjectiveConfig(gate="G9"), path="points.3")
+        build_objective(ObjectiveConfig(gate="G9"), path="points.3.")

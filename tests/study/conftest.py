@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
 
+from gatespace.cli.app import app
 from gatespace.config import StudyConfig, parse_config
+from gatespace.study.jobs import Job, Outcome, execute
 
 
 def settings(**changes: Any) -> dict[str, Any]:
@@ -55,3 +59,28 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def own_cache(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GATESPACE_CACHE", str(shared_cache))
+
+
+class InlineEngine:
+    """Does each job in this process, at once: what a test spends on processes it has for the study."""
+
+    slots = 1
+
+    def __init__(self) -> None:
+        self._ended: list[tuple[str, Outcome]] = []
+
+    def start(self, name: str, job: Job) -> None:
+        self._ended.append((name, execute(job)))
+
+    def wait(self, seconds: float) -> list[tuple[str, Outcome]]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def cli_run() -> Callable[..., Result]:
+    """Call the command in this process."""
+    runner = CliRunner(env={"COLUMNS": "100", "NO_COLOR": "1"})
+    return lambda *words: runner.invoke(app, [str(word) for word in words])

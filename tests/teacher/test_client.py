@@ -296,6 +296,7 @@ class Actor:
             "fingerprint": "f",
             "tokenizer": hello.tokenizer,
             "numerics": "n",
+            "kept": True,
             "vocab_size": 50,
             "payloads": ("top_k",),
             "k": 2,
@@ -433,7 +434,7 @@ def test_garbage_is_no_answer(stage: Callable[..., Actor], client: Callable[...,
     def play(actor: Actor) -> None:
         actor.welcome()
         actor.hear(wire.ScoreRequest)
-        actor.socket.send_multipart([actor.asking, b"GST\x01 what?"])
+        actor.socket.send_multipart([actor.asking, wire.MAGIC + bytes([wire.VERSION]) + b" what?"])
         actor.welcome()  # a new connection
         actor.reply(actor.hear(wire.ScoreRequest), value=-4.0)
 

@@ -110,7 +110,7 @@ def test_a_client_has_the_bits_of_a_local_teacher(dtype: torch.dtype, payload: s
 def test_the_head_comes_in_parts(model: Model, server: TeacherServer, monkeypatch: pytest.MonkeyPatch) -> None:
     import hashlib
 
-    monkeypatch.setattr("gatespace.teacher.worker.PART_BYTES", 100_000)
+    monkeypatch.setattr("gatespace.teacher.head.PART_BYTES", 100_000)
     monkeypatch.setattr("gatespace.teacher.wire.PART_BYTES", 100_000)
     with RawClient(server.address, model) as client:
         info = client.hello().head
@@ -131,11 +131,12 @@ def test_the_head_comes_in_parts(model: Model, server: TeacherServer, monkeypatc
         assert client.hello(payload="top_k").head is None
 
 
-def test_several_clients_share_passes(model: Model, server: TeacherServer, brake: Brake) -> None:
+@pytest.mark.parametrize("payload", ["hidden", "top_k"])
+def test_several_clients_share_passes(payload: str, model: Model, server: TeacherServer, brake: Brake) -> None:
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(RawClient(server.address, model)) for _ in range(4)]
         for client in clients:
-            assert isinstance(client.hello(), wire.Welcome)
+            assert isinstance(client.hello(payload=payload), wire.Welcome)
         # The first keeps the model while the others ask: theirs then go through it together.
         first = clients[0].request(QUESTIONS[:1])
         brake.reached()
@@ -144,7 +145,8 @@ def test_several_clients_share_passes(model: Model, server: TeacherServer, brake
         brake.go(2)
         replies = [clients[0].reply(first)] + [client.reply(id) for client, id in asked]
         for question, packet in zip(QUESTIONS, replies, strict=False):
-            assert same([wire.tensor_of(packet.arrays[0])], local(model, [question]))
+            right = local(model, [question], payload)
+            assert same([wire.tensor_of(buffer) for buffer in packet.arrays[: len(right)]], right)
         status = server.status()
         assert (status.batches, status.merged, status.rows, status.requests) == (2, 1, 5, 5)
         # 35 + 1 + 48 + 49 tokens and their responses fit into one pass of 512.
@@ -348,9 +350,10 @@ def test_a_client_that_does_not_read(model: Model, server: TeacherServer) -> Non
             client.send(wire.HeadRequest(part, client.session, head.sha256, 0))
         until(lambda: server.status().dropped > 0)
         healthy(server, model)
-        while not client.silent(0.1):
-            client.frames()
-        assert client.ask(wire.Ping(5, client.session)).known
+        client.send(wire.Ping(5, client.session))
+        while not isinstance(answer := client.packet().message, wire.Pong):
+            assert isinstance(answer, wire.HeadPart)
+        assert answer.known
         assert same(client.score(QUESTIONS[:1]), local(model, QUESTIONS[:1]))
 
 

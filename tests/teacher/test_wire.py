@@ -29,6 +29,7 @@ MESSAGES: list[tuple[Any, list[wire.Array]]] = [
             fingerprint="f" * 64,
             tokenizer="t" * 64,
             numerics="v1/hidden",
+            kept=True,
             vocab_size=7,
             payloads=("hidden", "top_k"),
             k=1,
@@ -135,7 +136,7 @@ def question(lengths: list[int], tokens: int) -> list[bytes]:
         [],
         [b""],
         [b"GS"],
-        [b"GST\x01"],
+        [wire.MAGIC + bytes([wire.VERSION])],
         [b"\x80\x04\x95"],
         [header(PING | {"id": -1}, [])],
         [header(PING | {"id": 2**63}, [])],
@@ -161,9 +162,9 @@ def question(lengths: list[int], tokens: int) -> list[bytes]:
         question([wire.MAX_TOKENS, 1], wire.MAX_TOKENS + 1),
         [b"x" * (wire.MAX_HEADER + 1)],
         [header(PING, []), *[b""] * wire.MAX_FRAMES],
-        [wire.MAGIC + b"\x01" + b"\x91" * 30_000],
-        [wire.MAGIC + b"\x01\x92\x82\xa4type\xa1\xff\xa1x\x90\x90"],
-        [wire.MAGIC + b"\x01\x92\xdd\xff\xff\xff\xff"],
+        [wire.MAGIC + bytes([wire.VERSION]) + b"\x91" * 30_000],
+        [wire.MAGIC + bytes([wire.VERSION]) + b"\x92\x82\xa4type\xa1\xff\xa1x\x90\x90"],
+        [wire.MAGIC + bytes([wire.VERSION]) + b"\x92\xdd\xff\xff\xff\xff"],
         [1],
         [None],
         ["GST"],
@@ -238,10 +239,10 @@ def survives(frames: list[bytes]) -> None:
 
 @settings(max_examples=500, deadline=None)
 @given(st.lists(st.binary(max_size=200), max_size=7))
-@example([b"GST\x01\xc1"])
+@example([wire.MAGIC + bytes([wire.VERSION]) + b"\xc1"])
 def test_noise(frames: list[bytes]) -> None:
     survives(frames)
-    survives([wire.MAGIC + b"\x01" + frames[0], *frames[1:]] if frames else [])
+    survives([wire.MAGIC + bytes([wire.VERSION]) + frames[0], *frames[1:]] if frames else [])
 
 
 values = st.recursive(

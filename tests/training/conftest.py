@@ -14,6 +14,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from gatespace.config import ObjectiveConfig, OptimizerConfig, RolloutConfig, TeachConfig, TrainConfig, parse_config
+from gatespace.gating.configured import build_objective
 from gatespace.models import Model, TinyPair, build_tiny, load_model
 from gatespace.models.body import body_of
 from gatespace.models.encode import Encoder
@@ -21,7 +22,6 @@ from gatespace.tasks import Example, Prompt, Task, synthetic_task
 from gatespace.teacher.local import LocalTeacher
 from gatespace.training.batches import Batches, Row
 from gatespace.training.clock import Clock
-from gatespace.training.objective import build_objective
 from gatespace.training.optimizer import Optimizer, Update
 from gatespace.training.run import teach
 from gatespace.training.step import Distillation, Scored

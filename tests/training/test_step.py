@@ -16,10 +16,10 @@ from torch import Tensor
 from gatespace.config import ObjectiveConfig, RolloutConfig, parse_config
 from gatespace.errors import RunError
 from gatespace.gating import distillation_loss
+from gatespace.gating.configured import build_objective
 from gatespace.models import Model, load_model
 from gatespace.seeding import permutation
 from gatespace.tasks import Task, synthetic_task
-from gatespace.training.objective import build_objective
 
 from .conftest import Lab, Stepped
 

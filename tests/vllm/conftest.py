@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner, Result
 
+from gatespace.cli.app import app
+from gatespace.config import TeachConfig, parse_config
 from gatespace.models import Model, build_tiny, load_model
 from gatespace.models.vllm_process import VllmProcess
 from gatespace.tasks import synthetic_task
+from gatespace.training.run import teach
 from tests.vllm.scripted import Scripted
 
 
@@ -32,6 +36,38 @@ def vllm_python() -> str:
     if not python or not os.access(python, os.X_OK):
         pytest.skip(f"no vLLM: $GATESPACE_VLLM is {python!r} and no interpreter; `make test-vllm` installs one")
     return python
+
+
+@pytest.fixture(scope="session")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of a tiny teacher that has learned a little of the synthetic task."""
+    folder = tmp_path_factory.mktemp("taught") / "run"
+    settings = {
+        "task": {"name": "synthetic", "brief": True},
+        "model": "tiny",
+        "steps": 15,
+        "optimizer": {"lr": 5e-3},
+        "engine": {"precision": "fp32"},
+        "evaluation": {"every": 0, "final": ["test"], "limit": 20, "max_new_tokens": 8},
+        "output": str(folder),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GATESPACE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        teach(parse_config(TeachConfig, settings))
+    return folder
+
+
+@pytest.fixture
+def cli() -> Callable[..., Result]:
+    """Call the app in this process."""
+
+    def call(*args: object) -> Result:
+        result = CliRunner(env={"COLUMNS": "100", "NO_COLOR": "1"}).invoke(app, [*map(str, args)])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+    return call
 
 
 @pytest.fixture(scope="session")

@@ -40,6 +40,8 @@ class Scripted:
     padding: int = 0
     """Rows of the head that are no tokens, each more probable than any that is."""
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    port: int = 0
+    """0: any that is free."""
 
     def __enter__(self) -> Scripted:
         outer = self
@@ -75,8 +77,9 @@ class Scripted:
                 pass
 
         self.closing = threading.Event()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
         self._server.daemon_threads = True
+        self.port = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         self._thread.start()
         return self
@@ -92,13 +95,14 @@ class Scripted:
 
     @property
     def address(self) -> str:
-        return f"vllm://127.0.0.1:{self._server.server_port}"
+        return f"vllm://127.0.0.1:{self.port}"
 
     # ------------------------------------------------------------------ as vLLM would
 
     def usual(self, path: str) -> Callable[[dict[str, Any]], Any]:
         return {
             "/v1/models": lambda body: {"data": [{"id": "model", "root": "/models/tiny", "max_model_len": 256}]},
+            "/health": lambda body: Reply(),
             "/version": lambda body: {"version": "0.0.1"},
             "/tokenize": lambda body: {"tokens": self.model.tokenizer.encode(body["prompt"], add_special_tokens=False)},
             "/v1/completions": self.complete,
@@ -110,10 +114,26 @@ class Scripted:
             message = f"Requested prompt logprobs of {k}, which is greater than max allowed: {self.max_logprobs}"
             return Reply(json.dumps({"error": {"message": message}}).encode(), 400)
         choices = [
-            {"index": index, "finish_reason": "length", "prompt_token_ids": ids, "prompt_logprobs": self._told(ids, k)}
+            {"index": index, "finish_reason": "length", "prompt_token_ids": ids}
+            | ({} if k is None else {"prompt_logprobs": self._told(ids, k)})
+            | (self._written(ids, body) if "logprobs" in body else {})
             for index, ids in enumerate(body["prompt"])
         ]
         return {"choices": choices[::-1], "usage": {"prompt_tokens": sum(map(len, body["prompt"]))}}
+
+    @torch.no_grad()
+    def _written(self, ids: list[int], body: dict[str, Any]) -> dict[str, Any]:
+        """Greedily, by the network's own forward over the whole text at every token."""
+        assert body["temperature"] == 0
+        written: list[int] = []
+        values: list[float] = []
+        network: Any = self.model.network
+        while len(written) < body["max_tokens"] and (not written or written[-1] not in body["stop_token_ids"]):
+            logits = network(input_ids=torch.tensor([[*ids, *written]])).logits[0, -1, : self.model.vocab_size]
+            value, token = torch.log_softmax(logits.float(), -1).max(-1)
+            written.append(int(token))
+            values.append(float(value))
+        return {"token_ids": written, "logprobs": {"token_logprobs": values}}
 
     @torch.no_grad()
     def _told(self, ids: list[int], k: int) -> list[Any]:

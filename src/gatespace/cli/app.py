@@ -12,9 +12,26 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from gatespace.cli import doctor, evaluate, gate, init, paper, plan, predict, report, run, status, teach, teacher, train
+from gatespace.cli import (
+    doctor,
+    evaluate,
+    explore,
+    export,
+    gate,
+    init,
+    paper,
+    plan,
+    predict,
+    report,
+    run,
+    status,
+    teach,
+    teacher,
+    train,
+)
 from gatespace.cli.console import gatespace_version, print_error
 from gatespace.errors import GatespaceError, unknown_name
+from gatespace.training.launched import is_first, is_joint
 
 _EXIT_INTERRUPTED = 130
 
@@ -26,7 +43,8 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except GatespaceError as error:
-            print_error(error)
+            if is_first() or not is_joint(error):
+                print_error(error)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
             raise typer.Exit(_EXIT_INTERRUPTED) from None
@@ -72,9 +90,11 @@ def _root(
     gatespace teacher serve --model runs/teach      let many students share it
     gatespace evaluate runs/train                   how often it is right
     gatespace predict runs/train texts.txt          label texts with it
+    gatespace export runs/train -o student          a folder to give away, with a card
     gatespace plan demo                             what a study would do
     gatespace run demo                              a whole study and its report
     gatespace report studies/demo                   what it found, once more
+    gatespace explore studies/demo                  see what gates do, in a browser
     gatespace paper                                 the paper, held against its numbers
     gatespace doctor                                what is installed here
     """
@@ -86,11 +106,13 @@ app.command("train")(train.train)
 app.add_typer(teacher.teacher, name="teacher", cls=_Group)
 app.command("evaluate")(evaluate.evaluate)
 app.command("predict")(predict.predict)
+app.command("export")(export.export)
 app.command("init")(init.init)
 app.command("plan")(plan.plan)
 app.command("run")(run.run)
 app.command("status")(status.status)
 app.command("report")(report.report)
+app.command("explore")(explore.explore)
 app.command("paper")(paper.paper)
 app.command("doctor")(doctor.doctor)
 

@@ -17,9 +17,9 @@ from torch import nn
 from gatespace.config import LoraConfig, TeachConfig, TrainConfig, in_setting
 from gatespace.config.address import is_address
 from gatespace.errors import UsageError, missing_extra
+from gatespace.gating.configured import build_objective
 from gatespace.models import Model, build_tiny, check_pair
 from gatespace.models.load import TINY, located
-from gatespace.training.objective import build_objective
 from gatespace.training.setup import (
     Material,
     Placement,

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gatespace.cli import run_options as options
 from gatespace.cli.console import console, print_json
+
+if TYPE_CHECKING:
+    from gatespace.models import Model
+    from gatespace.rollout.vllm import VllmWriter
 
 ModelName = Annotated[
     str,
@@ -58,6 +64,16 @@ def evaluate(
     max_new_tokens: MaxNewTokens = None,
     precision: Precision = None,
     device: Device = "auto",
+    vllm: Annotated[
+        str | None,
+        typer.Option(
+            "--vllm",
+            metavar="PYTHON|vllm://HOST:PORT",
+            show_default=False,
+            help="vLLM answers: the Python of an environment with vLLM, which is started here; or a server that has "
+            "MODEL.",
+        ),
+    ] = None,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -70,9 +86,13 @@ def evaluate(
     gatespace evaluate runs/train
     gatespace evaluate smollm2 --task tweeteval/emotion --limit 100
     gatespace evaluate runs/train --split val --output runs/train/val --json
+    gatespace evaluate runs/train --vllm .venv-vllm/bin/python
 
     An answer without a legal label counts as wrong. Test rows whose text
     also stands in train are counted, and left out in a row of their own.
+
+    With --vllm the model is loaded here too, on the CPU: vLLM's
+    log-probabilities of a text are held against its own first.
     """
     from gatespace.cli.found_model import find
     from gatespace.cli.progress import RunProgress
@@ -84,7 +104,10 @@ def evaluate(
     splits = ("train", "val", "test")
     if split not in splits:
         raise unknown_name("split", split, splits)
-    with RunProgress(quiet=quiet, job="evaluate") as progress:
+    if vllm is not None:
+        _check_place(vllm)
+        device = "cpu" if device == "auto" else device  # a GPU is vLLM's
+    with RunProgress(quiet=quiet, job="evaluate") as progress, ExitStack() as stack:
         found = find(
             model,
             config=config,
@@ -98,6 +121,15 @@ def evaluate(
             batch_size=batch_size,
             report=progress.note,
         )
+        encoder, writer = None, None
+        if vllm is not None:
+            from gatespace.models.encode import Encoder
+
+            texts = [row.text for row in found.task.rows(split)[:limit]]
+            encoder = Encoder(found.prompt, found.model.tokenizer, texts)
+            longest = len(encoder.prefix) + max((len(encoder.suffix(text)) for text in texts), default=0)
+            longest += found.max_new_tokens
+            writer = stack.enter_context(_writer(vllm, model, found.model, longest, progress.note))
         progress.begin()
         evaluation = run_evaluation(
             found.model,
@@ -107,7 +139,9 @@ def evaluate(
             limit=limit,
             max_new_tokens=found.max_new_tokens,
             batch_size=found.batch_size,
+            encoder=encoder,
             progress=progress.answering,
+            writer=writer,
         )
     written = write(evaluation, output) if output is not None else ()
     result = evaluation.as_json()
@@ -124,3 +158,47 @@ def evaluate(
         out.print(f"{evaluation.duplicates} of these texts also stand in train.")
     for path in written:
         out.print(f"wrote {path}", soft_wrap=True)
+
+
+def _check_place(where: str) -> None:
+    """Before a model is loaded, which takes its time."""
+    from gatespace.models.vllm_process import check_python
+    from gatespace.models.vllm_server import parse_place
+
+    if "://" in where:
+        parse_place(where)
+    else:
+        check_python(where)
+
+
+@contextmanager
+def _writer(where: str, name: str, model: Model, longest: int, note: Any) -> Iterator[VllmWriter]:
+    """vLLM with the model: the server that is named, or one that lives as long as it is needed."""
+    import tempfile
+
+    from gatespace.cli.found_model import model_folder
+    from gatespace.models.load import TINY
+    from gatespace.models.vllm_process import VllmProcess
+    from gatespace.models.vllm_source import vllm_source
+    from gatespace.rollout.vllm import VllmWriter
+
+    dtype, process = model.head.weight.dtype, None
+    with ExitStack() as stack:
+        if "://" not in where:
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gatespace-vllm-")))
+            if name in TINY:
+                model.save(scratch / "model")
+                folder = scratch / "model"
+            else:
+                folder = vllm_source(model_folder(name), weights=True, report=note).folder
+            note("starting vLLM")
+            process = VllmProcess(
+                Path(where).expanduser(),
+                folder,
+                log=scratch / "vllm.log",
+                dtype=str(dtype).removeprefix("torch."),
+                max_model_len=max(64, longest + 1),
+            )
+            where = stack.enter_context(process).address
+            stack.enter_context(process.watched())
+        yield stack.enter_context(VllmWriter(where, model, dtype=dtype, wait=process is None, report=note))

@@ -11,6 +11,9 @@ from gatespace.cli import study_file
 from gatespace.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gatespace.config import StudyConfig
     from gatespace.study.engines import Engine
     from gatespace.study.runner import Outlook
     from gatespace.study.store import Store
@@ -33,6 +36,10 @@ def run(
     address: Annotated[
         str | None, typer.Option(metavar="ADDRESS", show_default=False, help="Of a Ray cluster, e.g. auto.")
     ] = None,
+    results: Annotated[
+        str | None,
+        typer.Option(metavar="URL", show_default=False, help="Pass results through s3://… or any other fsspec URL."),
+    ] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Try failed runs again.")] = False,
     quick: study_file.Quick = False,
     report: Annotated[bool, typer.Option("--report/--no-report", help="Write the report at the end.")] = True,
@@ -51,7 +58,8 @@ def run(
     gatespace run demo                    minutes, on two cores, no download
     gatespace run my.yaml --workers 2
     gatespace run studies/demo --retry    take up a study by its folder
-    gatespace run my.yaml --engine ray --address auto
+    gatespace run my.yaml --engine ray --address auto --workers 16
+    gatespace run my.yaml --engine ray --address auto --results s3://bucket/my
 
     Exit code 0: all runs are done; 1: some failed; 2: a mistake in the call;
     130: stopped by Ctrl-C.
@@ -59,7 +67,10 @@ def run(
     import sys
 
     from gatespace.cli.study_view import StudyView
+    from gatespace.study.depot import Depot
+    from gatespace.study.depot_engine import DepotEngine, join, publish
     from gatespace.study.plan import check
+    from gatespace.study.ray_engine import require_ray
     from gatespace.study.runner import run_study
     from gatespace.study.store import Store
 
@@ -69,25 +80,62 @@ def run(
         raise UsageError("--address is for --engine ray", got=address)
     config = study_file.load_study(study, sets or [], quick=quick)
     check(config)
+    if engine == "ray":
+        require_ray()
+        _check_gpus(config)
+    depot = None if results is None else Depot(results)
     folder = study_file.study_folder(config, study, output)
     store, count = Store(folder), workers or config.workers
-    chosen = store.begin(config, workers=count, threads=threads)
+    if depot is not None:
+        join(depot, store, config)
+    # On a cluster, the cores of this machine say nothing about those of its nodes.
+    usual = max(1, int(config.resources.cpus or 1)) if engine == "ray" and address is not None else None
+    chosen = store.begin(config, workers=count, threads=threads, usual=usual)
+    if depot is not None:
+        publish(depot, store)
     try:
         with StudyView(store, count, quiet=quiet) as view:
-            doer = _engine(engine, count, chosen, address)
+            doer = _engine(engine, store, config, count, chosen, address, view.note)
+            if depot is not None:
+                doer = DepotEngine(doer, depot, store)
             outlook = run_study(config, store, doer, threads=chosen, retry=retry, watch=view.update, note=view.note)
     except KeyboardInterrupt:
-        sys.stderr.write(f"stopped; the same command goes on, and so does: gatespace run {folder}\n")
+        here = engine == "local" and depot is None
+        also = f", and so does: gatespace run {folder}" if here else ""
+        sys.stderr.write(f"stopped; the same command goes on{also}\n")
         raise typer.Exit(_INTERRUPTED) from None
     _tell(store, outlook, report=report, as_json=as_json, quiet=quiet)
     if outlook.count("done") < len(outlook.work):
         raise typer.Exit(1)
 
 
-def _engine(name: str, workers: int, threads: int, address: str | None) -> Engine:
-    from gatespace.study.engines import LocalEngine, RayEngine
+def _check_gpus(config: StudyConfig) -> None:
+    """A run that computes on a GPU and asks for none would find none, hours later."""
+    device = config.train.get("engine", {}).get("device", "auto")
+    if str(device).startswith("cuda") and not config.resources.gpus:
+        raise UsageError(
+            "resources.gpus: 0, and the runs compute on a GPU",
+            got=f"train.engine.device: {device}",
+            why="Ray hides all GPUs from a run that asks for none",
+            instead="--set resources.gpus=1",
+        )
 
-    return LocalEngine(workers, threads) if name == "local" else RayEngine(workers, threads, address)
+
+def _engine(
+    name: str,
+    store: Store,
+    config: StudyConfig,
+    workers: int,
+    threads: int,
+    address: str | None,
+    note: Callable[[str], None],
+) -> Engine:
+    from gatespace.study.engines import LocalEngine
+    from gatespace.study.ray_engine import RayEngine
+
+    if name == "local":
+        return LocalEngine(workers, threads)
+    return RayEngine(workers, threads, address, resources=config.resources, scores=store.scores, note=note)
 
 
 def _tell(store: Store, outlook: Outlook, *, report: bool, as_json: bool, quiet: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import typer
 
 from gatespace.cli.console import console, print_json
 from gatespace.cli.run_options import task_command
+from gatespace.training.launched import is_first
 
 if TYPE_CHECKING:
     from gatespace.config import TeachConfig, TrainConfig
@@ -21,8 +23,10 @@ _INTERRUPTED = 130
 _CHECKPOINT = re.compile(r"step-(\d+)")
 
 
-def execute(config: TrainConfig | TeachConfig, *, dry_run: bool, quiet: bool, as_json: bool) -> None:
-    """Run the job of `config`, or say what it would cost."""
+def execute(
+    config: TrainConfig | TeachConfig, *, dry_run: bool, quiet: bool, as_json: bool, processes: int = 1
+) -> None:
+    """Run the job of `config`, in so many processes, or say what it would cost."""
     from gatespace.cli.progress import RunProgress
     from gatespace.config import TrainConfig
 
@@ -35,6 +39,10 @@ def execute(config: TrainConfig | TeachConfig, *, dry_run: bool, quiet: bool, as
         with RunProgress(quiet=quiet, job="estimate") as progress:
             found = estimate(config, progress.note)
         print_estimate(config, found, as_json=as_json)
+        return
+
+    if processes > 1:
+        _launch(config, processes, quiet=quiet, as_json=as_json)
         return
 
     from gatespace.training import run
@@ -50,9 +58,24 @@ def execute(config: TrainConfig | TeachConfig, *, dry_run: bool, quiet: bool, as
             else:
                 summary = run.teach(config, progress)
     except KeyboardInterrupt:
-        sys.stderr.write(f"stopped: {_how_to_go_on(folder)}\n")
+        if is_first():
+            sys.stderr.write(f"stopped: {_how_to_go_on(folder)}\n")
         raise typer.Exit(_INTERRUPTED) from None
-    report(config, folder, summary, as_json=as_json)
+    if is_first():
+        report(config, folder, summary, as_json=as_json)
+
+
+def _launch(config: TrainConfig | TeachConfig, processes: int, *, quiet: bool, as_json: bool) -> None:
+    from gatespace.cli.processes import launch
+    from gatespace.config import TrainConfig, dump_yaml
+
+    with tempfile.TemporaryDirectory(prefix="gatespace-") as place:
+        file = Path(place) / "run.yaml"
+        file.write_text(dump_yaml(config), "utf-8")
+        command = "train" if isinstance(config, TrainConfig) else "teach"
+        flags = [flag for flag, wanted in (("--quiet", quiet), ("--json", as_json)) if wanted]
+        if code := launch(processes, [command, str(file), *flags]):
+            raise typer.Exit(code)
 
 
 def report(config: TrainConfig | TeachConfig, folder: Path, summary: dict[str, Any], *, as_json: bool) -> None:

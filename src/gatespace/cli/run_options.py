@@ -65,6 +65,9 @@ Sets = Annotated[
         "--set", metavar="PATH=VALUE", show_default=False, help="Any other setting, e.g. engine.precision=fp32."
     ),
 ]
+Processes = Annotated[
+    int, typer.Option("--processes", metavar="N", min=1, help="Processes of this machine that train together.")
+]
 ListSettings = Annotated[bool, typer.Option("--settings", help="List every setting with its default, and exit.")]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print all settings and an estimate of the cost; train nothing.")

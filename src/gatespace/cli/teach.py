@@ -27,6 +27,7 @@ def teach(
     seed: options.Seed = None,
     output: options.Output = None,
     sets: options.Sets = None,
+    processes: options.Processes = 1,
     settings: options.ListSettings = False,
     dry_run: options.DryRun = False,
     quiet: options.Quiet = False,
@@ -63,4 +64,4 @@ def teach(
         Flag("--output", "output", output),
     ]
     chosen = options.load(TeachConfig, config, flags, sets or [])
-    execute(chosen, dry_run=dry_run, quiet=quiet, as_json=as_json)
+    execute(chosen, dry_run=dry_run, quiet=quiet, as_json=as_json, processes=processes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,10 +12,11 @@ import typer
 
 from gatespace.cli import run_options as options
 from gatespace.cli.console import console, print_json
-from gatespace.errors import UsageError
+from gatespace.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
     from gatespace.models import Model
+    from gatespace.teacher.backend import VllmBackend
     from gatespace.teacher.cache import ScoreCache
 
 teacher = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
@@ -63,6 +65,28 @@ def serve(
     bind: Annotated[
         str, typer.Option("--bind", metavar="ADDRESS", help="Where; port 0 has the system choose.")
     ] = "tcp://127.0.0.1:5555",
+    engine: Annotated[
+        str, typer.Option("--engine", metavar="NAME", help="native: in this process; vllm: a vLLM server computes.")
+    ] = "native",
+    vllm: Annotated[
+        str | None,
+        typer.Option(
+            "--vllm",
+            metavar="PYTHON|vllm://HOST:PORT",
+            show_default=False,
+            help="Of the engine vllm: the Python of an environment with vLLM, which is started here; or a server that "
+            "has MODEL.",
+        ),
+    ] = None,
+    vllm_args: Annotated[
+        str,
+        typer.Option(
+            "--vllm-args", metavar="TEXT", show_default=False, help="More for vLLM: '--tensor-parallel-size 2'."
+        ),
+    ] = "",
+    max_model_len: Annotated[
+        int, typer.Option("--max-model-len", metavar="N", min=8, help="Of a started vLLM: prompt and response.")
+    ] = 2048,
     precision: Annotated[
         str | None,
         typer.Option("--precision", metavar="NAME", show_default="auto", help="fp32, bf16, or auto by the machine."),
@@ -101,6 +125,11 @@ def serve(
     gatespace teacher serve --model runs/teach
     gatespace teacher serve --model Qwen/Qwen3-32B --bind tcp://0.0.0.0:5555
         --key server.key --allow clients.txt
+    gatespace teacher serve --model Qwen/Qwen3-32B --engine vllm
+        --vllm .venv-vllm/bin/python --vllm-args '--tensor-parallel-size 2'
+
+    With the engine vllm it gives first choices only (teacher.payload:
+    top_k). A vLLM that was started here is started again if it ends.
     """
     import signal
 
@@ -109,6 +138,7 @@ def serve(
     if (key is None) != (allow is None):
         given, missing = ("--key", "--allow") if allow is None else ("--allow", "--key")
         raise UsageError(f"{given} needs {missing}", why="a service with keys talks to the clients in its list")
+    _check_engine(engine, vllm, vllm_args)
     keys = server_keys(key, allow) if key is not None and allow is not None else None
     check_bind(bind, secured=keys is not None)  # before the model, which takes its time
 
@@ -119,30 +149,36 @@ def serve(
             # Clients name themselves, and their names must not drive the terminal.
             sys.stderr.write("".join(c if c.isprintable() else "?" for c in text) + "\n")
 
-    loaded = _model(model, precision, device, note)
-    from gatespace.teacher.server import ServerLimits, TeacherServer
+    with ExitStack() as stack:
+        scores = _cache(cache, cache_mb, note)
+        if scores is not None:
+            stack.enter_context(scores)
+        taught: Model | VllmBackend
+        facts: dict[str, Any] = {"engine": engine}
+        if vllm is None:
+            taught = _model(model, precision, device, note)
+        else:
+            taught = backend = _vllm(model, vllm, precision, vllm_args, max_model_len, scores, note)
+            stack.callback(backend.close)
+            facts |= {"vllm": backend.address, "vllm_pid": backend.pid}
+        from gatespace.teacher.server import ServerLimits, TeacherServer
 
-    limits = ServerLimits(queue=max_queue, client_queue=max_client_queue, batch_tokens=batch_tokens, drain=drain)
-    scores = _cache(cache, cache_mb, note)
-    try:
-        server = TeacherServer(loaded, bind, cache=scores, keys=keys, limits=limits, report=note)
+        limits = ServerLimits(queue=max_queue, client_queue=max_client_queue, batch_tokens=batch_tokens, drain=drain)
+        server = TeacherServer(taught, bind, cache=scores, keys=keys, limits=limits, report=note)
 
         def ready() -> None:
             if as_json:
-                event = {"event": "ready", "address": server.address, "model": loaded.name}
+                event = {"event": "ready", "address": server.address, "model": taught.name, **facts}
                 _line(
                     event | {"fingerprint": server.fingerprint, "instance": server.instance, "keys": keys is not None}
                 )
             else:
-                sys.stdout.write(f"{server.address} serves {loaded.name}, fingerprint {server.fingerprint[:16]}\n")
+                sys.stdout.write(f"{server.address} serves {taught.name}, fingerprint {server.fingerprint[:16]}\n")
                 sys.stdout.flush()
 
         server.run(signals=(signal.SIGTERM, signal.SIGINT), ready=ready)
         if as_json:
             _line({"event": "ended", **_counters(server.status())})
-    finally:
-        if scores is not None:
-            scores.close()
 
 
 @teacher.command("status")
@@ -213,6 +249,48 @@ def keygen(
     out = console()
     out.print(f"wrote {files.secret}, which nobody else may read", soft_wrap=True)
     out.print(f"wrote {files.public}: {public}", soft_wrap=True)
+
+
+def _check_engine(engine: str, vllm: str | None, arguments: str) -> None:
+    engines = ("native", "vllm")
+    if engine not in engines:
+        raise unknown_name("engine", engine, engines)
+    if engine == "vllm" and vllm is None:
+        raise UsageError("--engine vllm needs --vllm", instead="--vllm .venv-vllm/bin/python, or vllm://HOST:PORT")
+    if engine == "native" and (vllm is not None or arguments):
+        given = "--vllm" if vllm is not None else "--vllm-args"
+        raise UsageError(f"{given} has no meaning with --engine native", instead="--engine vllm")
+    if arguments and vllm is not None and "://" in vllm:
+        raise UsageError("--vllm-args are for a vLLM that is started here", got=vllm)
+
+
+def _vllm(
+    name: str, where: str, precision: str | None, arguments: str, longest: int, cache: ScoreCache | None, note: Any
+) -> VllmBackend:
+    import shlex
+
+    from gatespace.cli.found_model import model_folder
+    from gatespace.models.vllm_process import check_python
+    from gatespace.models.vllm_server import parse_place
+    from gatespace.models.vllm_source import vllm_source
+    from gatespace.teacher.backend import VllmBackend
+
+    if started := "://" not in where:
+        check_python(where)
+    else:
+        parse_place(where)
+    if precision not in (None, "auto", "fp32", "bf16"):
+        raise unknown_name("precision", str(precision), ("auto", "fp32", "bf16"))
+    source = vllm_source(model_folder(name), weights=started, report=note)
+    return VllmBackend(
+        source,
+        where,
+        cache=cache,
+        dtype="float32" if precision == "fp32" else "bfloat16",
+        max_model_len=longest,
+        options=shlex.split(arguments),
+        report=note,
+    )
 
 
 def _model(name: str, precision: str | None, device: str, note: Any) -> Model:

@@ -45,6 +45,7 @@ def train(
     seed: options.Seed = None,
     output: options.Output = None,
     sets: options.Sets = None,
+    processes: options.Processes = 1,
     settings: options.ListSettings = False,
     dry_run: options.DryRun = False,
     quiet: options.Quiet = False,
@@ -84,4 +85,4 @@ def train(
         Flag("--output", "output", output),
     ]
     chosen = options.load(TrainConfig, config, flags, sets or [])
-    execute(chosen, dry_run=dry_run, quiet=quiet, as_json=as_json)
+    execute(chosen, dry_run=dry_run, quiet=quiet, as_json=as_json, processes=processes)

@@ -18,6 +18,7 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         "output": "where the run is written",
         "engine.device": "where it is computed; recorded with the run's environment",
         "engine.threads": "where it is computed; recorded with the run's environment",
+        "engine.parallel": "how several processes divide the work; where there are several, that counts by content",
         "teacher.cache": "where scores are kept; a score does not depend on being kept",
         "teacher.cache_mb": "how many scores are kept",
         "teacher.timeout": "when a question is repeated; its answer is the same",
@@ -41,7 +42,12 @@ That includes the speed-ups of `engine`: they are exact but for the order of sum
 """
 
 LATER: Mapping[str, Any] = MappingProxyType(
-    {"objective.shuffle": False, "rollout.staleness": 0, "rollout.engine": "native"}
+    {
+        "objective.shuffle": False,
+        "rollout.staleness": 0,
+        "rollout.engine": "native",
+        "evaluation.engine": "native",
+    }
 )
 """Setting → the value with which runs are what they were before there was the setting; their identities stay too."""
 
@@ -53,6 +59,7 @@ CONTENT: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "model": ("model", "revision"),
         "gate": ("objective.gate",),
         "precision": ("engine.precision",),
+        "processes": (),
     }
 )
 """What was found → the settings that only said where or how to find it."""

@@ -1,7 +1,7 @@
 """The section `objective`: what is minimised at a token.
 
 A gate is kept as it was written, in a form that JSON knows. What it means is for `gatespace.gating`, which this room
-does not see: `gatespace.training.objective.build_objective` reads it.
+does not see: `gatespace.gating.configured.build_objective` reads it.
 """
 
 from __future__ import annotations

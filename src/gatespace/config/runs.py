@@ -12,7 +12,6 @@ from gatespace.config.objective import ObjectiveConfig
 from gatespace.config.sections import (
     CheckpointConfig,
     EngineConfig,
-    EvaluationConfig,
     LoraConfig,
     OptimizerConfig,
     PairConfig,
@@ -23,6 +22,7 @@ from gatespace.config.sections import (
     TeachOptimizerConfig,
     TeachTraceConfig,
     TraceConfig,
+    TrainEvaluationConfig,
 )
 from gatespace.config.task import TaskConfig
 
@@ -51,7 +51,7 @@ class TrainConfig(Section):
     engine: EngineConfig = EngineConfig()
     """Where and how the numbers are computed."""
 
-    evaluation: EvaluationConfig = EvaluationConfig()
+    evaluation: TrainEvaluationConfig = TrainEvaluationConfig()
     """Accuracy on held-out texts."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -81,6 +81,13 @@ class TrainConfig(Section):
         if vllm and self.teacher.payload != "top_k":
             what = "a vLLM server tells of first choices only"
             raise Fault("teacher.payload", what, instead="top_k, with objective.support: bucket or hybrid")
+        return self
+
+    @model_validator(mode="after")
+    def _vllm_answers_where_it_writes(self) -> TrainConfig:
+        if self.evaluation.engine == "vllm" and self.rollout.engine != "vllm":
+            what = "vllm answers only where it writes the responses too"
+            raise Fault("evaluation.engine", what, instead="native, or rollout.engine: vllm")
         return self
 
     @model_validator(mode="after")

@@ -237,6 +237,10 @@ class TeachEngineConfig(Section):
     threads: Count | None = None
     """Threads of the CPU; null: as many as torch takes."""
 
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """How several processes (--processes) train one model: ddp, each with a whole copy; fsdp, each with a piece of its
+    weights, gradients and optimizer state. Both give the numbers of one process, but for rounding."""
+
     micro_tokens: Count | None = None
     """Most tokens in a micro-batch of the update; null: as many as need about 6 GiB, by the model's sizes alone. Loss
     and gradient do not depend on it but for rounding."""
@@ -282,6 +286,14 @@ class EvaluationConfig(Section):
 
     final: Annotated[tuple[Split, ...], AfterValidator(_once)] = ("val", "test")
     """The splits that are evaluated at the end."""
+
+
+class TrainEvaluationConfig(EvaluationConfig):
+    """Evaluation of a student."""
+
+    engine: Literal["native", "vllm"] = "native"
+    """Who answers: native is this process; vllm the server of rollout.vllm, which is given the student's weights and
+    checked against them first. Where two tokens are equally probable but for rounding its answer may be another."""
 
 
 class TeachEvaluationConfig(EvaluationConfig):

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, AllowInfNan, BeforeValidator, Field, Strict, model_validator
 
-from gatespace.config.base import Count, Fault, Name, Place, Section, Seed, Switch
+from gatespace.config.base import Count, CountOrZero, Fault, Name, Place, Section, Seed, Switch
 from gatespace.config.objective import GateValue, Method, Parameter, gate_value, method_parameters
 
 BEST = "best"
@@ -181,6 +181,28 @@ class TeachersConfig(Section):
     `train.pair.student` is."""
 
 
+Amount = Annotated[float, Strict(), AllowInfNan(False), Field(gt=0)]
+
+
+class ResourcesConfig(Section):
+    """What each run asks of a Ray cluster. It says where a run is computed and never what its numbers are."""
+
+    cpus: Amount | None = None
+    """Cores; null: as many as the run has threads."""
+
+    gpus: Annotated[float, Strict(), AllowInfNan(False), Field(ge=0)] = 0.0
+    """GPUs, or a share of one, e.g. 0.5. Ray hides all GPUs from a run that asks for none."""
+
+    memory_gb: Amount | None = None
+    """Memory in GiB; null: not asked for. Ray reserves it and does not enforce it."""
+
+    custom: dict[Name, Amount] = Field(default={})
+    """Resources that the cluster's nodes were started with, e.g. {a100: 1}."""
+
+    retries: CountOrZero = 3
+    """How often a run is begun again, from its last checkpoint, after its worker or its node was lost."""
+
+
 class StudyConfig(Section):
     """A whole study."""
 
@@ -220,6 +242,9 @@ class StudyConfig(Section):
     workers: Count = 1
     """Runs at once, each in a process of its own with its share of the cores. A pair must fit into memory so many
     times."""
+
+    resources: ResourcesConfig = ResourcesConfig()
+    """What each run asks of a Ray cluster."""
 
     keep_models: Switch = False
     """Keep the trained weights of every run, as large as the student each; false: predictions and records only."""

@@ -6,7 +6,7 @@ Importing this needs no torch: whoever reads results does not need what made the
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,9 @@ from gatespace.tasks.prompt import Prompt
 if TYPE_CHECKING:
     from gatespace.models.encode import Encoder
     from gatespace.models.load import Model
+    from gatespace.rollout.greedy import Answer, Writer
+
+    Share = Callable[[Sequence[str], Callable[[Sequence[str]], list[Answer]]], list[Answer]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,8 @@ def evaluate(
     batch_size: int = 64,
     encoder: Encoder | None = None,
     progress: Callable[[int, int], None] | None = None,
+    writer: Writer | None = None,
+    share: Share | None = None,
 ) -> Evaluation:
     """Let a model label the texts of a split, greedily, and compare with the gold labels.
 
@@ -117,6 +122,9 @@ def evaluate(
         batch_size: Texts that are decoded together.
         encoder: The prompt in the ids of the model, if the caller has one that covers these texts.
         progress: Is told how many texts of how many are done.
+        writer: Answers in place of the model, with its weights; a vLLM server, for one. Where two tokens are equally
+            probable but for rounding, its answer may be another one.
+        share: Divides texts among processes that all evaluate the same model; None: there are no others.
     """
     if limit is not None and limit < 1:
         raise UsageError("limit is at least 1", got=limit, instead="None for all rows")
@@ -139,14 +147,20 @@ def evaluate(
 
     rows = available[:limit]
     texts = [row.text for row in rows]
-    answers = greedy(
-        model,
-        encoder or Encoder(prompt, model.tokenizer, texts),
-        texts,
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
-        progress=progress,
-    )
+    known_encoder = encoder or Encoder(prompt, model.tokenizer, texts)
+
+    def answered(some: Sequence[str]) -> list[Answer]:
+        return greedy(
+            model,
+            known_encoder,
+            some,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            progress=progress,
+            writer=writer,
+        )
+
+    answers = answered(texts) if share is None else share(texts, answered)
     predictions = [
         Prediction(index, row.text, row.label, prompt.parse(answer.text), answer.text, answer.ended)
         for index, (row, answer) in enumerate(zip(rows, answers, strict=True))

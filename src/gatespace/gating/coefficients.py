@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -180,6 +180,25 @@ class Gate:
             extra[name.strip()] = float(value)
         a, b, c, d = (float(part) for part in parts[:4])
         return cls(a, b, c, d, extra)
+
+    @classmethod
+    def of(cls, value: object) -> Gate:
+        """A gate as configurations spell it: text, four numbers, a mapping of coefficients and signals, or a gate.
+
+        Example:
+            >>> Gate.of({"a": 4, "c": -1}) == Gate.of("G5") == Gate.of([4, 0, -1, 0])
+            True
+        """
+        if isinstance(value, Gate):
+            return value
+        if isinstance(value, str):
+            return cls.parse(value)
+        if isinstance(value, Mapping):
+            extra = {str(name): weight for name, weight in value.items() if name not in COEFFICIENTS}
+            return cls(**{name: value.get(name, 0.0) for name in COEFFICIENTS}, extra=extra)
+        if isinstance(value, Sequence) and len(value) == len(COEFFICIENTS):
+            return cls(*value)
+        raise UsageError("this is no gate", got=repr(value), instead="G5, [4, 0, -1, 0] or {a: 4, c: -1}")
 
     # ------------------------------------------------------------------ reading it
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from gatespace.config import ObjectiveConfig, in_setting
 from gatespace.errors import UsageError, unknown_name
-from gatespace.gating.coefficients import COEFFICIENTS, Gate
+from gatespace.gating.coefficients import Gate
 
 if TYPE_CHECKING:
     from gatespace.gating.objectives import Objective
@@ -15,30 +15,23 @@ if TYPE_CHECKING:
 _OWN_SETTINGS = ("support", "support_k")  # settings beside `params`, not parameters of the method static
 
 
-def build_gate(config: ObjectiveConfig, *, path: str = "objective") -> Gate | None:
+def build_gate(config: ObjectiveConfig, *, path: str = "objective.") -> Gate | None:
     """The gate, or None where the method has none. Needs no torch; whether signals are known is left to the objective.
 
     Args:
         config: The section `objective`.
-        path: Where that section stands, for errors.
+        path: Where that section stands, up to its last dot, for errors.
 
     Example:
         >>> build_gate(ObjectiveConfig(gate="G5")) == build_gate(ObjectiveConfig(gate={"a": 4, "c": -1}))
         True
     """
-    gate = config.gate
-    if gate is None:
+    if config.gate is None:
         return None
-    with in_setting(f"{path}.gate"):
-        if isinstance(gate, str):
-            found = Gate.parse(gate)
-        elif isinstance(gate, tuple):
-            found = Gate(*gate)
-        else:
-            extra = {name: weight for name, weight in gate.items() if name not in COEFFICIENTS}
-            found = Gate(**{name: gate.get(name, 0.0) for name in COEFFICIENTS}, extra=extra)
+    with in_setting(f"{path}gate"):
+        found = Gate.of(config.gate)
     if config.shuffle and found.is_static:
-        with in_setting(f"{path}.shuffle"):
+        with in_setting(f"{path}shuffle"):
             raise UsageError(
                 "a static gate has one λ and nothing to shuffle",
                 got=f"gate {found}",
@@ -47,13 +40,13 @@ def build_gate(config: ObjectiveConfig, *, path: str = "objective") -> Gate | No
     return found
 
 
-def build_objective(config: ObjectiveConfig, *, path: str = "objective") -> Objective:
+def build_objective(config: ObjectiveConfig, *, path: str = "objective.") -> Objective:
     """The objective of `gatespace.gating` that the section names.
 
     Args:
         config: The section `objective`. Its `top_k`, `temperature` and `entropy` are arguments of the loss and not part
             of the objective.
-        path: Where that section stands, for errors.
+        path: Where that section stands, up to its last dot, for errors.
 
     Example:
         >>> build_objective(ObjectiveConfig(method="eopd", params={"tau": 0.5})).tau
@@ -64,11 +57,11 @@ def build_objective(config: ObjectiveConfig, *, path: str = "objective") -> Obje
 
     gate = build_gate(config, path=path)
     if gate is not None:
-        with in_setting(f"{path}.gate"):
+        with in_setting(f"{path}gate"):
             return Gated(gate, config.support, config.support_k, config.stop_gradient)
     kind = OBJECTIVES[config.method]
-    parameters = _parameters(config, kind, path=f"{path}.params")
-    with in_setting(f"{path}.params"):
+    parameters = _parameters(config, kind, path=f"{path}params.")
+    with in_setting(f"{path}params"):
         if kind is Static:
             parameters |= {"support": config.support, "support_k": config.support_k}
         return kind(**parameters)
@@ -82,7 +75,7 @@ def _parameters(config: ObjectiveConfig, kind: type[Objective], *, path: str) ->
     }
     given: dict[str, Any] = {}
     for name, value in config.params.items():
-        with in_setting(f"{path}.{name}"):
+        with in_setting(f"{path}{name}"):
             if name not in defaults:
                 raise unknown_name(f"parameter of {config.method}", name, defaults)
             given[name] = _as(type(defaults[name]), value)

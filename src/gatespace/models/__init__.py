@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from gatespace.models.load import Model, load_model
-from gatespace.models.lora import merged, with_lora
-from gatespace.models.pair import PairReport, check_pair
-from gatespace.models.smollm2 import smollm2_folder
-from gatespace.models.tiny import TinyPair, build_tiny
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gatespace.models.load import Model, load_model
+    from gatespace.models.lora import merged, with_lora
+    from gatespace.models.pair import PairReport, check_pair
+    from gatespace.models.smollm2 import smollm2_folder
+    from gatespace.models.tiny import TinyPair, build_tiny
 
 __all__ = [
     "Model",
@@ -19,3 +23,22 @@ __all__ = [
     "smollm2_folder",
     "with_lora",
 ]
+
+# Looked up when it is asked for: those who only want to know where the cache is do not wait for torch.
+_HOMES = {
+    "Model": "load",
+    "PairReport": "pair",
+    "TinyPair": "tiny",
+    "build_tiny": "tiny",
+    "check_pair": "pair",
+    "load_model": "load",
+    "merged": "lora",
+    "smollm2_folder": "smollm2",
+    "with_lora": "lora",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        return getattr(import_module(f"gatespace.models.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -88,6 +89,11 @@ class Model:
         return self.head.weight.device
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The precision of the passes."""
+        return self.head.weight.dtype
+
+    @property
     def body(self) -> nn.Module:
         """The network without its head: `input_ids` to `last_hidden_state`, after the final norm."""
         decoder: nn.Module = _unwrapped(self.network).get_decoder()
@@ -105,6 +111,18 @@ class Model:
             )
         config = network.config.get_text_config()
         return Head(layer.weight, getattr(layer, "bias", None), _scale(config), _softcap(config))
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Have all weights in place for passes without gradient, where a model is kept in pieces (`ShardedModel`)."""
+        return nullcontext()
+
+    def learning(self) -> AbstractContextManager[None]:
+        """The same for passes with gradient, which is handed on to the weights at the end."""
+        return nullcontext()
+
+    def gathered(self, *, here: bool = True) -> Model | None:
+        """The model in one piece; None where it was in pieces and is not wanted `here`."""
+        return self
 
     def fingerprint(self) -> str:
         """A hash of the weights and of all of the configuration that the output depends on.

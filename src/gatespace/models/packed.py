@@ -84,7 +84,7 @@ class PackedBody:
         _register()
         self.model = model
         self.device = model.device
-        self.dtype = model.head.weight.dtype
+        self.dtype = model.dtype
         if not getattr(model.body, "_supports_attention_backend", False):
             raise UsageError(
                 "this architecture does not let its attention be replaced",

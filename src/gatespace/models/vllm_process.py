@@ -8,8 +8,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,6 +19,8 @@ from gatespace.models.vllm_server import ServerAwayError, VllmServer
 
 _LAST = 4000
 """Bytes of the log that an error shows."""
+_LAST_BREATH = 30.0
+"""Seconds in which a server that does not listen any more ends."""
 
 
 class VllmProcess:
@@ -54,8 +56,7 @@ class VllmProcess:
         environment: Mapping[str, str] | None = None,
         patience: float = 300.0,
     ) -> None:
-        if not os.access(python, os.X_OK):
-            raise UsageError("no Python with vLLM", got=python, instead="make test-vllm makes .venv-vllm/bin/python")
+        check_python(python)
         port = _free_port()
         self.address = f"vllm://127.0.0.1:{port}"
         self.log = log
@@ -63,26 +64,40 @@ class VllmProcess:
         command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "model", "--dtype", dtype]
         command += ["--max-model-len", str(max_model_len), "--max-logprobs", str(max_logprobs), "--enforce-eager"]
         # Otherwise a model's own taste in temperature and top_k stands in for what a request leaves open.
-        command += ["--generation-config", "vllm", *options]
+        self._command = [*command, "--generation-config", "vllm", *options]
         variables = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
         variables["VLLM_SERVER_DEV_MODE"] = "1" if weights else "0"
-        variables |= environment or {}
-        with log.open("wb") as output:
+        self._variables = variables | dict(environment or {})
+        self._patience = patience
+        self._start("wb")
+
+    def _start(self, mode: str) -> None:
+        with self.log.open(mode) as output:
             # A group of its own: the engine is a child of the server, and both have to go.
             self._process = subprocess.Popen(
-                command,
+                self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=variables,
+                env=self._variables,
                 start_new_session=True,
             )
         atexit.register(self.stop)
         try:
-            self._wait(patience)
+            self._wait(self._patience)
         except BaseException:
             self.stop()
             raise
+
+    def restart(self) -> None:
+        """Start it again at the same address, whatever has become of it."""
+        self.kill()
+        self._start("ab")
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.poll() is None
 
     @property
     def pid(self) -> int:
@@ -113,6 +128,25 @@ class VllmProcess:
     ) -> None:
         self.stop()
 
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Say why the server has ended, where that is why something has failed."""
+        try:
+            yield
+        except RunError as error:
+            if not _is_away(error):
+                raise
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LAST_BREATH)  # it stops listening before it ends
+            if self.alive:
+                raise
+            raise RunError(
+                "the vLLM server that was started here has ended",
+                got=error.what,
+                why=_tail(self.log),
+                instead="the same command, which goes on from the last checkpoint if it is a run's",
+            ) from error
+
     def _wait(self, patience: float) -> None:
         end = time.monotonic() + patience
         server = VllmServer(self.address, timeout=5, patience=1)
@@ -131,6 +165,19 @@ class VllmProcess:
                     raise RunError(f"the vLLM server was not ready after {patience:.0f} s", why=_tail(self.log))
         finally:
             server.close()
+
+
+def check_python(python: str | Path) -> None:
+    """Raise unless there is a program of this name."""
+    path = Path(python).expanduser()
+    if not path.is_file() or not os.access(path, os.X_OK):
+        raise UsageError("no Python with vLLM", got=python, instead="make test-vllm makes .venv-vllm/bin/python")
+
+
+def _is_away(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, ServerAwayError):
+        error = error.__cause__
+    return error is not None
 
 
 def _free_port() -> int:

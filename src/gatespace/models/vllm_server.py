@@ -38,6 +38,8 @@ _PASSING = frozenset({408, 425, 429, 502, 503, 504})
 _BROKEN = 3
 """How often a server may fail within (500) before we believe it."""
 _PAUSE, _LONGEST_PAUSE = 0.25, 10.0
+_SOON = 10.0
+"""Seconds in which a server says whether it is well."""
 
 T = TypeVar("T")
 
@@ -172,6 +174,8 @@ class VllmServer:
         timeout: Seconds after which an exchange is given up and repeated. The next one is given twice as long, for a
             server may be slow because there is much to do.
         patience: Seconds without success after which `ServerAwayError` is raised.
+        wait: Whether a server is waited for where nobody listens. False: it is away at once, for somebody who can do
+            more about it than wait.
         report: Is told what a user should know.
         at_once: Most exchanges at a time that `later` begins.
     """
@@ -182,11 +186,13 @@ class VllmServer:
         *,
         timeout: float = 60.0,
         patience: float = 600.0,
+        wait: bool = True,
         report: Callable[[str], None] | None = None,
         at_once: int = 4,
     ) -> None:
         self.place = parse_place(address)
         self.timeout, self.patience = timeout, patience
+        self._wait = wait
         self.interruptions = 0
         """How often an exchange broke off: whoever answers the next one may be another server."""
         self._report = report or (lambda text: None)
@@ -223,6 +229,14 @@ class VllmServer:
     def version(self) -> str:
         """The version of vLLM."""
         return self.call("GET", "/version", None, _Version).version
+
+    def healthy(self) -> bool:
+        """Whether the server says of itself that it is well. One exchange, and no waiting."""
+        try:
+            status, _ = self._exchange("GET", "/health", None, _SOON)
+        except (OSError, http.client.HTTPException):
+            return False
+        return status == 200
 
     def tokenize(self, model: str, text: str) -> list[int]:
         """The ids of `text` as the server's tokenizer has them."""
@@ -271,6 +285,7 @@ class VllmServer:
         begun = time.monotonic()
         seconds, pause, broken = self.timeout, _PAUSE, 0
         while True:
+            nobody = False
             left = begun + self.patience - time.monotonic()
             try:
                 status, answer = self._exchange(method, path, content, max(0.05, min(seconds, left)))
@@ -279,6 +294,7 @@ class VllmServer:
                 seconds *= 2
             except (OSError, http.client.HTTPException) as error:
                 reason = _short(str(error) or type(error).__name__)
+                nobody = isinstance(error, ConnectionRefusedError)
             else:
                 broken += status == 500
                 if status not in _PASSING and (status != 500 or broken == _BROKEN):
@@ -289,7 +305,7 @@ class VllmServer:
             self.interruptions += 1
             passed = time.monotonic() - begun
             rest = self.patience - passed
-            if rest <= 0:
+            if rest <= 0 or (nobody and not self._wait):
                 raise ServerAwayError(
                     f"{self} has not answered for {passed:.0f} s",
                     got=reason,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from gatespace.models.body import body_of
 from gatespace.models.encode import Encoder
 from gatespace.models.load import Model
-from gatespace.rollout.native import Sampling, sample
+from gatespace.rollout.native import Rollout, Sampling, sample
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,16 @@ class Answer:
     ended: bool
 
 
+class Writer(Protocol):
+    """Writes in place of a model, with the same weights: `gatespace.rollout.vllm.VllmWriter`, for one."""
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], *, sampling: Sampling, stop: Callable[[list[int]], bool]
+    ) -> Rollout:
+        """Continue every prompt, each of them whole."""
+        ...
+
+
 def greedy(
     model: Model,
     encoder: Encoder,
@@ -30,35 +41,40 @@ def greedy(
     max_new_tokens: int = 32,
     batch_size: int = 64,
     progress: Callable[[int, int], None] | None = None,
+    writer: Writer | None = None,
 ) -> list[Answer]:
     """The most probable token each time, until the answer is closed or ended.
 
     Args:
-        model: Its body writes.
+        model: Its body writes, unless there is a `writer`.
         encoder: Knows all of `texts`.
         texts: What is asked about.
         max_new_tokens: The longest answer.
         batch_size: Texts that are answered together; texts of like length are.
         progress: Called with the number of texts answered so far and the number of all.
+        writer: Writes in place of the model.
     """
-    body = body_of(model)
     ends = set(model.end_ids)
     prompts = [encoder.suffix(text) for text in texts]
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
     answers: dict[int, Answer] = {}
     sampling = Sampling(temperature=0, max_new_tokens=max_new_tokens)
+
+    def stop(ids: list[int]) -> bool:
+        return ids[-1] in ends or encoder.closed(ids)
+
+    body = body_of(model) if writer is None else None
     with torch.no_grad():
-        trunk = body.trunk(encoder.prefix) if texts else None
+        trunk = body.trunk(encoder.prefix) if body is not None and texts else None
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
-            read = body.read([prompts[i] for i in batch], trunk=trunk)
-            rollout = sample(
-                body,
-                read,
-                vocab_size=model.vocab_size,
-                sampling=sampling,
-                stop=lambda ids: ids[-1] in ends or encoder.closed(ids),
-            )
+            if writer is not None:
+                whole = [[*encoder.prefix, *prompts[i]] for i in batch]
+                rollout = writer.sample(whole, sampling=sampling, stop=stop)
+            else:
+                assert body is not None
+                read = body.read([prompts[i] for i in batch], trunk=trunk)
+                rollout = sample(body, read, vocab_size=model.vocab_size, sampling=sampling, stop=stop)
             for i, ids, ended in zip(batch, rollout.responses, rollout.ended, strict=True):
                 answers[i] = Answer(tuple(ids), encoder.decode(ids), ended)
             if progress is not None:

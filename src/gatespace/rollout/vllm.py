@@ -38,27 +38,24 @@ _HOT = 2.0
 """The highest temperature that vLLM takes: drawn tokens have plainly other log-probabilities than the model's own."""
 _ALTERED = 0.03
 """By what share of its neighbour a weight is altered in the rehearsal."""
+_NEVER = -100.0
+"""Added to the logits of ids that are padding; the least that the protocol knows."""
 _AT_ONCE = 32
 _REPEATS = 4
 _SEED = (1 << 63) - 1
 
 
-class VllmSampler:
-    """Samples a student with a vLLM server that has its weights.
-
-    The server has to be started with ``VLLM_SERVER_DEV_MODE=1``, best from a folder that `save_untied` wrote, and to
-    see `folder` under the same name as this process: on this machine, or on a shared disk.
+class VllmWriter:
+    """Writes with a vLLM server that has a model's weights. Whether it has them is checked on a text.
 
     Args:
         address: ``vllm://host:port[/model]``.
-        model: The student.
-        folder: New weights are written below it.
-        dtype: Precision of the weights that are written, and of the server.
-        tolerance: Nats by which log-probabilities may differ from the student's on average; None: by the precision.
-        rehearse: Try once, with weights that differ everywhere, whether the server takes all of them. It needs the
-            memory of a second student for a moment.
+        model: The model.
+        dtype: Precision of the server.
+        tolerance: Nats by which log-probabilities may differ from the model's on average; None: by the precision.
         timeout: Seconds after which a question is asked again.
         patience: Seconds without an answer after which `ServerAwayError` is raised.
+        wait: As in `VllmServer`.
         report: Is told what a user should know.
     """
 
@@ -66,37 +63,33 @@ class VllmSampler:
         self,
         address: str,
         model: Model,
-        folder: Path,
         *,
         dtype: torch.dtype = torch.float32,
         tolerance: float | None = None,
-        rehearse: bool = True,
         timeout: float = 60.0,
         patience: float = 600.0,
+        wait: bool = True,
         report: Callable[[str], None] | None = None,
     ) -> None:
         self._model, self._dtype = model, dtype
-        self._folder = folder.expanduser().absolute()
         rough = max(dtype, model.head.weight.dtype, key=lambda dtype: _TOLERANCE.get(dtype, math.inf))
         self._tolerance = _TOLERANCE[rough] if tolerance is None else tolerance
         self._probe: list[int] = model.tokenizer.encode(_TEXT, add_special_tokens=False)[:_PROBE]
-        self._syncs = self._seen = 0
+        self._seen = 0
         self._processed: bool | None = None
-        self._server = VllmServer(address, timeout=timeout, patience=patience, report=report, at_once=_AT_ONCE)
+        self._server = VllmServer(
+            address, timeout=timeout, patience=patience, wait=wait, report=report, at_once=_AT_ONCE
+        )
         try:
             self._name = self._server.card().id
-            if rehearse:
-                self._send(_altered(model), 2 * self._tolerance)
-            self.sync()
+            self._prepare()
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Give up what is under way, and remove the weights from the disk."""
+        """Give up what is under way."""
         self._server.close()
-        for place in (self._place(0), self._place(1)):
-            shutil.rmtree(place, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self
@@ -108,48 +101,34 @@ class VllmSampler:
 
     # ------------------------------------------------------------------ weights
 
-    def sync(self) -> float:
-        """Give the server the student's weights as they are now; by how much their log-probabilities still differ.
+    def _prepare(self) -> None:
+        """Before anything is written."""
+        self.verify()
 
-        Raises `RunError` if that is more than rounding.
-        """
-        return self._send(self._model, self._tolerance)
+    def _renew(self) -> None:
+        """A server that was away may have come back with other weights."""
+        self.verify()
 
-    def _send(self, model: Model, tolerance: float) -> float:
-        place = self._place(self._syncs % 2)  # never the folder that the server may still have open
-        self._syncs += 1
-        save_untied(model, place, dtype=self._dtype)
-        try:
-            self._server.tell("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(place)}})
-            self._server.tell("/reset_prefix_cache")
-        except RefusedError as error:
-            if error.status == 404:
-                raise UsageError(
-                    f"{self._server} takes no new weights",
-                    got=error.got,
-                    instead="start it with VLLM_SERVER_DEV_MODE=1 in its environment",
-                ) from None
-            raise
-        shutil.rmtree(self._place(self._syncs % 2), ignore_errors=True)
-        apart = self._verify(model, tolerance)
+    def verify(self) -> float:
+        """By how much the log-probabilities of server and model differ; `RunError` if that is more than rounding."""
+        apart = self._verify(self._model, self._tolerance)
         self._seen = self._server.interruptions
         return apart
-
-    def _place(self, number: int) -> Path:
-        return self._folder / f"weights-{number}"
 
     def _verify(self, model: Model, tolerance: float) -> float:
         ours, theirs = _log_probs(model, self._probe), torch.tensor(self._told(self._probe))
         apart = float((ours - theirs).abs().mean())
         if not apart <= tolerance:
             raise RunError(
-                f"{self._server} does not have the student's weights",
+                f"{self._server} does not have the weights of {model.name}",
                 got=f"the log-probabilities of a text differ by {apart:.3g} on average, more than {tolerance:g}",
-                why="it computes with old weights somewhere, or in another precision; where embedding and head are tied"
-                " it may keep its old head without a word",
-                instead="start it from a folder that gatespace.models.untied.save_untied wrote, in the same precision",
+                why=self._reason,
+                instead=self._remedy,
             )
         return apart
+
+    _reason = "it has another model, or computes in another precision"
+    _remedy = "start it with this model, in the same precision"
 
     def _told(self, ids: list[int]) -> list[float]:
         """What the server says of every token of a text but the first."""
@@ -182,11 +161,12 @@ class VllmSampler:
             stop: Whether a response, its last token included, is at its end. vLLM writes on to an end token or the
                 longest response, and what it wrote after the end is cut off.
             seeds: Per row, of its own named stream; not needed at temperature 0.
-            vocab_size: Ids from here on are padding. None: by the student's tokenizer.
+            vocab_size: Ids from here on are padding. None: by the model's tokenizer.
         """
         if sampling.temperature > 0 and len(seeds) != len(prompts):
             raise UsageError("sampling needs a seed per row", got=f"{len(seeds)} for {len(prompts)} rows")
         self._check_mode(sampling)
+        size = vocab_size or self._model.vocab_size
         body = {
             "model": self._name,
             "max_tokens": sampling.max_new_tokens,
@@ -197,6 +177,8 @@ class VllmSampler:
             "ignore_eos": True,  # the server's idea of an end; ours follows
             "stop_token_ids": list(self._model.end_ids),
         }
+        if padding := range(size, len(self._model.head.weight)):
+            body["logit_bias"] = dict.fromkeys(map(str, padding), _NEVER)
         if sampling.temperature == 0:
             requests = [(list(prompts), body)] if prompts else []
         else:  # a request has one seed
@@ -206,12 +188,12 @@ class VllmSampler:
             choices = [choice for part in begun for choice in part.result()]
             if self._server.interruptions == self._seen:
                 break
-            self.sync()  # a server that was away may have come back with other weights
+            self._renew()
         else:
             raise RunError(f"{self._server} does not stay long enough to write", got=f"{_REPEATS} interruptions")
         rollout = Rollout()
         for choice in choices:
-            ids, log_probs = self._written(choice, sampling, vocab_size or self._model.vocab_size)
+            ids, log_probs = self._written(choice, sampling, size)
             end = next((i for i in range(1, len(ids) + 1) if stop(ids[:i])), None)
             rollout.responses.append(ids[:end])
             rollout.log_probs.append(log_probs[:end])
@@ -251,6 +233,78 @@ class VllmSampler:
                 got=f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}",
                 instead="start it with --logprobs-mode processed_logprobs, or sample at temperature 1 and top_p 1",
             )
+
+
+class VllmSampler(VllmWriter):
+    """Samples a student with a vLLM server that is given its weights.
+
+    The server has to be started with ``VLLM_SERVER_DEV_MODE=1``, best from a folder that `save_untied` wrote, and to
+    see `folder` under the same name as this process: on this machine, or on a shared disk.
+
+    Args:
+        address: ``vllm://host:port[/model]``.
+        model: The student.
+        folder: New weights are written below it.
+        rehearse: Try once, with weights that differ everywhere, whether the server takes all of them. It needs the
+            memory of a second student for a moment.
+        settings: Of the `VllmWriter`; `dtype` is also the precision of the weights that are written.
+    """
+
+    _reason = (
+        "it computes with old weights somewhere, or in another precision; where embedding and head are tied it may keep"
+        " its old head without a word"
+    )
+    _remedy = "start it from a folder that gatespace.models.untied.save_untied wrote, in the same precision"
+
+    def __init__(self, address: str, model: Model, folder: Path, *, rehearse: bool = True, **settings: Any) -> None:
+        self._folder = folder.expanduser().absolute()
+        self._rehearse = rehearse
+        self._syncs = 0
+        super().__init__(address, model, **settings)
+
+    def close(self) -> None:
+        """Give up what is under way, and remove the weights from the disk."""
+        super().close()
+        for place in (self._place(0), self._place(1)):
+            shutil.rmtree(place, ignore_errors=True)
+
+    def _prepare(self) -> None:
+        if self._rehearse:
+            self._send(_altered(self._model), 2 * self._tolerance)
+        self.sync()
+
+    def _renew(self) -> None:
+        self.sync()
+
+    def sync(self) -> float:
+        """Give the server the student's weights as they are now; by how much their log-probabilities still differ.
+
+        Raises `RunError` if that is more than rounding.
+        """
+        return self._send(self._model, self._tolerance)
+
+    def _send(self, model: Model, tolerance: float) -> float:
+        place = self._place(self._syncs % 2)  # never the folder that the server may still have open
+        self._syncs += 1
+        save_untied(model, place, dtype=self._dtype)
+        try:
+            self._server.tell("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(place)}})
+            self._server.tell("/reset_prefix_cache")
+        except RefusedError as error:
+            if error.status == 404:
+                raise UsageError(
+                    f"{self._server} takes no new weights",
+                    got=error.got,
+                    instead="start it with VLLM_SERVER_DEV_MODE=1 in its environment",
+                ) from None
+            raise
+        shutil.rmtree(self._place(self._syncs % 2), ignore_errors=True)
+        apart = self._verify(model, tolerance)
+        self._seen = self._server.interruptions
+        return apart
+
+    def _place(self, number: int) -> Path:
+        return self._folder / f"weights-{number}"
 
 
 _PLAIN: dict[str, Any] = {

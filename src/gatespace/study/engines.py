@@ -1,8 +1,7 @@
-"""Where jobs are done: processes of this machine, or a Ray cluster. Both give the same numbers."""
+"""Where jobs are done: processes of this machine here, a Ray cluster in `ray_engine`. Both give the same numbers."""
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import signal
@@ -13,17 +12,18 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any, Protocol
 
-from gatespace.errors import RunError, missing_extra
+from gatespace.errors import RunError
 from gatespace.study.jobs import Job, Outcome, execute
 
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 class Engine(Protocol):
     """Does jobs, several at a time."""
 
-    slots: int
-    """How many jobs it does at once."""
+    @property
+    def slots(self) -> int:
+        """How many jobs it does at once."""
 
     def start(self, name: str, job: Job) -> None:
         """Begin a job; only while fewer than `slots` are under way."""
@@ -99,7 +99,7 @@ class LocalEngine:
         context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        with _environment(dict.fromkeys(_THREAD_VARIABLES, str(self._threads))):
+        with _environment(dict.fromkeys(THREAD_VARIABLES, str(self._threads))):
             process.start()  # libraries read these when they are loaded
         theirs.close()
         return _Worker(process, ours)
@@ -147,55 +147,3 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-class RayEngine:
-    """Tasks of a Ray cluster. The study's folder must be one that all its nodes see.
-
-    Args:
-        workers: How many jobs at once.
-        threads: CPUs of each.
-        address: Of a cluster that runs; None: a local one for the time of the study.
-    """
-
-    def __init__(self, workers: int, threads: int, address: str | None = None) -> None:
-        try:
-            import ray
-        except ImportError as error:
-            raise missing_extra("--engine ray", module="ray", extra="ray") from error
-        self._ray: Any = ray
-        self.slots = workers
-        # What Ray says on its own would tear the live table apart; an error comes back as an outcome.
-        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-        try:
-            if address is None:
-                ray.init(num_cpus=workers * threads, include_dashboard=False, **options)
-            else:
-                ray.init(address=address, **options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise RunError(
-                "Ray could not be reached", got=address or "a local cluster", why=str(error).splitlines()[0]
-            ) from error
-        variables = dict.fromkeys(_THREAD_VARIABLES, str(threads))
-        self._execute = ray.remote(num_cpus=threads, max_retries=0, runtime_env={"env_vars": variables})(execute)
-        self._jobs: dict[Any, str] = {}
-
-    def start(self, name: str, job: Job) -> None:
-        self._jobs[self._execute.remote(job)] = name
-
-    def wait(self, seconds: float) -> list[tuple[str, Outcome]]:
-        if not self._jobs:
-            return []
-        ready, _ = self._ray.wait(list(self._jobs), num_returns=1, timeout=seconds)
-        ended = []
-        for reference in ready:
-            try:
-                outcome = self._ray.get(reference)
-            except self._ray.exceptions.RayError as error:
-                text = str(error).strip().splitlines()[0]
-                outcome = {"state": "failed", "error": f"its Ray task was lost: {text}", "details": str(error)}
-            ended.append((self._jobs.pop(reference), outcome))
-        return ended
-
-    def close(self) -> None:
-        self._ray.shutdown()

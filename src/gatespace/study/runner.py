@@ -78,10 +78,16 @@ class Outlook:
         return left / workers
 
 
-def look(store: Store) -> Outlook:
-    """How a study stands, seen from outside."""
-    _, work = outline(store, store.config())
-    return Outlook(work, {one.name: store.state(one.folder) for one in work})
+def look(store: Store, work: list[Work] | None = None) -> Outlook:
+    """How a study stands, seen from outside. `work` is that of `outline`, for those who look often."""
+    if work is None:
+        _, work = outline(store, store.config())
+    running = store.running()
+    states = {one.name: store.state(one.folder) for one in work}
+    for name, state in states.items():
+        if state == "waiting" and name in running:  # on another machine, whose hold on a folder does not show here
+            states[name] = "running"
+    return Outlook(work, states, _blocked(store, work, states))
 
 
 def outline(store: Store, config: StudyConfig, threads: int | None = None) -> tuple[Plan, list[Work]]:
@@ -137,6 +143,7 @@ class _Runner:
         self.config, self.store, self.engine, self.threads = config, store, engine, threads
         self.watch, self.note = watch, note
         self.running: set[str] = set()
+        self._told: set[str] | None = None
         self.states: dict[str, State] = {}
         self._look()
 
@@ -159,7 +166,7 @@ class _Runner:
         while True:
             if self._choose_bases():
                 self._look()
-            blocked = self._blocked()
+            blocked = _blocked(self.store, self.work, self.states)
             for work in self._ready(blocked):
                 if len(self.running) >= self.engine.slots:
                     break
@@ -169,6 +176,9 @@ class _Runner:
                     self.running.add(work.name)
                     self.states[work.name] = "running"
             outlook = Outlook(self.work, self.states, blocked)
+            if self.running != self._told:
+                self._told = set(self.running)
+                self.store.now_running(self._told)
             self.watch(outlook)
             if not self.running:
                 return outlook
@@ -185,30 +195,6 @@ class _Runner:
         for work in self.work:
             if self.states[work.name] == "waiting" and work.name not in blocked and done.issuperset(work.needs):
                 yield work
-
-    def _blocked(self) -> dict[str, str]:
-        """Work that waits for something that failed."""
-        blocked: dict[str, str] = {}
-        hopeless = {task: error for task in self.config.tasks if (error := self._hopeless(task))}
-        for work in self.work:  # needs stand before what needs them
-            if self.states[work.name] != "waiting":
-                continue
-            for need in work.needs:
-                if self.states[need] == "failed":
-                    blocked[work.name] = f"{need} failed"
-                elif need in blocked:
-                    blocked[work.name] = blocked[need]
-            if work.run is not None and work.task in hopeless:
-                blocked.setdefault(work.name, f"the first runs of {work.task} all failed: {hopeless[work.task]}")
-        return blocked
-
-    def _hopeless(self, task: str) -> str:
-        runs = [work for work in self.work if work.task == task and work.run is not None]
-        failed = [work for work in runs if self.states[work.name] == "failed"]
-        if len(failed) < _SAME_FAILURES or any(self.states[work.name] == "done" for work in runs):
-            return ""
-        errors = {self.store.error(work.folder) for work in failed}
-        return errors.pop().splitlines()[0] if len(errors) == 1 else ""
 
     def _choose_bases(self) -> bool:
         """Choose the bases whose candidates are all done, on validation."""
@@ -240,6 +226,32 @@ class _Runner:
 
 
 # ---------------------------------------------------------------------------------------------------- work
+
+
+def _blocked(store: Store, work: list[Work], states: Mapping[str, State]) -> dict[str, str]:
+    """Work that waits for something that failed."""
+    blocked: dict[str, str] = {}
+    hopeless = {task: error for task in {one.task for one in work} if (error := _hopeless(store, work, states, task))}
+    for one in work:  # needs stand before what needs them
+        if states[one.name] != "waiting":
+            continue
+        for need in one.needs:
+            if states[need] == "failed":
+                blocked[one.name] = f"{need} failed"
+            elif need in blocked:
+                blocked[one.name] = blocked[need]
+        if one.run is not None and one.task in hopeless:
+            blocked.setdefault(one.name, f"the first runs of {one.task} all failed: {hopeless[one.task]}")
+    return blocked
+
+
+def _hopeless(store: Store, work: list[Work], states: Mapping[str, State], task: str) -> str:
+    runs = [one for one in work if one.task == task and one.run is not None]
+    failed = [one for one in runs if states[one.name] == "failed"]
+    if len(failed) < _SAME_FAILURES or any(states[one.name] == "done" for one in runs):
+        return ""
+    errors = {store.error(one.folder) for one in failed}
+    return errors.pop().splitlines()[0] if len(errors) == 1 else ""
 
 
 def _prepare(store: Store, config: StudyConfig, task: str, threads: int | None) -> list[Work]:

@@ -2,6 +2,7 @@
 
     study.yaml           the study file with every default written out
     store.json           what must stay the same when the study is taken up again
+    running.json         what is being worked on, while somebody works on the study
     bases.json           bases that were chosen on validation
     models/…             runs of `teach`, one per task and role
     baselines/…          student before training and teacher, evaluated
@@ -17,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ from gatespace.files import atomic_write, is_claimed
 from gatespace.study.records import Base, State
 
 STUDY = "study.yaml"
-_STORE, _BASES = "store.json", "bases.json"
+STORE, BASES, _RUNNING, _PROGRESS = "store.json", "bases.json", "running.json", "progress.json"
 DONE, ERROR, READS = "done", "error.json", "reads.jsonl"
+FAILED = "failed"
+"""At a URL, where a folder's last file says what it is: the records of a run that failed."""
 
 
 class Store:
@@ -76,19 +79,25 @@ class Store:
         """The study file."""
         return load_config(StudyConfig, self.folder / STUDY)
 
-    def begin(self, config: StudyConfig, *, workers: int, threads: int | None) -> int:
+    def begin(self, config: StudyConfig, *, workers: int, threads: int | None, usual: int | None = None) -> int:
         """Make the folder this study's, and return the threads of each run.
 
         Threads show in the last bits of a sum. A study that is taken up again keeps those it began with, unless it is
         told otherwise.
+
+        Args:
+            config: The study file.
+            workers: Runs at once.
+            threads: Of each run, as the user has it.
+            usual: Threads of a study that begins, where the user says nothing; None: its share of this machine's cores.
         """
         self._check_owner(config)
         self.folder.mkdir(parents=True, exist_ok=True)
         atomic_write(self.folder / STUDY, dump_yaml(config))
-        kept = self._read(_STORE).get("threads")
+        kept = self._read(STORE).get("threads")
         cores = os.process_cpu_count() if hasattr(os, "process_cpu_count") else len(os.sched_getaffinity(0))
-        chosen = threads or kept or max(1, (cores or 1) // workers)
-        atomic_write(self.folder / _STORE, json.dumps({"threads": chosen, "workers": workers}) + "\n")
+        chosen = threads or kept or usual or max(1, (cores or 1) // workers)
+        atomic_write(self.folder / STORE, json.dumps({"threads": chosen, "workers": workers}) + "\n")
         return int(chosen)
 
     def _check_owner(self, config: StudyConfig) -> None:
@@ -108,18 +117,26 @@ class Store:
     @property
     def workers(self) -> int:
         """How many runs go on at once."""
-        return int(self._read(_STORE).get("workers", 1))
+        return int(self._read(STORE).get("workers", 1))
 
     def bases(self) -> dict[str, Base]:
         """Task → base that was chosen on validation."""
-        return {task: Base(**value) for task, value in self._read(_BASES).items()}
+        return {task: Base(**value) for task, value in self._read(BASES).items()}
 
     def choose(self, task: str, base: Base) -> None:
         """Write down a choice."""
         chosen = {name: value._asdict() for name, value in (self.bases() | {task: base}).items()}
-        atomic_write(self.folder / _BASES, json.dumps(chosen, indent=2, sort_keys=True) + "\n")
+        atomic_write(self.folder / BASES, json.dumps(chosen, indent=2, sort_keys=True) + "\n")
 
     # ------------------------------------------------------------------ pieces of work
+
+    def running(self) -> set[str]:
+        """Names of what is being worked on, on whatever machine. None of it, where nobody works on the study."""
+        return set(self._read(_RUNNING)) if is_claimed(self.folder) else set()
+
+    def now_running(self, names: Iterable[str]) -> None:
+        """Write down what is being worked on."""
+        atomic_write(self.folder / _RUNNING, json.dumps(dict.fromkeys(sorted(names), True)) + "\n")
 
     def state(self, folder: Path) -> State:
         """Of the piece of work in `folder`."""
@@ -170,13 +187,31 @@ def progress_of(folder: Path) -> int:
             file.seek(max(0, size - 4096))
             lines = file.read().split(b"\n")
     except FileNotFoundError:
-        return 0
+        return _far_progress(folder)
     for line in reversed(lines[:-1]):  # what follows the last end of line is not whole
         try:
             return int(json.loads(line)["step"])
         except (ValueError, KeyError):
             continue
     return 0
+
+
+def far_progress_is(folder: Path, step: int) -> None:
+    """Write down how far a run is whose records are on another machine."""
+    if step != _far_progress(folder):
+        atomic_write(folder / _PROGRESS, json.dumps({"step": step}) + "\n")
+
+
+def forget_far_progress(folder: Path) -> None:
+    """The run's own records are here now."""
+    (folder / _PROGRESS).unlink(missing_ok=True)
+
+
+def _far_progress(folder: Path) -> int:
+    try:
+        return int(json.loads((folder / _PROGRESS).read_text())["step"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def seconds_of(folder: Path) -> float | None:

@@ -23,14 +23,14 @@ from gatespace.config.address import Address, parse_address
 from gatespace.config.base import Fault
 from gatespace.errors import RunError, UsageError
 from gatespace.gating.projection import Head
-from gatespace.gating.tokens import TeacherTopK
 from gatespace.models.cache_root import cache_root
 from gatespace.teacher import wire
 from gatespace.teacher.cache import ScoreCache
+from gatespace.teacher.kept import Form, RowScores
 from gatespace.teacher.keys import ClientKeys, endpoint
 from gatespace.teacher.link import Link, Question
 from gatespace.teacher.local import LocalStats
-from gatespace.teacher.scores import Scores, check_questions, score_keys
+from gatespace.teacher.scores import Scores, check_questions
 
 _LARGEST_HEAD = 16 << 30
 """Bytes; no server makes a client set aside more."""
@@ -91,7 +91,7 @@ class RemoteTeacher:
         self.prefix = list(prefix)
         self.stats = LocalStats()
         self._payload, self._longest = payload, max_new_tokens
-        self._cache, self._device = cache, torch.device(device)
+        self._device = torch.device(device)
         _check_place(self.address, keys)
         who = (name or f"{platform.node()}:{os.getpid()}")[:256]
         buffers = (wire.ids_array(self.prefix),)
@@ -109,7 +109,18 @@ class RemoteTeacher:
             self._k, self._width, self._limits = welcome.k, welcome.width, welcome.limits
             self._position_bytes = welcome.position_bytes
             self._check(welcome, vocab_size)
-            self._head = None if welcome.head is None else self._fetched(welcome.head, report)
+            head = None if welcome.head is None else self._fetched(welcome.head, report)
+            # Of a teacher that is known by its name only, other weights would find the scores.
+            self._cache = cache if welcome.kept else None
+            self._form = Form(
+                self.fingerprint,
+                self.numerics,
+                payload,
+                self._k,
+                self.dtype if payload == "hidden" else torch.float32,
+                self._device,
+                head,
+            )
         except BaseException:
             self.close()
             raise
@@ -137,42 +148,19 @@ class RemoteTeacher:
         check_questions(prompts, responses, self._longest)
         self.stats.rows += len(responses)
         self.stats.tokens += sum(map(len, responses))
-        found, keys = self._cached(prompts, responses)
-        missing = [row for row, entry in enumerate(found) if entry is None]
-        pieces = [self._asked(rows, prompts, responses) for rows in self._divided(missing, prompts, responses)]
+        rows = RowScores(self._form, self._cache, self.prefix, prompts, responses)
+        pieces = [self._asked(part, prompts, responses) for part in self._divided(rows.missing, prompts, responses)]
         known: list[Scores] = []
 
         def scores() -> Scores:
             if not known:
-                known.append(self._joined(found, keys, pieces, responses))
+                packets = self._link.answers([piece.question for piece in pieces])
+                for piece, packet in zip(pieces, packets, strict=True):
+                    rows.fill(piece.rows, self._read(packet, [len(responses[row]) for row in piece.rows]))
+                known.append(rows.scores())
             return known[0]
 
         return scores
-
-    def _joined(
-        self,
-        found: list[Tensor | None],
-        keys: list[list[bytes]],
-        pieces: list[_Piece],
-        responses: Sequence[Sequence[int]],
-    ) -> Scores:
-        packets = self._link.answers([piece.question for piece in pieces])
-        for piece, packet in zip(pieces, packets, strict=True):
-            lengths = [len(responses[row]) for row in piece.rows]
-            for row, entry in zip(piece.rows, self._read(packet, lengths), strict=True):
-                found[row] = entry
-        if self._cache is not None and pieces:
-            self._cache.put_many(
-                (key, _pack(position))
-                for piece in pieces
-                for row in piece.rows
-                for key, position in zip(keys[row], found[row], strict=True)  # type: ignore[arg-type]
-            )
-        joined = torch.cat([entry for entry in found if entry is not None])[None].to(self._device)
-        if self._payload == "hidden":
-            return Scores(joined, self._head)
-        ids, log_probs, sampled = joined.split([self._k, self._k, 1], -1)
-        return Scores(TeacherTopK(ids.long(), log_probs, sampled[..., 0]), None)
 
     def _read(self, packet: wire.Packet, lengths: Sequence[int]) -> Sequence[Tensor]:
         """The rows of an answer as a cache has them: hidden states, or ids, log-probabilities and the token's own."""
@@ -223,32 +211,6 @@ class RemoteTeacher:
             tokens += size
             written += len(responses[row])
         return parts
-
-    def _cached(
-        self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
-    ) -> tuple[list[Tensor | None], list[list[bytes]]]:
-        """Rows all of whose positions are known, and the keys of all rows."""
-        found: list[Tensor | None] = [None] * len(responses)
-        if self._cache is None:
-            return found, []
-        keys = [self._keys(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
-        entries = iter(self._cache.get_many([key for row in keys for key in row]))
-        dtype = self.dtype if self._payload == "hidden" else torch.float32
-        for row, row_keys in enumerate(keys):
-            values = [next(entries) for _ in row_keys]
-            if None not in values:
-                whole = bytearray(b"".join(value for value in values if value is not None))
-                found[row] = torch.frombuffer(whole, dtype=dtype).view(len(values), -1)
-        return found, keys
-
-    def _keys(self, prompt: Sequence[int], response: Sequence[int]) -> list[bytes]:
-        return score_keys(
-            fingerprint=self.fingerprint,
-            numerics=self.numerics,
-            payload=self._payload,
-            prompt=[*self.prefix, *prompt],
-            response=response,
-        )
 
     def _check(self, welcome: wire.Welcome, vocab_size: int | None) -> None:
         """Raise where a server says of itself what cannot be."""
@@ -332,10 +294,6 @@ def _check_place(address: Address, keys: ClientKeys | None) -> None:
             why="prompts and scores would travel for all to read and to change",
             instead="teacher.client_key and teacher.server_key, which `gatespace teacher keygen` makes",
         )
-
-
-def _pack(position: Tensor) -> bytes:
-    return position.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _sha256(content: bytes | bytearray) -> str:

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from gatespace.errors import UsageError
 from gatespace.gating.projection import Projection, logits_buffer
-from gatespace.gating.tokens import TeacherTopK
 from gatespace.gating.vocabulary import top_entries
 from gatespace.models.body import Body, body_of
 from gatespace.models.load import Model
 from gatespace.models.packed import PackedBody
 from gatespace.teacher.cache import ScoreCache
-from gatespace.teacher.scores import Scores, check_questions, score_keys
+from gatespace.teacher.kept import Form, RowScores
+from gatespace.teacher.scores import Scores, check_questions
 
 _VERSION = 1
 """Counts up when the same teacher would give other bits than before."""
@@ -98,6 +98,15 @@ class LocalTeacher:
         self.stats = LocalStats()
         self.numerics = self._describe()
         """Everything beside teacher and question that the bits of a score depend on."""
+        self._form = Form(
+            self._fingerprint,
+            self.numerics,
+            payload,
+            self._k,
+            self._dtype if payload == "hidden" else torch.float32,
+            self._device,
+            model.head,
+        )
 
     # ------------------------------------------------------------------ scores
 
@@ -107,49 +116,17 @@ class LocalTeacher:
         check_questions(prompts, responses, self._longest)
         self.stats.rows += len(responses)
         self.stats.tokens += sum(map(len, responses))
-        found: list[Tensor | None] = [None] * len(responses)
-        keys: list[list[bytes]] = []
-        if self._cache is not None:
-            keys = [self._keys(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
-            entries = iter(self._cache.get_many([key for row in keys for key in row]))
-            for row, row_keys in enumerate(keys):
-                values = [next(entries) for _ in row_keys]
-                if None not in values:
-                    found[row] = self._unpack(b"".join(value for value in values if value is not None), len(values))
-        missing = [row for row, entry in enumerate(found) if entry is None]
-        computed = self._compute([prompts[i] for i in missing], [responses[i] for i in missing])
-        for row, entry in zip(missing, computed, strict=True):
-            found[row] = entry
-        if self._cache is not None and missing:
-            new = zip(missing, computed, strict=True)
-            self._cache.put_many(
-                (key, self._pack(v)) for row, entry in new for key, v in zip(keys[row], entry, strict=True)
-            )
-        joined = torch.cat([entry.to(self._device) for entry in found if entry is not None])[None]
-        if self._payload == "hidden":
-            return Scores(joined, self.model.head)
-        ids, log_probs, sampled = joined.split([self._k, self._k, 1], -1)
-        return Scores(TeacherTopK(ids.long(), log_probs, sampled[..., 0]), None)
+        rows = RowScores(self._form, self._cache, self.prefix, prompts, responses)
+        missing = rows.missing
+        rows.fill(missing, self._compute([prompts[i] for i in missing], [responses[i] for i in missing]))
+        return rows.scores()
 
     def ask(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Callable[[], Scores]:
         """The scores when they are wanted: in one process nothing is gained by computing them earlier."""
         return lambda: self.score(prompts, responses)
 
-    def _keys(self, prompt: Sequence[int], response: Sequence[int]) -> list[bytes]:
-        return score_keys(
-            fingerprint=self._fingerprint,
-            numerics=self.numerics,
-            payload=self._payload,
-            prompt=[*self.prefix, *prompt],
-            response=response,
-        )
-
-    def _pack(self, entry: Tensor) -> bytes:
-        return entry.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-
-    def _unpack(self, buffer: bytes, positions: int) -> Tensor:
-        dtype = self._dtype if self._payload == "hidden" else torch.float32
-        return torch.frombuffer(bytearray(buffer), dtype=dtype).view(positions, -1)
+    def close(self) -> None:
+        """Nothing is under way between two calls."""
 
     # ------------------------------------------------------------------ canonical passes
 

@@ -25,6 +25,7 @@ from typing import Self
 from gatespace.errors import GatespaceError, RunError, UsageError, missing_extra
 from gatespace.models.load import Model
 from gatespace.teacher import wire
+from gatespace.teacher.backend import Backend, LocalBackend
 from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.keys import DOMAIN, ServerKeys, check_bind, endpoint
 from gatespace.teacher.schedule import Kind, Rates, Request, Schedule, ServerLimits, Session, question_digest
@@ -38,7 +39,6 @@ except ImportError as error:
 
 __all__ = ["ServerLimits", "TeacherServer"]
 
-PAYLOADS = ("hidden", "top_k")
 _HEARTBEAT = 5.0
 """Seconds between heartbeats of a connection; after three of silence it is closed."""
 _HANDSHAKE = 10.0
@@ -58,12 +58,12 @@ class TeacherServer:
     """Serves a model.
 
     Args:
-        model: The teacher; its weights must not change from here on.
+        teacher: A model, whose weights must not change from here on; or a backend, which stays the caller's.
         bind: ``tcp://host:port``; port 0 or * has the system choose. Without `keys` it must be a loopback address.
-        cache: Scores computed before, and from now on.
+        cache: Of a model: scores computed before, and from now on.
         keys: CURVE keys and the clients that may come in.
         limits: How much is taken on.
-        packed: As in `body_of`.
+        packed: Of a model: as in `body_of`.
         report: Is told what is worth a line.
 
     Example:
@@ -73,7 +73,7 @@ class TeacherServer:
 
     def __init__(
         self,
-        model: Model,
+        teacher: Model | Backend,
         bind: str = "tcp://127.0.0.1:5555",
         *,
         cache: ScoreCache | None = None,
@@ -83,13 +83,14 @@ class TeacherServer:
         report: Callable[[str], None] | None = None,
     ) -> None:
         place = check_bind(bind, secured=keys is not None)
-        self.model = model
         self.limits = limits or ServerLimits()
         self.instance = secrets.token_hex(8)
-        self.fingerprint = model.fingerprint()
-        self._name = model.name[:256]
-        self._tokenizers = {model.tokenizer_digest(), wire.vocabulary_digest(model.tokenizer.get_vocab())}
-        self._row_tokens = _reach(model)
+        self._backend: Backend = (
+            LocalBackend(teacher, cache=cache, packed=packed) if isinstance(teacher, Model) else teacher
+        )
+        self.fingerprint = self._backend.fingerprint
+        self._name = self._backend.name[:256]
+        self._row_tokens = self._backend.reach
         self._cache = cache
         self._report = report or (lambda text: None)
         self._schedule = Schedule(self.limits)
@@ -128,9 +129,7 @@ class TeacherServer:
             self._release()
             raise
         self.endpoint = endpoint(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
-        self._worker = ModelThread(
-            model, cache=cache, packed=packed, teachers=self.limits.teachers, wake=self._ring_bell
-        )
+        self._worker = ModelThread(self._backend, teachers=self.limits.teachers, wake=self._ring_bell)
 
     @property
     def address(self) -> str:
@@ -347,7 +346,8 @@ class TeacherServer:
             if result.ready is None:
                 error = result.error or RunError("the teacher has failed")
                 self._report(f"a client was refused: {error.what}")
-                self._refuse(identity, hello.id, wire.PAIR if isinstance(error, UsageError) else wire.SCORING, error)
+                code = wire.PAIR if isinstance(error, UsageError) else wire.SCORING
+                self._refuse(identity, hello.id, code, error, retry=result.passing)
                 return
             self._known[result.job.kind] = result.ready
             while len(self._known) > _KNOWN:
@@ -436,7 +436,7 @@ class TeacherServer:
         if self._draining is not None:
             self._refuse_draining(identity, hello.id)
             return
-        vocab_size = hello.vocab_size or self.model.vocab_size
+        vocab_size = hello.vocab_size or self._backend.vocab_size
         prefix = wire.ids_of(packet.arrays[0])
         try:
             self._check_pair(hello, vocab_size, prefix)
@@ -455,17 +455,25 @@ class TeacherServer:
             self._refuse(identity, hello.id, wire.BUSY, crowd, retry=True)
 
     def _check_pair(self, hello: wire.Hello, vocab_size: int, prefix: list[int]) -> None:
-        if hello.tokenizer not in self._tokenizers:
+        known = self._backend.tokenizers
+        if hello.tokenizer not in known:
             raise UsageError(
                 "student and teacher do not have the same vocabulary",
-                got=f"digest {hello.tokenizer[:16]}, and {' or '.join(sorted(d[:16] for d in self._tokenizers))} here",
+                got=f"digest {hello.tokenizer[:16]}, and {' or '.join(sorted(d[:16] for d in known))} here",
                 why="a divergence compares the two models id by id",
                 instead="two models of one family, with tokenizers of the same version",
             )
-        rows = len(self.model.head.weight)
+        if hello.payload not in self._backend.payloads:
+            raise UsageError(
+                f"this teacher does not give the payload {hello.payload}",
+                got=hello.payload,
+                why="vLLM computes it, and tells of first choices only",
+                instead="teacher.payload: top_k, with objective.support: bucket or hybrid",
+            )
+        rows = self._backend.rows
         if vocab_size > rows:
             raise UsageError("the teacher's head has fewer rows than ids are asked for", got=f"{rows}, {vocab_size}")
-        if prefix and not 0 <= min(prefix) <= max(prefix) < self.model.vocab_size:
+        if prefix and not 0 <= min(prefix) <= max(prefix) < self._backend.vocab_size:
             raise UsageError("the shared prefix has ids that are no tokens", got=f"{min(prefix)} to {max(prefix)}")
         if self._row_tokens is not None and len(prefix) + 1 + hello.max_new_tokens > self._row_tokens:
             raise UsageError(
@@ -492,7 +500,7 @@ class TeacherServer:
             )
             if not self._join(session, hello):
                 return
-        weight = self.model.head.weight
+        backend = self._backend
         welcome = wire.Welcome(
             id=hello.id,
             nonce=hello.nonce,
@@ -502,11 +510,12 @@ class TeacherServer:
             fingerprint=self.fingerprint,
             tokenizer=hello.tokenizer,
             numerics=ready.numerics,
+            kept=backend.kept,
             vocab_size=kind.vocab_size,
-            payloads=PAYLOADS,
+            payloads=backend.payloads,
             k=ready.k,
-            width=weight.shape[1],
-            dtype=str(weight.dtype).removeprefix("torch."),  # type: ignore[arg-type]  # one of those that travel
+            width=backend.width,
+            dtype=backend.dtype,  # type: ignore[arg-type]  # one of those that travel
             position_bytes=ready.position_bytes,
             limits=wire.Limits(
                 rows=self.limits.rows,
@@ -589,7 +598,10 @@ class TeacherServer:
                 got=f"{len(kind.prefix)} + {reach} tokens",
                 instead=f"{self._row_tokens} at most",
             )
-        for what, rows, size in (("prompt", prompts, self.model.vocab_size), ("response", responses, kind.vocab_size)):
+        for what, rows, size in (
+            ("prompt", prompts, self._backend.vocab_size),
+            ("response", responses, kind.vocab_size),
+        ):
             low, high = min(map(min, rows)), max(map(max, rows))
             if low < 0 or high >= size:
                 raise UsageError(
@@ -672,10 +684,3 @@ class TeacherServer:
             self._schedule.leave(identity)
             return False
         return True
-
-
-def _reach(model: Model) -> int | None:
-    """The longest text that the model has positions for."""
-    config = model.network.config.get_text_config()
-    reach = getattr(config, "max_position_embeddings", None)
-    return reach if isinstance(reach, int) and reach > 0 else None

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from gatespace.errors import RunError, UsageError
-from gatespace.gating.tokens import TeacherTopK
-from gatespace.models.vllm_server import Choice, RefusedError, ServerAwayError, VllmServer, read_position
+from gatespace.models.vllm_server import Card, Choice, RefusedError, ServerAwayError, VllmServer, read_position
 from gatespace.teacher.cache import ScoreCache
+from gatespace.teacher.kept import Form, RowScores
 from gatespace.teacher.local import LocalStats
-from gatespace.teacher.scores import Scores, TeacherAwayError, check_questions, score_keys
+from gatespace.teacher.scores import Scores, TeacherAwayError, check_questions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,6 +50,12 @@ class _Known(NamedTuple):
     probe: list[float]
 
 
+def name_fingerprint(card: Card, version: str) -> str:
+    """What stands in place of a hash of the weights, which a stock server does not tell."""
+    identity = "\n".join(("gatespace vllm 1", card.id, card.root or "", version))
+    return hashlib.sha256(identity.encode()).hexdigest()
+
+
 class VllmTeacher:
     """Scores with a vLLM server; it takes the place of a `LocalTeacher` whose payload is ``top_k``.
 
@@ -62,8 +68,10 @@ class VllmTeacher:
         vocab_size: Ids from here on are padding. None: those of the tokenizer count.
         cache: Scores computed before. Their keys hold the server's name for its weights, not a hash of them: only for a
             server whose names never change their meaning.
+        fingerprint: Of the weights, where they are known; None: the server is known by its name and version.
         timeout: Seconds after which a question is asked again.
         patience: Seconds without an answer after which `TeacherAwayError` is raised.
+        wait: As in `VllmServer`.
         report: Is told what a user should know.
         device: Where the scores go.
     """
@@ -78,8 +86,10 @@ class VllmTeacher:
         tokenizer: PreTrainedTokenizerBase,
         vocab_size: int | None = None,
         cache: ScoreCache | None = None,
+        fingerprint: str | None = None,
         timeout: float = 60.0,
         patience: float = 600.0,
+        wait: bool = True,
         report: Callable[[str], None] | None = None,
         device: str | torch.device = "cpu",
     ) -> None:
@@ -89,8 +99,8 @@ class VllmTeacher:
         self._longest, self._k = max_new_tokens, min(k, self.vocab_size)
         self._spare = 0
         """Choices asked for beyond k, in place of ids that are padding."""
-        self._cache, self._device = cache, torch.device(device)
-        self._server = VllmServer(address, timeout=timeout, patience=patience, report=report)
+        self._cache = cache
+        self._server = VllmServer(address, timeout=timeout, patience=patience, wait=wait, report=report)
         self.address = self._server.place
         self._text = tokenizer.encode(_TEXT, add_special_tokens=False)[:_PROBE]
         try:
@@ -111,9 +121,9 @@ class VllmTeacher:
             self.close()
             raise
         known = self._known
-        identity = "\n".join(("gatespace vllm 1", known.id, known.root or "", known.version))
-        self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
+        self.fingerprint = fingerprint or name_fingerprint(card, known.version)
         self.numerics = f"vllm-{known.version}/top{self._k}-of-{self.vocab_size}/prefix{len(self.prefix)}"
+        self._form = Form(self.fingerprint, self.numerics, "top_k", self._k, torch.float32, torch.device(device))
         here = self.address.host in ("localhost", "[::1]") or self.address.host.startswith("127.")
         if report is not None and not here:
             report(f"prompts travel to {self.address} unencrypted, as vLLM's HTTP does")
@@ -142,18 +152,16 @@ class VllmTeacher:
         lengths = [len(response) for response in responses]
         self.stats.rows += len(lengths)
         self.stats.tokens += sum(lengths)
-        found, keys = self._cached(wholes, lengths)
-        missing = [row for row, entry in enumerate(found) if entry is None]
-        parts = [(rows, self._begun(rows, wholes, lengths)) for rows in self._divided(missing, wholes)]
+        rows = RowScores(self._form, self._cache, self.prefix, prompts, responses)
+        parts = [(part, self._begun(part, wholes, lengths)) for part in self._divided(rows.missing, wholes)]
         known: list[Scores] = []
 
         def scores() -> Scores:
             if not known:
-                for rows, part in parts:
-                    for row, entry in zip(rows, self._reached(part.result), strict=True):
-                        found[row] = entry
+                for part, begun in parts:
+                    rows.fill(part, self._reached(begun.result))
                 self._recognise()
-                known.append(self._joined(found, keys, missing))
+                known.append(rows.scores())
             return known[0]
 
         return scores
@@ -208,17 +216,6 @@ class VllmTeacher:
             rows.append([*(float(id) for _, id in first), *(value for value, _ in first), entries[token]])
         return torch.tensor(rows, dtype=torch.float32)  # float32 holds every id of a vocabulary exactly
 
-    def _joined(self, found: list[Tensor | None], keys: list[list[bytes]], missing: list[int]) -> Scores:
-        if self._cache is not None and missing:
-            self._cache.put_many(
-                (key, position.contiguous().view(torch.uint8).numpy().tobytes())
-                for row in missing
-                for key, position in zip(keys[row], found[row], strict=True)  # type: ignore[arg-type]
-            )
-        joined = torch.cat([entry for entry in found if entry is not None])[None].to(self._device)
-        ids, log_probs, sampled = joined.split([self._k, self._k, 1], -1)
-        return Scores(TeacherTopK(ids.long(), log_probs, sampled[..., 0]), None)
-
     # ------------------------------------------------------------------ questions
 
     def _wholes(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -247,28 +244,6 @@ class VllmTeacher:
             parts[-1].append(row)
             tokens += len(wholes[row])
         return parts
-
-    def _cached(self, wholes: list[list[int]], lengths: list[int]) -> tuple[list[Tensor | None], list[list[bytes]]]:
-        found: list[Tensor | None] = [None] * len(wholes)
-        if self._cache is None:
-            return found, []
-        keys = [
-            score_keys(
-                fingerprint=self.fingerprint,
-                numerics=self.numerics,
-                payload="top_k",
-                prompt=whole[:-length],
-                response=whole[-length:],
-            )
-            for whole, length in zip(wholes, lengths, strict=True)
-        ]
-        entries = iter(self._cache.get_many([key for row in keys for key in row]))
-        for row, row_keys in enumerate(keys):
-            values = [next(entries) for _ in row_keys]
-            if None not in values:
-                content = bytearray(b"".join(value for value in values if value is not None))
-                found[row] = torch.frombuffer(content, dtype=torch.float32).view(len(values), -1)
-        return found, keys
 
     # ------------------------------------------------------------------ who answers
 

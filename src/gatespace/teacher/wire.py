@@ -45,7 +45,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from torch import Tensor
 
-VERSION = 1
+VERSION = 2
 """Counts up with every change that an older side would not understand."""
 MAGIC = b"GST"
 
@@ -183,6 +183,9 @@ class Welcome(Struct, frozen=True, forbid_unknown_fields=True, tag="welcome"):
     """As the client has named it."""
     numerics: Text
     """What else the bits of a score depend on: `LocalTeacher`'s, so that both have the same keys in a score cache."""
+    kept: bool
+    """Whether scores may be kept under fingerprint and numerics; not those of a teacher that is known by its name
+    only, where other weights would find them."""
     vocab_size: Positive
     payloads: Annotated[tuple[Name, ...], Meta(max_length=8)]
     """All that the server offers."""

@@ -6,7 +6,6 @@ called. Whatever a job raises is its result, and the thread lives on.
 
 from __future__ import annotations
 
-import hashlib
 import queue
 import threading
 import time
@@ -17,13 +16,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gatespace.errors import GatespaceError, RunError, UsageError
+from gatespace.errors import GatespaceError, RunError
 from gatespace.gating.tokens import TeacherTopK
-from gatespace.models.load import Model
-from gatespace.teacher.cache import ScoreCache
-from gatespace.teacher.local import LocalTeacher
+from gatespace.teacher.backend import Backend, ServedTeacher
+from gatespace.teacher.head import HeadBytes
 from gatespace.teacher.schedule import Batch, Kind, Part, Request
-from gatespace.teacher.wire import PART_BYTES, WIDTHS, Array, Frame, HeadInfo, Payload, ScoreReply, array_of, encode
+from gatespace.teacher.scores import TeacherAwayError
+from gatespace.teacher.wire import WIDTHS, Frame, HeadInfo, Payload, ScoreReply, array_of, encode
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,8 @@ class Opened:
     job: Opening
     ready: Ready | None
     error: GatespaceError | None
+    passing: bool = False
+    """Whether another attempt may go well."""
 
 
 @dataclass
@@ -69,33 +70,27 @@ class Scored:
 
 
 class ModelThread:
-    """Scores batches with a model.
+    """Scores batches.
 
     Args:
-        model: The teacher.
-        cache: Scores computed before.
-        packed: As in `body_of`.
+        backend: Makes the teachers.
         teachers: How many kinds are kept ready.
         wake: Is called when a result is there. In the thread of the model.
     """
 
     def __init__(
         self,
-        model: Model,
+        backend: Backend,
         *,
-        cache: ScoreCache | None,
-        packed: bool | None,
         teachers: int,
         wake: Callable[[], None],
     ) -> None:
-        self.model = model
+        self._backend = backend
         self.results: deque[Opened | Scored] = deque()
         self.idle = True
         """For the thread of the socket, which hands in a job only when the last one has come out."""
-        self._cache = cache
-        self._packed = packed
         self._limit = teachers
-        self._teachers: OrderedDict[Kind, LocalTeacher] = OrderedDict()
+        self._teachers: OrderedDict[Kind, ServedTeacher] = OrderedDict()
         self._head: HeadBytes | None = None
         self._wake = wake
         self._jobs: queue.SimpleQueue[Opening | Batch | None] = queue.SimpleQueue()
@@ -135,6 +130,8 @@ class ModelThread:
         while (job := self._jobs.get()) is not None:
             self.results.append(self._open(job) if isinstance(job, Opening) else self._scored(job))
             self._wake()
+        for teacher in self._teachers.values():
+            teacher.close()
 
     # ------------------------------------------------------------------ jobs
 
@@ -145,11 +142,11 @@ class ModelThread:
             if job.kind.payload == "top_k":
                 return Opened(job, Ready(teacher.numerics, k, 8 * k + 8, None), None)
             if self._head is None:
-                self._head = HeadBytes(self.model)
+                self._head = self._backend.head()
             head = self._head.info
             return Opened(job, Ready(teacher.numerics, k, head.shape[1] * WIDTHS[head.dtype], head), None)
         except Exception as error:  # whatever a model can raise
-            return Opened(job, None, _told(error))
+            return Opened(job, None, _told(error), _passing(error))
 
     def _scored(self, job: Batch) -> Scored:
         result = Scored(job)
@@ -198,22 +195,13 @@ class ModelThread:
         result.passes += passes
         result.computed_tokens += computed
 
-    def _teacher(self, kind: Kind) -> LocalTeacher:
+    def _teacher(self, kind: Kind) -> ServedTeacher:
         teacher = self._teachers.get(kind)
         if teacher is None:
             while len(self._teachers) >= self._limit:
-                self._teachers.popitem(last=False)  # before, not after: two prefixes need more room than one
-            teacher = LocalTeacher(
-                self.model,
-                kind.prefix,
-                max_new_tokens=kind.max_new_tokens,
-                payload=kind.payload,
-                k=kind.k,
-                vocab_size=kind.vocab_size,
-                cache=self._cache,
-                packed=self._packed,
-            )
-            self._teachers[kind] = teacher
+                # Before, not after: two prefixes need more room than one.
+                self._teachers.popitem(last=False)[1].close()
+            teacher = self._teachers[kind] = self._backend.teacher(kind)
         self._teachers.move_to_end(kind)
         return teacher
 
@@ -245,58 +233,4 @@ def _told(error: Exception) -> GatespaceError:
 
 
 def _passing(error: Exception) -> bool:
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError))
-
-
-# ---------------------------------------------------------------------------------------------------- the head
-
-
-class HeadBytes:
-    """The bytes of a model's head, weight and then bias; of one on the CPU they are not copied."""
-
-    def __init__(self, model: Model) -> None:
-        head = model.head
-        weight, bias = _head_array(head.weight), None if head.bias is None else _head_array(head.bias)
-        if bias is not None and bias.dtype != weight.dtype:
-            raise UsageError(
-                "the head of this model cannot be sent",
-                got=f"a weight of type {weight.dtype}, a bias of type {bias.dtype}",
-                instead="the payload top_k",
-            )
-        self._buffers = [memoryview(part.data) for part in (weight, bias) if part is not None]
-        digest = hashlib.sha256()
-        for buffer in self._buffers:
-            digest.update(buffer)
-        size = sum(buffer.nbytes for buffer in self._buffers)
-        rows, columns = weight.shape
-        self.info = HeadInfo(
-            sha256=digest.hexdigest(),
-            bytes=size,
-            dtype=weight.dtype,  # type: ignore[arg-type]  # checked in _head_array
-            shape=(rows, columns),
-            bias=bias is not None,
-            scale=float(head.scale),
-            softcap=None if head.softcap is None else float(head.softcap),
-            parts=-(-size // PART_BYTES),
-        )
-
-    def part(self, number: int) -> Array:
-        """A part, as a buffer."""
-        start, pieces = number * PART_BYTES, []
-        left = PART_BYTES
-        for buffer in self._buffers:
-            piece = buffer[min(start, buffer.nbytes) : min(start + left, buffer.nbytes)]
-            pieces.append(piece)
-            start, left = max(0, start - buffer.nbytes), left - piece.nbytes
-        data: Frame = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        return Array("uint8", (memoryview(data).nbytes,), data)
-
-
-def _head_array(tensor: Tensor) -> Array:
-    if str(tensor.dtype).removeprefix("torch.") not in ("float32", "float16", "bfloat16"):
-        raise UsageError(
-            "the head of this model cannot be sent",
-            got=str(tensor.dtype),
-            instead="the teacher in fp32, fp16 or bf16; or the payload top_k",
-        )
-    return array_of(tensor)
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError, TeacherAwayError))

@@ -15,8 +15,10 @@ from gatespace.evaluation import Evaluation, write
 from gatespace.files import JsonLines, atomic_write
 from gatespace.teacher.scores import TeacherAwayError
 from gatespace.training import checkpoint
+from gatespace.training.card import write_card
 from gatespace.training.clock import Clock
 from gatespace.training.optimizer import Optimizer
+from gatespace.training.ranks import ALONE, Ranks
 from gatespace.training.trackers import Trackers, open_trackers
 
 DONE = "done"
@@ -47,6 +49,26 @@ class Silent:
     def step(self, step: int, steps: int, record: Mapping[str, Any], timing: Mapping[str, Any]) -> None: ...
     def evaluating(self, split: str, done: int, total: int) -> None: ...
     def evaluated(self, step: int, evaluation: Evaluation) -> None: ...
+
+
+class Log(Protocol):
+    """Where records go; see `JsonLines`."""
+
+    def append(self, record: Mapping[str, Any]) -> None: ...
+    def truncate_after(self, step: int, *, complete: bool = False) -> int: ...
+    def sync(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class _Nowhere:
+    """The log of a process that writes nothing."""
+
+    def append(self, record: Mapping[str, Any]) -> None: ...
+    def truncate_after(self, step: int, *, complete: bool = False) -> int:
+        return 0
+
+    def sync(self) -> None: ...
+    def close(self) -> None: ...
 
 
 @dataclass
@@ -82,24 +104,23 @@ class Course:
     trackers: tuple[str, ...]
     settings: Mapping[str, Any]
     progress: Progress
+    ranks: Ranks = ALONE
+    """The processes that do the run together; the first one writes."""
 
 
 def run(course: Course) -> dict[str, Any]:
     """Do what is left of a run, and return its summary."""
-    folder, progress = course.folder, course.progress
+    folder, progress, ranks = course.folder, course.progress, course.ranks
     checkpoints = folder / CHECKPOINTS
-    start = 0
-    found = checkpoint.latest(checkpoints, report=progress.note)
-    if found is not None:
-        course.optimizer.restore(found.tensors)
-        course.restore(found.state)
-        start = found.step
-        progress.note(f"going on from step {start} of {course.steps}")
-    del found
-    logs = {name: JsonLines(folder / f"{name}.jsonl") for name in ("metrics", "tokens", "evaluations", "timings")}
-    for name, log in logs.items():
-        log.truncate_after(start if start else -1, complete=name == "metrics")
-    with open_trackers(course.trackers, folder, course.settings, step=start, report=progress.note) as trackers:
+    start = _restore(course, checkpoints)
+    logs: dict[str, Log] = {}
+    for name in ("metrics", "tokens", "evaluations", "timings"):
+        logs[name] = JsonLines(folder / f"{name}.jsonl") if ranks.first else _Nowhere()
+    with ranks.together():
+        for name, log in logs.items():
+            log.truncate_after(start if start else -1, complete=name == "metrics")
+    names = course.trackers if ranks.first else ()
+    with open_trackers(names, folder, course.settings, step=start, report=progress.note) as trackers:
         if start == 0 and course.evaluation.every:
             _look(course, logs["evaluations"], trackers, 0)
         for number in range(start, course.steps):
@@ -123,29 +144,51 @@ def run(course: Course) -> dict[str, Any]:
         results: dict[str, Any] = {}
         for split in course.evaluation.final:
             evaluation = _evaluate(course, split)
-            write(evaluation, folder)
+            if ranks.first:
+                write(evaluation, folder)
             progress.evaluated(course.steps, evaluation)
             trackers.log(course.steps, {f"final/{split}/accuracy": evaluation.metrics.accuracy})
             results[split] = evaluation.as_json()
     for log in logs.values():
         log.close()
     summary = {"steps": course.steps, "evaluation": results, **course.finish()}
-    atomic_write(folder / SUMMARY, json.dumps(summary, indent=2, sort_keys=True) + "\n")
-    atomic_write(folder / DONE, "")
-    shutil.rmtree(checkpoints, ignore_errors=True)
+    if ranks.first:
+        atomic_write(folder / SUMMARY, json.dumps(summary, indent=2, sort_keys=True) + "\n")
+        write_card(folder)
+        atomic_write(folder / DONE, "")
+        shutil.rmtree(checkpoints, ignore_errors=True)
     return summary
 
 
-def _save(course: Course, done: int, logs: Mapping[str, JsonLines]) -> None:
+def _restore(course: Course, checkpoints: Path) -> int:
+    """Go on from the latest checkpoint; how many steps it has."""
+    found = checkpoint.latest(checkpoints, report=course.progress.note)
+    start = 0 if found is None else found.step
+    course.ranks.agree(
+        start,
+        lambda steps: RunError(
+            "the processes of this run see different checkpoints",
+            got=", ".join(map(str, steps)),
+            instead="an output folder that all machines share",
+        ),
+    )
+    if found is not None:
+        course.optimizer.restore(found.tensors)
+        course.restore(found.state)
+        course.progress.note(f"going on from step {start} of {course.steps}")
+    return start
+
+
+def _save(course: Course, done: int, logs: Mapping[str, Log]) -> None:
     for log in logs.values():
         log.sync()
-    tensors = course.optimizer.tensors()
-    checkpoint.save(course.folder / CHECKPOINTS, done, tensors, course.state(), keep=course.checkpoint.keep)
+    tensors, state = course.optimizer.tensors(), course.state()
+    with course.ranks.together():
+        if course.ranks.first:
+            checkpoint.save(course.folder / CHECKPOINTS, done, tensors, state, keep=course.checkpoint.keep)
 
 
-def _to_be_continued(
-    course: Course, done: int, logs: Mapping[str, JsonLines], error: TeacherAwayError
-) -> TeacherAwayError:
+def _to_be_continued(course: Course, done: int, logs: Mapping[str, Log], error: TeacherAwayError) -> TeacherAwayError:
     """Keep the `done` steps of a run whose teacher has gone away in the next one; the error that says so."""
     course.optimizer.discard()
     kept = done > 0 and course.checkpoint.every > 0
@@ -166,7 +209,10 @@ def _step(course: Course, number: int, clock: Clock) -> Outcome:
     except TeacherAwayError:
         raise
     except GatespaceError as error:
-        saved = course.folder / f"failed-step-{number + 1}.json"
+        if getattr(error, "elsewhere", False):
+            raise  # the process in which it happened writes it down
+        where = "" if course.ranks.size == 1 else f"-process-{course.ranks.rank}"
+        saved = course.folder / f"failed-step-{number + 1}{where}.json"
         details = {"step": number + 1, "error": str(error), **getattr(error, "evidence", {})}
         atomic_write(saved, json.dumps(details, indent=2, ensure_ascii=True) + "\n")
         raise RunError(
@@ -181,7 +227,7 @@ def _evaluate(course: Course, split: str) -> Evaluation:
     return course.evaluate(split, lambda done, total: course.progress.evaluating(split, done, total))
 
 
-def _look(course: Course, log: JsonLines, trackers: Trackers, step: int) -> None:
+def _look(course: Course, log: Log, trackers: Trackers, step: int) -> None:
     evaluation = _evaluate(course, course.evaluation.split)
     metrics = evaluation.metrics
     record = {

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gatespace.config import OptimizerConfig
 from gatespace.errors import RunError
+from gatespace.training.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)
@@ -36,20 +38,24 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 class Optimizer:
     """Takes gradients of a sum of losses over tokens from a network, and updates it.
 
-    In bfloat16 the network holds rounded copies of the weights that are kept here in float32.
+    In bfloat16 the network holds rounded copies of the weights that are kept here in float32. Several processes add up
+    their gradients and make the same update each; of a network in pieces each process updates its own.
 
     Args:
         network: Loaded in float32; its parameters that require gradient are trained.
         config: The settings of AdamW and of the learning rate.
         steps: How many updates there will be.
-        dtype: The precision in which the network computes from now on.
+        dtype: The precision in which the network computes from now on. A network in pieces sees to that itself.
+        ranks: The processes that train it.
     """
 
-    def __init__(self, network: nn.Module, config: OptimizerConfig, *, steps: int, dtype: torch.dtype) -> None:
-        self._config, self._steps = config, steps
+    def __init__(
+        self, network: nn.Module, config: OptimizerConfig, *, steps: int, dtype: torch.dtype, ranks: Ranks = ALONE
+    ) -> None:
+        self._config, self._steps, self._ranks = config, steps, ranks
         self._network = network
         self._own = {name: p for name, p in network.named_parameters() if p.requires_grad}
-        self._mixed = dtype != torch.float32
+        self._mixed = dtype != torch.float32 and not ranks.sharded
         if self._mixed:
             self._masters = {name: p.detach().clone().requires_grad_() for name, p in self._own.items()}
             _convert(network, dtype)
@@ -83,9 +89,15 @@ class Optimizer:
             parameter.grad = None
 
     def step(self, number: int, tokens: int) -> Update:
-        """Update with the mean over `tokens` of the losses whose gradients were collected; step `number` from 0."""
-        gradients = [p.grad for p in self._masters.values() if p.grad is not None]
-        total = float(torch.nn.utils.get_total_norm(gradients)) / tokens if gradients else 0.0
+        """Update with the mean over the tokens of the losses whose gradients were collected.
+
+        Args:
+            number: The step's number from 0.
+            tokens: Of this process; the mean is over those of all.
+        """
+        tokens = int(self._ranks.total(tokens))
+        gradients = self._gradients()
+        total = _norm(gradients) / tokens if gradients else 0.0
         if not math.isfinite(total):
             raise RunError(
                 "the gradient is not finite", got=total, instead="a smaller learning rate, or precision fp32"
@@ -109,22 +121,30 @@ class Optimizer:
         self._network.zero_grad()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that the next update depends on."""
+        """Everything that the next update depends on. Of a network in pieces the first process alone has it, on the
+        CPU; all others take part in gathering."""
         found = {f"weight/{name}": p.detach() for name, p in self._masters.items()}
         for name, p in self._masters.items():
             found |= {f"{key}/{name}": value for key, value in self._adam.state.get(p, {}).items()}
-        return found
+        if not self._ranks.sharded:
+            return found
+        gathered: dict[str, Tensor] = {}
+        for key, value in found.items():
+            whole = _whole(value)  # one at a time is whole on the device
+            if self._ranks.first:
+                gathered[key] = whole.cpu()
+        return gathered
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from what `tensors` gave."""
         with torch.no_grad():
             for name, p in self._masters.items():
-                p.copy_(tensors[f"weight/{name}"])
+                p.copy_(_like(p, tensors[f"weight/{name}"]))
         for name, p in self._masters.items():
             state = {key: tensors.get(f"{key}/{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
             self._adam.state[p] = {
                 # fused AdamW counts on the parameter's device, the others on the CPU; both take what they saved
-                key: value.clone() if key == "step" else value.to(p.device, copy=True)
+                key: value.clone() if key == "step" else _like(p, value.to(p.device, copy=True))
                 for key, value in state.items()
                 if value is not None
             }
@@ -138,6 +158,15 @@ class Optimizer:
                 for name, p in self._own.items():
                     p.copy_(self._masters[name])
 
+    def _gradients(self) -> list[Tensor]:
+        """The gradients of the sum over all processes."""
+        if self._ranks.size > 1 and not self._ranks.sharded:
+            for p in self._masters.values():
+                if p.grad is None:  # nothing here, but perhaps elsewhere
+                    p.grad = torch.zeros_like(p)
+            self._ranks.sum([p.grad for p in self._masters.values() if p.grad is not None])
+        return [p.grad for p in self._masters.values() if p.grad is not None]
+
     @torch.no_grad()
     def _publish(self) -> None:
         if self._mixed:
@@ -150,3 +179,22 @@ def _convert(network: nn.Module, dtype: torch.dtype) -> None:
     """Not buffers, as `network.to(dtype)` would: rounded frequencies of a rotary embedding are other positions."""
     for parameter in network.parameters():
         parameter.data = parameter.data.to(dtype)
+
+
+def _norm(gradients: list[Tensor]) -> float:
+    return float(_whole(torch.nn.utils.get_total_norm(gradients)))
+
+
+def _whole(tensor: Any) -> Tensor:
+    """A tensor that may be in pieces (a DTensor), in one."""
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
+
+
+def _like(parameter: Any, value: Tensor) -> Tensor:
+    """A whole tensor, in pieces as `parameter` is."""
+    if not hasattr(parameter, "full_tensor"):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)

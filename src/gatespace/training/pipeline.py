@@ -49,19 +49,19 @@ class Pipeline:
         return update
 
     def state(self) -> dict[str, Any]:
-        """What was written ahead, for a checkpoint; nothing where nothing is."""
+        """What was written ahead by all processes, for a checkpoint; nothing where nothing is."""
         if self._ahead is None:
             return {}
         rollouts = [part.rollout for part in self._ahead.parts]
-        return {
-            _STATE: {
-                "number": self._ahead.number,
-                "responses": [ids for rollout in rollouts for ids in rollout.responses],
-                "log_probs": [values for rollout in rollouts for values in rollout.log_probs],
-                "ended": [ended for rollout in rollouts for ended in rollout.ended],
-                "sources": [source for part in self._ahead.parts for source in part.sources],
-            }
+        own = {
+            "responses": [ids for rollout in rollouts for ids in rollout.responses],
+            "log_probs": [values for rollout in rollouts for values in rollout.log_probs],
+            "ended": [ended for rollout in rollouts for ended in rollout.ended],
+            "sources": [source for part in self._ahead.parts for source in part.sources],
         }
+        found = self._distillation.ranks.gather(own)
+        whole = {name: [value for one in found for value in one[name]] for name in own}
+        return {_STATE: {"number": self._ahead.number, **whole}}
 
     def restore(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Go on from what `state` gave; the rest of `state` is returned."""
@@ -70,9 +70,8 @@ class Pipeline:
         if _STATE in state:
             saved = state[_STATE]
             parts = self._distillation.parts(self._batches.at(saved["number"]))
-            start = 0
             for part in parts:
-                span = slice(start, start := start + len(part.rows))
+                span = slice(part.places[0], part.places[-1] + 1)
                 part.rollout = Rollout(saved["responses"][span], saved["log_probs"][span], saved["ended"][span])
                 part.sources = saved["sources"][span]
             ask = self._distillation.teacher.ask

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gatespace.config import CheckpointConfig, TeachConfig, TrainConfig, dump_config, dump_yaml, identity, load_config
 from gatespace.config.address import is_address
 from gatespace.config.identity import CONTENT, LEFT_OUT, settings_of
-from gatespace.errors import GatespaceError, UsageError
+from gatespace.errors import GatespaceError, RunError, UsageError
 from gatespace.evaluation import Evaluation, evaluate
 from gatespace.files import atomic_write, claim
+from gatespace.gating.configured import build_gate, build_objective
 from gatespace.models import Model, check_pair
 from gatespace.models.body import body_of
 from gatespace.models.cache_root import cache_root, remove_leftovers
 from gatespace.models.encode import Encoder
+from gatespace.rollout.greedy import Answer
 from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.local import LocalTeacher
 from gatespace.training import loop
@@ -26,9 +28,9 @@ from gatespace.training.batches import Batches
 from gatespace.training.clock import Clock
 from gatespace.training.environment import environment
 from gatespace.training.loop import Course, Outcome, Progress, Silent
-from gatespace.training.objective import build_gate, build_objective
 from gatespace.training.optimizer import Optimizer
 from gatespace.training.pipeline import Pipeline
+from gatespace.training.ranks import Ranks, joined
 from gatespace.training.setup import (
     Material,
     Placement,
@@ -46,6 +48,7 @@ from gatespace.training.supervised import Supervised
 from gatespace.training.telemetry import Telemetry
 
 if TYPE_CHECKING:
+    from gatespace.rollout.vllm import VllmSampler
     from gatespace.teacher.client import RemoteTeacher
     from gatespace.teacher.vllm import VllmTeacher
 
@@ -56,11 +59,12 @@ MODEL = "model"
 
 def train(config: TrainConfig, progress: Progress | None = None) -> dict[str, Any]:
     """Distil a teacher into a student, and return the run's summary. A run that was killed is taken up again."""
-    progress = progress or Silent()
-    folder = run_folder(config.output)
     with ExitStack() as stack:
-        stack.enter_context(claim(folder))
-        place = placement(config.engine)
+        ranks = _joined(config, patience=config.teacher.patience)
+        progress = progress if progress is not None and ranks.first else Silent()
+        folder = run_folder(config.output)
+        stack.enter_context(_claimed(folder, ranks))
+        place = placement(config.engine, ranks)
         data = material(config.task, "distill")
         objective = build_objective(config.objective)
         pair = config.pair
@@ -73,24 +77,25 @@ def train(config: TrainConfig, progress: Progress | None = None) -> dict[str, An
         # The teacher first: it is the one that is most often not there. One that is a service has to be told the
         # beginning of all prompts, which is in the student's tokens.
         model = None
-        if not is_address(pair.teacher):
-            model = open_model(
-                pair.teacher,
-                "pair.teacher",
-                role="teacher",
-                revision=pair.teacher_revision,
-                dtype=place.dtype,
+        with ranks.in_turn():
+            if not is_address(pair.teacher):
+                model = open_model(
+                    pair.teacher,
+                    "pair.teacher",
+                    role="teacher",
+                    revision=pair.teacher_revision,
+                    dtype=place.dtype,
+                    **options,
+                )
+            student = open_model(
+                pair.student,
+                "pair.student",
+                role="student",
+                revision=pair.student_revision,
+                lora=pair.lora,
+                seed=config.seed,
                 **options,
             )
-        student = open_model(
-            pair.student,
-            "pair.student",
-            role="student",
-            revision=pair.student_revision,
-            lora=pair.lora,
-            seed=config.seed,
-            **options,
-        )
         splits = (*config.evaluation.final, config.evaluation.split)
         encoder = encoder_for(data, student, splits, share=config.engine.share_prefix)
         cache = _cache(config, progress)
@@ -114,9 +119,9 @@ def train(config: TrainConfig, progress: Progress | None = None) -> dict[str, An
             "precision": place.precision,
         }
         where = {} if remote is None else {"teacher": _whereabouts(remote)}
-        if (summary := _begin(folder, config, content, place, progress, where)) is not None:
+        if (summary := _begin(folder, config, content, place, progress, ranks, where)) is not None:
             return summary
-        optimizer = Optimizer(student.network, config.optimizer, steps=config.steps, dtype=place.dtype)
+        student, optimizer = _in_training(student, config, place, ranks)
         scorer: CountingTeacher
         if model is not None:
             scorer = LocalTeacher(
@@ -134,9 +139,7 @@ def train(config: TrainConfig, progress: Progress | None = None) -> dict[str, An
             scorer = remote
         sampler = None
         if config.rollout.engine == "vllm":
-            sampler = stack.enter_context(
-                vllm_sampler(config, student, encoder, data.rows, folder, place, progress.note)
-            )
+            sampler = stack.enter_context(vllm_sampler(config, student, encoder, data, folder, place, progress.note))
         distillation = Distillation(
             student=body_of(student, packed=packed),
             teacher=scorer,
@@ -151,6 +154,7 @@ def train(config: TrainConfig, progress: Progress | None = None) -> dict[str, An
             reuse=config.engine.reuse_rollout,
             fused=config.engine.fused,
             sampler=sampler,
+            ranks=ranks,
         )
         batches = Batches(data.rows, encoder, batch_size=config.batch_size, seed=config.seed)
         pipeline = Pipeline(distillation, batches, steps=config.steps)
@@ -169,40 +173,47 @@ def train(config: TrainConfig, progress: Progress | None = None) -> dict[str, An
             optimizer=optimizer,
             state=lambda: {**telemetry.state(), **pipeline.state()},
             restore=lambda state: telemetry.restore(pipeline.restore(state)),
-            evaluate=_evaluator(student, data, encoder, config),
-            finish=lambda: {"run": telemetry.summary(), **_finish(folder, student, optimizer, config.checkpoint)},
+            evaluate=_evaluator(student, data, encoder, config, ranks, sampler),
+            finish=lambda: {
+                "run": telemetry.summary(),
+                **_finish(folder, student, optimizer, config.checkpoint, ranks),
+            },
             evaluation=config.evaluation,
             checkpoint=config.checkpoint,
             trackers=config.trace.trackers,
             settings=dump_config(config),
             progress=progress,
+            ranks=ranks,
         )
         return loop.run(course)
 
 
 def teach(config: TeachConfig, progress: Progress | None = None) -> dict[str, Any]:
     """Fine-tune a model on a task's gold labels, and return the run's summary."""
-    progress = progress or Silent()
-    folder = run_folder(config.output)
-    with claim(folder):
-        place = placement(config.engine)
+    with ExitStack() as stack:
+        ranks = _joined(config)
+        progress = progress if progress is not None and ranks.first else Silent()
+        folder = run_folder(config.output)
+        stack.enter_context(_claimed(folder, ranks))
+        place = placement(config.engine, ranks)
         data = material(config.task, "teacher")
-        model = open_model(
-            config.model,
-            "model",
-            role="teacher",
-            task=data.task,
-            device=place.device,
-            revision=config.revision,
-            trust_remote_code=config.trust_remote_code,
-            lora=config.lora,
-            seed=config.seed,
-            report=progress.note,
-        )
+        with ranks.in_turn():
+            model = open_model(
+                config.model,
+                "model",
+                role="teacher",
+                task=data.task,
+                device=place.device,
+                revision=config.revision,
+                trust_remote_code=config.trust_remote_code,
+                lora=config.lora,
+                seed=config.seed,
+                report=progress.note,
+            )
         content = {"task": data.task.digest, "model": model.fingerprint(), "precision": place.precision}
-        if (summary := _begin(folder, config, content, place, progress)) is not None:
+        if (summary := _begin(folder, config, content, place, progress, ranks)) is not None:
             return summary
-        optimizer = Optimizer(model.network, config.optimizer, steps=config.steps, dtype=place.dtype)
+        model, optimizer = _in_training(model, config, place, ranks)
         splits = (*config.evaluation.final, config.evaluation.split)
         encoder = encoder_for(data, model, splits, share=config.engine.share_prefix)
         supervised = Supervised(
@@ -211,6 +222,7 @@ def teach(config: TeachConfig, progress: Progress | None = None) -> dict[str, An
             optimizer,
             model.vocab_size,
             micro_tokens(model, config.engine.micro_tokens),
+            ranks,
         )
         batches = Batches(data.rows, encoder, batch_size=config.batch_size, seed=config.seed)
 
@@ -239,18 +251,58 @@ def teach(config: TeachConfig, progress: Progress | None = None) -> dict[str, An
             optimizer=optimizer,
             state=dict,
             restore=lambda state: None,
-            evaluate=_evaluator(model, data, encoder, config),
-            finish=lambda: _finish(folder, model, optimizer, config.checkpoint),
+            evaluate=_evaluator(model, data, encoder, config, ranks),
+            finish=lambda: _finish(folder, model, optimizer, config.checkpoint, ranks),
             evaluation=config.evaluation,
             checkpoint=config.checkpoint,
             trackers=config.trace.trackers,
             settings=dump_config(config),
             progress=progress,
+            ranks=ranks,
         )
         return loop.run(course)
 
 
 # ---------------------------------------------------------------------- common parts
+
+
+def _joined(config: TrainConfig | TeachConfig, patience: float = 0.0) -> Ranks:
+    """The processes that do the run; an error where they cannot."""
+    engine, rows = config.engine, config.batch_size
+    ranks = joined(device=engine.device, sharded=engine.parallel == "fsdp", patience=patience)
+    with ranks.together():
+        if isinstance(config, TrainConfig):
+            rows *= config.rollout.per_prompt
+            if ranks.size > 1 and config.rollout.engine == "vllm":
+                raise UsageError(
+                    "rollout.engine: vLLM samples for one process only",
+                    got=f"vllm with {ranks.size} processes",
+                    instead="native",
+                )
+        if rows < ranks.size:
+            raise UsageError("batch_size: every process needs a row", got=f"{rows} rows for {ranks.size} processes")
+    return ranks
+
+
+@contextmanager
+def _claimed(folder: Path, ranks: Ranks) -> Iterator[None]:
+    with ExitStack() as stack:
+        with ranks.together():
+            if ranks.first:
+                stack.enter_context(claim(folder))
+        yield
+
+
+def _in_training(
+    model: Model, config: TrainConfig | TeachConfig, place: Placement, ranks: Ranks
+) -> tuple[Model, Optimizer]:
+    """The model as it is trained, whole or in pieces, and its optimizer."""
+    if ranks.sharded:
+        from gatespace.models.sharded import shard
+
+        body_of(model, packed=config.engine.packed)  # whether packed passes fit is found out on the whole model
+        model = shard(model, dtype=place.dtype)
+    return model, Optimizer(model.network, config.optimizer, steps=config.steps, dtype=place.dtype, ranks=ranks)
 
 
 def _begin(
@@ -259,9 +311,38 @@ def _begin(
     content: Mapping[str, str],
     place: Placement,
     progress: Progress,
+    ranks: Ranks,
     where: Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
     """Make the folder this run's, or see that it already is; the summary if the run is done."""
+    if ranks.size > 1:
+        # Sums over processes differ in their last bits from those of one, as do gradients that were divided.
+        content = {**content, "processes": f"{ranks.size} {'fsdp' if ranks.sharded else 'ddp'}"}
+        for name, value in content.items():
+            ranks.agree(
+                value,
+                lambda found, name=name: RunError(  # type: ignore[misc]
+                    f"the processes of this run do not have the same {name}",
+                    got=", ".join(text[:12] for text in found),
+                    instead="the same files on every machine",
+                ),
+            )
+    summary = None
+    with ranks.together():
+        if ranks.first:
+            summary = _own(folder, config, content, place, progress, where)
+    first: dict[str, Any] | None = ranks.gather(summary)[0]
+    return first
+
+
+def _own(
+    folder: Path,
+    config: TrainConfig | TeachConfig,
+    content: Mapping[str, str],
+    place: Placement,
+    progress: Progress,
+    where: Mapping[str, Any] | None,
+) -> dict[str, Any] | None:
     own = {"identity": identity(config, content=content), "content": dict(content)}
     path = folder / IDENTITY
     if path.exists():
@@ -289,6 +370,8 @@ def _difference(
     folder: Path, config: TrainConfig | TeachConfig, other: Mapping[str, Any], own: Mapping[str, Any]
 ) -> str:
     before, now = other["content"], own["content"]
+    if before.get("processes") != now.get("processes"):
+        return f"it is a run of {before.get('processes', '1')} processes, not {now.get('processes', '1')}"
     if set(before) != set(now):
         return "it is not a run of this command"
     for name in ("gate", "precision"):  # in plain words; and the precision shows in a teacher's hash too
@@ -322,32 +405,55 @@ def _cache(config: TrainConfig, progress: Progress) -> ScoreCache | None:
 
 
 def _evaluator(
-    model: Model, data: Material, encoder: Encoder, config: TrainConfig | TeachConfig
+    model: Model,
+    data: Material,
+    encoder: Encoder,
+    config: TrainConfig | TeachConfig,
+    ranks: Ranks,
+    sampler: VllmSampler | None = None,
 ) -> Callable[[str, Callable[[int, int], None]], Evaluation]:
     settings = config.evaluation
+    writer = sampler if isinstance(config, TrainConfig) and config.evaluation.engine == "vllm" else None
 
     def on(split: str, progress: Callable[[int, int], None]) -> Evaluation:
-        return evaluate(
-            model,
-            data.task,
-            data.prompt,
-            split=split,
-            limit=settings.limit,
-            max_new_tokens=settings.max_new_tokens,
-            batch_size=settings.batch_size,
-            encoder=encoder,
-            progress=progress,
-        )
+        with model.whole():
+            if writer is not None:
+                writer.sync()
+            return evaluate(
+                model,
+                data.task,
+                data.prompt,
+                split=split,
+                limit=settings.limit,
+                max_new_tokens=settings.max_new_tokens,
+                batch_size=settings.batch_size,
+                encoder=encoder,
+                progress=progress,
+                writer=writer,
+                share=share if ranks.size > 1 else None,
+            )
+
+    def share(texts: Sequence[str], answered: Callable[[Sequence[str]], list[Answer]]) -> list[Answer]:
+        found = ranks.divide(texts, lambda some: [[one.ids, one.text, one.ended] for one in answered(some)])
+        return [Answer(tuple(ids), text, ended) for ids, text, ended in found]
 
     return on
 
 
-def _finish(folder: Path, model: Model, optimizer: Optimizer, settings: CheckpointConfig) -> dict[str, Any]:
+def _finish(
+    folder: Path, model: Model, optimizer: Optimizer, settings: CheckpointConfig, ranks: Ranks
+) -> dict[str, Any]:
     """Write the model with its float32 weights, if it is wanted."""
     optimizer.widen()
-    remove_leftovers(folder / MODEL)
-    if settings.model:
-        model.save(folder / MODEL)
-    else:  # this very run may have written it, and been killed before it was done
-        shutil.rmtree(folder / MODEL, ignore_errors=True)
-    return {"model": MODEL if settings.model else None, "fingerprint": model.fingerprint()}
+    whole = model.gathered(here=ranks.first)
+    fingerprint, *others = ranks.gather(None if whole is None else whole.fingerprint())
+    with ranks.together():
+        if any(other not in (None, fingerprint) for other in others):
+            raise RunError("the processes of this run have come to different weights")
+        if ranks.first and whole is not None:
+            remove_leftovers(folder / MODEL)
+            if settings.model:
+                whole.save(folder / MODEL)
+            else:  # this very run may have written it, and been killed before it was done
+                shutil.rmtree(folder / MODEL, ignore_errors=True)
+    return {"model": MODEL if settings.model else None, "fingerprint": fingerprint}

@@ -21,6 +21,7 @@ from gatespace.seeding import stream
 from gatespace.tasks import Example, Prompt, Task
 from gatespace.tasks.configured import configured_prompt, configured_rows, load_configured_task
 from gatespace.teacher.cache import ScoreCache
+from gatespace.training.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from gatespace.rollout.vllm import VllmSampler
@@ -53,11 +54,11 @@ class Material:
     rows: list[Example]
 
 
-def placement(engine: TeachEngineConfig) -> Placement:
+def placement(engine: TeachEngineConfig, ranks: Ranks = ALONE) -> Placement:
     """Resolve ``auto``, and give torch its threads."""
     if engine.threads is not None:
         torch.set_num_threads(engine.threads)
-    device = engine.device
+    device = engine.device if ranks.size == 1 else ranks.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -209,7 +210,7 @@ def vllm_sampler(
     config: TrainConfig,
     student: Model,
     encoder: Encoder,
-    rows: list[Example],
+    data: Material,
     folder: Path,
     place: Placement,
     report: Callable[[str], None],
@@ -235,6 +236,11 @@ def vllm_sampler(
                 address = where
             else:
                 save_untied(student, weights / "start", dtype=place.dtype)
+                rows, cap = list(data.rows), config.rollout.max_new_tokens
+                if config.evaluation.engine == "vllm":
+                    for split in {*config.evaluation.final, config.evaluation.split}:
+                        rows += data.task.rows(split)
+                    cap = max(cap, config.evaluation.max_new_tokens)
                 longest = len(encoder.prefix) + max(len(encoder.suffix(row.text)) for row in rows)
                 plain = (config.rollout.temperature, config.rollout.top_p) in ((1.0, 1.0), (0.0, 1.0))
                 report("starting vLLM")
@@ -243,11 +249,13 @@ def vllm_sampler(
                     weights / "start",
                     log=folder / "vllm.log",
                     dtype=str(place.dtype).removeprefix("torch."),
-                    max_model_len=max(64, longest + config.rollout.max_new_tokens + 1),
+                    max_model_len=max(64, longest + cap + 1),
                     weights=True,
                     options=() if plain else ("--logprobs-mode", "processed_logprobs"),
                 )
                 address = stack.enter_context(process).address
+                stack.enter_context(process.watched())
+                options["wait"] = False  # it does not come back by itself
             sampler = stack.enter_context(VllmSampler(address, student, weights, **options))
         yield sampler
 

@@ -23,9 +23,10 @@ from gatespace.rollout import Rollout, Sampling, sample
 from gatespace.seeding import generator, permutation, stream
 from gatespace.teacher.local import LocalTeacher
 from gatespace.teacher.scores import Scores, Teacher
-from gatespace.training.batches import Row, micro_batches
+from gatespace.training.batches import Row, divided, keep_up
 from gatespace.training.clock import Clock
 from gatespace.training.optimizer import Optimizer, Update
+from gatespace.training.ranks import ALONE, Ranks
 
 
 @dataclass
@@ -120,6 +121,8 @@ class Distillation:
     fused: bool = True
     sampler: StudentSampler | None = None
     """Writes the student's responses in place of the student itself."""
+    ranks: Ranks = ALONE
+    """The processes that do a step together; each has a share of its rows."""
 
     def step(
         self,
@@ -134,19 +137,38 @@ class Distillation:
 
         Args:
             number: The step's number from 0; random numbers are named by it.
-            rows: The prompts.
+            rows: The prompts, of all processes.
             clock: Is told where time goes.
-            watch: Is shown every micro-batch.
+            watch: Is shown every micro-batch of this process.
             ahead: What has been written and asked for already; None: it is done now, with the student as it is.
         """
-        parts = self.parts(rows) if ahead is None else ahead.parts
+        if not self.ranks.sharded:
+            with self.ranks.together():
+                tokens = self._learn(number, self.parts(rows) if ahead is None else ahead.parts, clock, watch, ahead)
+        else:
+            if ahead is None:
+                ahead = self.write(number, rows, clock)
+            with self.ranks.together(), clock("score"):  # none may fail between the passes, where others wait for it
+                known = [scores() for scores in ahead.scores]
+            ahead = Ahead(number, ahead.parts, [lambda scores=scores: scores for scores in known])  # type: ignore[misc]
+            with self.student.model.learning():
+                tokens = self._learn(number, ahead.parts, clock, watch, ahead)
+                with clock("update"):
+                    keep_up(self.student, len(ahead.parts), self._divided(rows))
+        with clock("optimizer"):
+            return self.optimizer.step(number, tokens)
+
+    def _learn(
+        self, number: int, parts: list[Part], clock: Clock, watch: Callable[[Scored], None], ahead: Ahead | None
+    ) -> int:
+        """Gather the gradient of this process's rows; how many tokens they have."""
         if ahead is None:
             self._sync(clock)
         prefix = self.encoder.prefix
         with clock("update"):
             # One part reads the shared prefix along with its prompts. Several share one reading of it, whose gradient
-            # is gathered and goes back once.
-            root = self.student.trunk(prefix) if len(parts) > 1 else None
+            # is gathered and goes back once; not in a model in pieces, whose layers are gathered at their outputs only.
+            root = self.student.trunk(prefix) if len(parts) > 1 and not self.ranks.sharded else None
         leaves = None if root is None else root.leaves()
         trunk = leaves if leaves is not None else prefix
         tokens = 0
@@ -173,33 +195,36 @@ class Distillation:
             if root is not None and leaves is not None:
                 root.backward(leaves)
                 self.optimizer.collect()
-        with clock("optimizer"):
-            return self.optimizer.step(number, tokens)
+        return tokens
 
     def parts(self, rows: Sequence[Row]) -> list[Part]:
-        """The micro-batches of a step; a function of its rows alone."""
-        repeated = [row for row in rows for _ in range(self.rollout.per_prompt)]
+        """The micro-batches of this process in a step; a function of the rows of all alone."""
         found: list[Part] = []
-        place = 0
-        for some in micro_batches(repeated, self.micro_tokens, self.rollout.max_new_tokens):
+        place = self.ranks.share(len(rows) * self.rollout.per_prompt).start
+        for some in self._divided(rows)[self.ranks.rank]:
             found.append(Part(some, list(range(place, place + len(some)))))
             place += len(some)
         return found
+
+    def _divided(self, rows: Sequence[Row]) -> list[list[list[Row]]]:
+        repeated = [row for row in rows for _ in range(self.rollout.per_prompt)]
+        return divided(repeated, self.ranks, self.micro_tokens, self.rollout.max_new_tokens)
 
     @torch.no_grad()
     def write(self, number: int, rows: Sequence[Row], clock: Clock) -> Ahead:
         """Let the student as it is write the responses of step `number`, and ask for their scores."""
         ahead = Ahead(number, self.parts(rows), [])
-        self._sync(clock)
-        with clock("rollout"):
-            prefix = self.encoder.prefix
-            trunk = self.student.trunk(prefix) if len(ahead.parts) > 1 else prefix
-        for part in ahead.parts:
-            with _named(part):
-                with clock("rollout"):
-                    self._respond(number, part, self.student.read(part.prompts, trunk=trunk))
-                with clock("score"):
-                    ahead.scores.append(self.teacher.ask(part.prompts, part.rollout.responses))
+        with self.student.model.whole(), self.ranks.together():
+            self._sync(clock)
+            with clock("rollout"):
+                prefix = self.encoder.prefix
+                trunk = self.student.trunk(prefix) if len(ahead.parts) > 1 else prefix
+            for part in ahead.parts:
+                with _named(part):
+                    with clock("rollout"):
+                        self._respond(number, part, self.student.read(part.prompts, trunk=trunk))
+                    with clock("score"):
+                        ahead.scores.append(self.teacher.ask(part.prompts, part.rollout.responses))
         return ahead
 
     # ------------------------------------------------------------------ responses
@@ -222,8 +247,8 @@ class Distillation:
             if source == "gold":
                 end = None if self.rollout.stop == "json" else self.student.model.turn_end
                 gold = [self.encoder.gold(part.rows[i].example.label, end) for i in chosen]
-                whole = [len(ids) <= self.rollout.max_new_tokens for ids in gold]
-                found = Rollout(gold, [[0.0] * len(ids) for ids in gold], whole)
+                fits = [len(ids) <= self.rollout.max_new_tokens for ids in gold]
+                found = Rollout(gold, [[0.0] * len(ids) for ids in gold], fits)
             else:
                 found = self._sample(source, number, part, chosen, read, sampling)
             for i, ids, log_probs, ended in zip(chosen, found.responses, found.log_probs, found.ended, strict=True):
@@ -278,8 +303,8 @@ class Distillation:
         """(N, H) the student's hidden states at the positions that predict the response tokens."""
         responses = part.rollout.responses
         if read is None:
-            whole = [[*prompt, *ids[:-1]] for prompt, ids in zip(part.prompts, responses, strict=True)]
-            states = self.student.read(whole, trunk=trunk).hidden.split([len(row) for row in whole])
+            fed = [[*prompt, *ids[:-1]] for prompt, ids in zip(part.prompts, responses, strict=True)]
+            states = self.student.read(fed, trunk=trunk).hidden.split([len(row) for row in fed])
             return torch.cat([s[len(p) - 1 :] for s, p in zip(states, part.prompts, strict=True)])
         # The last token of a response predicts nothing; a row needs a token all the same.
         fed = [ids[:-1] or ids for ids in responses]

@@ -11,9 +11,10 @@ from torch.nn.functional import cross_entropy
 from gatespace.errors import RunError
 from gatespace.models.body import Body
 from gatespace.models.encode import Encoder
-from gatespace.training.batches import Row, micro_batches
+from gatespace.training.batches import Row, divided, keep_up
 from gatespace.training.clock import Clock
 from gatespace.training.optimizer import Optimizer, Update
+from gatespace.training.ranks import ALONE, Ranks
 from gatespace.training.step import whole_logits
 
 
@@ -38,14 +39,16 @@ class Supervised:
     optimizer: Optimizer
     vocab_size: int
     micro_tokens: int
+    ranks: Ranks = ALONE
 
     def step(self, number: int, rows: Sequence[Row], clock: Clock) -> Learned:
-        """Update the model with the right responses to `rows`; `number` counts from 0."""
+        """Update the model with the right responses to `rows`, those of all processes; `number` counts from 0."""
         end = self.body.model.turn_end
         total, tokens, right = 0.0, 0, 0
-        with clock("update"):
+        with clock("update"), self.body.model.learning():
             longest = max(len(self.encoder.gold(label, end)) for label in self.encoder.prompt.labels)
-            for part in micro_batches(rows, self.micro_tokens, longest):
+            parts = divided(rows, self.ranks, self.micro_tokens, longest)
+            for part in parts[self.ranks.rank]:
                 responses = [self.encoder.gold(row.example.label, end) for row in part]
                 whole = [[*row.prompt, *ids[:-1]] for row, ids in zip(part, responses, strict=True)]
                 read = self.body.read(whole, trunk=self.encoder.prefix)
@@ -63,6 +66,9 @@ class Supervised:
                 total += float(loss.detach())
                 tokens += target.numel()
                 right += int((logits.argmax(-1) == target).sum())
+            if self.ranks.sharded:
+                keep_up(self.body, len(parts[self.ranks.rank]), parts)
         with clock("optimizer"):
             update = self.optimizer.step(number, tokens)
-        return Learned(update, total / tokens, tokens, right)
+        all_tokens, all_right = int(self.ranks.total(tokens)), int(self.ranks.total(right))
+        return Learned(update, self.ranks.total(total) / all_tokens, all_tokens, all_right)

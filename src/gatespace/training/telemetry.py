@@ -45,7 +45,7 @@ class Telemetry:
 
     def watch(self, scored: Scored) -> None:
         """Take in a micro-batch."""
-        first = sum(len(other.part.rows) for other in self._seen)
+        first = scored.part.places[0]
         self._trace.add(scored.output, rows=scored.part.segments + first)
         if first == 0 and due(self._step, every=self._config.tokens_every):
             self._look_closely(scored)
@@ -79,15 +79,23 @@ class Telemetry:
             raise
 
     def outcome(self, update: Update, clock: Clock) -> Outcome:
-        """The step is done."""
+        """The step is done, in all processes."""
         rollouts = [scored.part.rollout for scored in self._seen]
         sources = [source for scored in self._seen for source in scored.part.sources]
         log_probs = [row for rollout in rollouts for row in rollout.log_probs]
-        self._trace.rollout(
-            lengths=[len(ids) for rollout in rollouts for ids in rollout.responses],
-            ended=[ended for rollout in rollouts for ended in rollout.ended],
-            log_probs=[row if source == "student" else None for row, source in zip(log_probs, sources, strict=True)],
-        )
+        own = {
+            "lengths": [len(ids) for rollout in rollouts for ids in rollout.responses],
+            "ended": [ended for rollout in rollouts for ended in rollout.ended],
+            "log_probs": [row if source == "student" else None for row, source in zip(log_probs, sources, strict=True)],
+        }
+        counts = {name: count - self._before[name] for name, count in self._counts().items()}
+        ranks = self._distillation.ranks
+        found = ranks.gather((own, counts, self._trace.tokens() if ranks.size > 1 else None))
+        for rank, (_, _, tokens) in enumerate(found):
+            if rank != ranks.rank:
+                self._trace.take(tokens)
+        rows = {name: [value for one, _, _ in found for value in one[name]] for name in own}
+        self._trace.rollout(**rows)
         record = self._trace.record(grad_norm=update.grad_norm, lr=update.lr, kappa_share=self._kappa)
         seconds = sum(clock.wall.values())
         timing = {
@@ -95,7 +103,7 @@ class Telemetry:
             "wall": clock.wall,
             "cpu": clock.cpu,
             "tokens_per_second": record["tokens"] / seconds if seconds else None,
-            **{name: count - self._before[name] for name, count in self._counts().items()},
+            **{name: sum(one[name] for _, one, _ in found) for name in counts},
         }
         return Outcome(record, timing, self._sample)
 

@@ -127,6 +127,18 @@ class Trace:
             if len(column) != len(self._rows):
                 raise UsageError(f"{name} is known for a part of the step's tokens only")
 
+    def tokens(self) -> dict[str, Any]:
+        """What was added in this step, for the trace of another process to `take`."""
+        return {"rows": self._rows, "values": self._values}
+
+    def take(self, tokens: Mapping[str, Any]) -> None:
+        """Add what another process has added: the tokens of other rows of the step."""
+        if set(tokens["values"]) != set(self._values):
+            raise UsageError("two processes know different numbers of a step's tokens", got=sorted(tokens["values"]))
+        self._rows.extend(tokens["rows"])
+        for name, column in self._values.items():
+            column.extend(tokens["values"][name])
+
     def row(self, row: int) -> dict[str, list[float]]:
         """The numbers of one row's tokens by name (loss, lam, h, …), until the next `begin`."""
         where = [place for place, one in enumerate(self._rows) if one == row]

@@ -1,0 +1,103 @@
+"""What is known of a model that vLLM computes with, without its weights in this process."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gatespace.errors import UsageError, missing_extra
+from gatespace.models.hub import first_line, without_progress_bars
+from gatespace.models.load import located
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_PIECE = 1 << 22
+_SMALL = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+"""Configuration and tokenizer. Weights are safetensors only: loading a pickle runs whatever code is in it."""
+_WEIGHTS = "*.safetensors"
+
+
+@dataclass(frozen=True)
+class VllmSource:
+    """A model as its files tell of it.
+
+    Args:
+        name: What the user has called it.
+        folder: Where its files are.
+        tokenizer: Its tokenizer.
+        config: Its configuration, of the part that reads text.
+    """
+
+    name: str
+    folder: Path
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)
+    config: Any = field(repr=False)
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of ids the tokenizer has."""
+        return max(self.tokenizer.get_vocab().values()) + 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of the head; those beyond `vocab_size` are padding."""
+        return int(self.config.vocab_size)
+
+    @property
+    def reach(self) -> int | None:
+        """The longest text that the model has positions for."""
+        reach = getattr(self.config, "max_position_embeddings", None)
+        return reach if isinstance(reach, int) and reach > 0 else None
+
+    def fingerprint(self) -> str:
+        """A hash of the files with configuration and weights, wherever they lie.
+
+        Unlike `Model.fingerprint` it also changes when the same weights are divided into files in another way.
+        """
+        files = sorted(self.folder.glob(_WEIGHTS))
+        if not files:
+            raise UsageError(f"the weights of {self.name} are not here", got=self.folder)
+        with ThreadPoolExecutor() as pool:
+            lines = pool.map(_line, [self.folder / "config.json", *files])
+            return hashlib.sha256(b"gatespace files 1\n" + "".join(lines).encode()).hexdigest()
+
+
+def vllm_source(name: str, *, weights: bool, report: Callable[[str], None] | None = None) -> VllmSource:
+    """The files of a model, fetched from the Hub if they are not here.
+
+    Args:
+        name: As in `load_model`.
+        weights: Whether the weights are needed here, because vLLM is started here.
+        report: Is told what takes long.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise missing_extra("a model for vLLM", module="transformers", extra="train") from error
+    where, options, source = located(name, None, report)
+    folder = Path(where)
+    try:
+        if source is None:
+            from huggingface_hub import snapshot_download
+
+            patterns = [*_SMALL, *([_WEIGHTS] if weights else [])]
+            with without_progress_bars():
+                folder = Path(snapshot_download(where, allow_patterns=patterns, **options))
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # files of all ages and kinds fail in as many ways
+        raise UsageError(f"{name} could not be read for vLLM", got=first_line(error)) from error
+    return VllmSource(name, folder.absolute(), tokenizer, config.get_text_config())
+
+
+def _line(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as content:
+        while piece := content.read(_PIECE):
+            digest.update(piece)
+    return f"{file.name} {digest.hexdigest()}\n"

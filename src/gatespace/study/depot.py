@@ -1,0 +1,234 @@
+"""A study's results at a URL: folders that are put there and fetched from there, whole or not at all.
+
+    study.yaml, store.json            as in the study's folder
+    models/…  baselines/…  runs/ID/…  folders of pieces of work that are done; `done` was put last
+    runs/ID/unfinished/step-N-…/      what a run goes on from, on whatever machine; `whole` was put last
+    runs/ID/reads/…                   every read of a held-out split, put before its result is known
+
+The last file of a folder lists all others with their checksums. So whoever finds it can fetch the folder and know that
+nothing is missing, and what an interrupted `put` has left behind is never taken for a result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from gatespace.errors import RunError, UsageError, missing_extra
+from gatespace.files import atomic_write
+
+EXTRA = "remote"
+_PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+    "az": "adlfs",
+}
+_OWN_MEMORY = ("memory",)
+_FORMAT = 1
+
+
+class Depot:
+    """A place behind a URL that fsspec knows: ``s3://bucket/path``, ``gs://…``, ``file:///mnt/shared``.
+
+    Who may read and write there is a matter of the environment of each machine, as it is for other programs that use
+    the same storage.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        scheme, separator, rest = url.partition("://")
+        if not separator or not rest.strip("/"):
+            raise UsageError(
+                "--results is no URL", got=url, instead="e.g. s3://bucket/path or file:///mnt/shared/study"
+            )
+        if scheme in _OWN_MEMORY:
+            raise UsageError(
+                "results cannot go there", got=url, why="the memory of a process is seen by no other process"
+            )
+        try:
+            fsspec: Any = importlib.import_module("fsspec")
+        except ImportError as error:
+            raise missing_extra("--results", module="fsspec", extra=EXTRA) from error
+        try:
+            # What another machine has put there in the meantime must be seen.
+            self._fs, self._root = fsspec.url_to_fs(self.url, use_listings_cache=False)
+        except ImportError as error:
+            package = _PACKAGES.get(scheme)
+            if package == "s3fs":
+                raise missing_extra(f"--results {scheme}://", module=package, extra=EXTRA) from error
+            needed = package or error.name or str(error)
+            raise UsageError(
+                f"--results {scheme}:// needs the package {needed!r}", instead=f"pip install {needed}"
+            ) from error
+        except (ValueError, OSError) as error:
+            raise UsageError("--results cannot be used", got=url, why=_line(error)) from error
+        self._root = self._root.rstrip("/")
+
+    # ------------------------------------------------------------------ single files
+
+    def read(self, place: str) -> bytes | None:
+        """The file at `place`; None where there is none."""
+        with self._talk(f"{place} could not be read from"):
+            try:
+                return bytes(self._fs.cat_file(self._path(place)))
+            except FileNotFoundError:
+                return None
+
+    def write(self, place: str, content: bytes) -> None:
+        """Make `content` the file at `place`."""
+        with self._talk(f"{place} could not be written to"):
+            self._make_parent(place)
+            self._fs.pipe_file(self._path(place), content)
+
+    def has(self, place: str) -> bool:
+        """Whether there is such a file."""
+        with self._talk(f"{place} could not be looked for at"):
+            self._fs.invalidate_cache()
+            return bool(self._fs.exists(self._path(place)))
+
+    def names(self, place: str) -> list[str]:
+        """What lies directly under `place`, sorted; nothing where there is no such place."""
+        with self._talk(f"{place} could not be listed at"):
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.ls(self._path(place), detail=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            names = {PurePosixPath(str(path).rstrip("/")).name for path in found}
+            return sorted(names - {PurePosixPath(place).name, ""})
+
+    def remove(self, place: str) -> None:
+        """Take away all that lies under `place`."""
+        with self._talk(f"{place} could not be removed from"):
+            self._fs.invalidate_cache()
+            try:
+                self._fs.rm(self._path(place), recursive=True)
+            except FileNotFoundError:
+                return
+
+    # ------------------------------------------------------------------ folders
+
+    def put_folder(
+        self, folder: Path, place: str, *, last: str, leave: Callable[[str], bool] = lambda name: False
+    ) -> None:
+        """Put the files of a folder, and `last` with the list of them when all are there.
+
+        Args:
+            folder: Whose files do not change meanwhile.
+            place: Where it goes.
+            last: The name of the file that says that the folder is whole.
+            leave: Which files stay behind, by their path within the folder.
+        """
+        listed: dict[str, dict[str, Any]] = {}
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(folder).as_posix()
+            if not path.is_file() or name == last or leave(name):
+                continue
+            status = path.stat()
+            listed[name] = {"size": status.st_size, "sha256": _digest(path), "mtime": status.st_mtime}
+            with self._talk(f"{place}/{name} could not be put at"):
+                self._make_parent(f"{place}/{name}")
+                self._fs.put_file(str(path), self._path(f"{place}/{name}"))
+        marker = folder / last
+        when = marker.stat().st_mtime if marker.exists() else None
+        statement = {"format": _FORMAT, "when": when, "files": listed}
+        self.write(f"{place}/{last}", json.dumps(statement, sort_keys=True, indent=1).encode() + b"\n")
+
+    def get_folder(self, place: str, folder: Path, *, last: str) -> bool:
+        """Fetch a folder that is whole, `last` as the last file; False where it is not whole, or no longer.
+
+        A file that is already there with the right content is not fetched again.
+        """
+        found = self.read(f"{place}/{last}")
+        if found is None:
+            return False
+        when, listed = self._listed(found, f"{place}/{last}")
+        for name, known in listed:
+            target = folder / name
+            if not (target.is_file() and target.stat().st_size == known["size"] and _digest(target) == known["sha256"]):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                beside = target.with_name(f".{target.name}.tmp")
+                with self._talk(f"{place}/{name} could not be fetched from"):
+                    try:
+                        self._fs.get_file(self._path(f"{place}/{name}"), str(beside))
+                    except FileNotFoundError:
+                        return False
+                if beside.stat().st_size != known["size"] or _digest(beside) != known["sha256"]:
+                    beside.unlink()
+                    raise RunError(
+                        f"{place}/{name} is damaged",
+                        got=self.url,
+                        why=f"its checksum is not the one that {last} gives",
+                        instead=f"remove {place} there; it is then computed again",
+                    )
+                os.replace(beside, target)
+            # The time that a run took is read from its files.
+            os.utime(target, (known["mtime"], known["mtime"]))
+        atomic_write(folder / last, "")
+        if when is not None:
+            os.utime(folder / last, (when, when))
+        return True
+
+    def _listed(self, content: bytes, place: str) -> tuple[float | None, list[tuple[str, dict[str, Any]]]]:
+        """What a last file says. It came from outside, so it is checked before anything is done with it."""
+        try:
+            statement = json.loads(content)
+            when = statement["when"]
+            files = [
+                (str(name), {"size": int(one["size"]), "sha256": str(one["sha256"]), "mtime": float(one["mtime"])})
+                for name, one in statement["files"].items()
+            ]
+            known = statement["format"] == _FORMAT and (when is None or isinstance(when, float | int))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            known, when, files = False, None, []
+        inside = all(name and not PurePosixPath(name).is_absolute() and not _climbs(name) for name, _ in files)
+        if not known or not inside:
+            raise RunError(f"{place} is not what this gatespace writes", got=self.url, instead="another --results")
+        return when, files
+
+    # ------------------------------------------------------------------ fsspec
+
+    def _path(self, place: str) -> str:
+        return f"{self._root}/{place}"
+
+    def _make_parent(self, place: str) -> None:
+        """Object stores have no folders, and some refuse to make one; file systems need them."""
+        if hasattr(self._fs, "auto_mkdir"):
+            self._fs.makedirs(self._path(str(PurePosixPath(place).parent)), exist_ok=True)
+
+    @contextmanager
+    def _talk(self, what: str) -> Iterator[None]:
+        """Whatever a storage's client raises becomes one kind of error."""
+        try:
+            yield
+        except (RunError, UsageError):
+            raise
+        except Exception as error:
+            raise RunError(
+                f"{what} {self.url}",
+                got=_line(error),
+                instead="see to the storage and to this machine's access to it; the same command then goes on",
+            ) from error
+
+
+def _climbs(name: str) -> bool:
+    return "\\" in name or "\0" in name or any(part in ("..", ".") for part in name.split("/"))
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

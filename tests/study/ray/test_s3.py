@@ -1,0 +1,120 @@
+"""Results through S3, from a real server over HTTP: machines that share no folder, one of which is killed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed: `make test-engines` has an environment with it")
+pytest.importorskip("s3fs", reason="s3fs is not installed: `make test-engines` has an environment with it")
+pytest.importorskip("moto.server", reason="moto is not installed: `make test-engines` has it")
+
+from gatespace.errors import RunError
+from gatespace.files import read
+from gatespace.study import scratch
+from gatespace.study.depot import Depot
+
+from .conftest import Nodes, gatespace, numbers, run_folder_of, until
+
+pytestmark = pytest.mark.slow
+BUCKET = "studies"
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """The environment of a machine that may use the server's bucket."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line per request
+    running = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    _, port = running.get_host_and_port()
+    environment = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    s3fs.S3FileSystem().makedirs(BUCKET, exist_ok=True)
+    yield environment
+    running.stop()
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_folders_on_s3(s3, tmp_path):
+    depot = Depot(f"s3://{BUCKET}/some/where/")
+    here = tmp_path / "here"
+    (here / "deep").mkdir(parents=True)
+    content = os.urandom(6_000_000)
+    (here / "deep" / "large").write_bytes(content)
+    (here / "empty").write_bytes(b"")
+    assert depot.names("runs") == []
+    assert depot.read("study.yaml") is None
+    assert not depot.get_folder("runs/x", tmp_path / "there", last="done")
+    depot.put_folder(here, "runs/x", last="done")
+    # Another process sees it at once, and so does this one.
+    assert depot.has("runs/x/done")
+    assert Depot(depot.url).names("runs/x") == ["deep", "done", "empty"]
+    assert depot.get_folder("runs/x", tmp_path / "there", last="done")
+    assert (tmp_path / "there/deep/large").read_bytes() == content
+    assert (tmp_path / "there/empty").read_bytes() == b""
+    depot.remove("runs/x")
+    depot.remove("runs/x")
+    assert not depot.has("runs/x/done")
+    assert depot.names("runs") == []
+    with pytest.raises(RunError, match="could not be written to s3://nosuch"):
+        Depot("s3://nosuch-bucket/x").write("a", b"")
+
+
+def test_a_node_that_is_killed_is_taken_over_by_one_that_shares_no_folder_with_it(tmp_path, file, reference, nodes, s3):
+    cluster: Nodes = nodes(**s3)
+    folder, depot = tmp_path / "study", Depot(f"s3://{BUCKET}/cluster")
+    words = ("run", file, "--output", folder, "--engine", "ray", "--address", cluster.address, "--no-report")
+    with gatespace(*words, "--results", depot.url) as process:
+        attempts = cluster.caches[1] / "studies"
+
+        def begun() -> Path | None:
+            """A run on the second node that has put two steps at the URL and is not over."""
+            held = run_folder_of(cluster.workers_of_second(), attempts)
+            if held is None or not re.search(r"-s\d+-", held.name):
+                return None
+            return held if scratch.progress_at(depot, f"runs/{held.name}") >= 2 else None
+
+        held = until(begun, "run of the second node at the URL", every=0.3)
+        place = f"runs/{held.name}"
+        cluster.kill_second()
+        step = scratch.progress_at(depot, place)
+        assert not depot.has(f"{place}/done"), "the run was over before its node was killed"
+        (snapshot,) = [name for name in depot.names(f"{place}/{scratch.UNFINISHED}") if f"{step:06d}" in name]
+        before = read_timings(depot, f"{place}/{scratch.UNFINISHED}/{snapshot}")
+        _, heard = process.communicate(timeout=600)
+    assert process.returncode == 0, heard
+    assert f"{held.name}: " in heard
+    assert "begun again (1 of 3 times)" in heard
+    assert numbers(folder) == numbers(reference)
+    # What a step took is never the same twice: the first node's steps up to its last snapshot were not done again.
+    assert step >= 2
+    assert read(folder / place / "timings.jsonl")[:step] == before[:step]
+    # The folder was filled from the URL, which holds nothing unfinished any more.
+    for done in folder.glob("runs/*"):
+        assert sorted(depot.names(f"runs/{done.name}")) == sorted({*os.listdir(done), "reads"} - {"progress.json"})
+    assert str(tmp_path / "study") in (folder / place / "config.yaml").read_text()
+    assert "cache-" not in (folder / place / "config.yaml").read_text()
+    # What it was begun with is there for whoever goes on from the URL alone.
+    assert json.loads(depot.read("store.json") or b"")["threads"] == 1
+
+
+def read_timings(depot: Depot, place: str) -> list[dict]:
+    return [json.loads(line) for line in (depot.read(f"{place}/timings.jsonl") or b"").splitlines()]

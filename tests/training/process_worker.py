@@ -1,0 +1,49 @@
+"""One of several processes: does the runs of a plan one after the other, as `gatespace train` would.
+
+Run as `python -m torch.distributed.run --nproc_per_node=2 process_worker.py PLAN.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from gatespace.config import TeachConfig, TrainConfig, parse_config
+from gatespace.models import load_model
+from gatespace.training import run
+from gatespace.training.ranks import joined
+
+
+def main(plan: Path) -> None:
+    torch.set_num_threads(1)
+    work = json.loads(plan.read_text())
+    pieces(work["student"], plan.with_name("pieces"))
+    for settings in work["runs"]:
+        if "pair" in settings:
+            run.train(parse_config(TrainConfig, settings))
+        else:
+            run.teach(parse_config(TeachConfig, settings))
+
+
+def pieces(student: str, output: Path) -> None:
+    """Write down what a model in pieces is made of."""
+    from gatespace.models.sharded import shard
+
+    ranks = joined(device="cpu", sharded=True)
+    model = load_model(student)
+    size, before = sum(p.numel() for p in model.network.parameters()), model.fingerprint()
+    model = shard(model, dtype=torch.float32)
+    own = sum(p.to_local().numel() for p in model.network.parameters())  # type: ignore[attr-defined]
+    gathered = model.gathered(here=ranks.first)
+    after = None if gathered is None else gathered.fingerprint()
+    found = {"size": size, "own": own, "before": before, "after": after}
+    output.with_suffix(f".{ranks.rank}").write_text(json.dumps(found))
+    told = ranks.gather([ranks.rank, "λ" * (1 + 3 * ranks.rank), None, float("inf")])
+    assert told == [[0, "λ", None, float("inf")], [1, "λλλλ", None, float("inf")]], told
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
