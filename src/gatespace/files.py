@@ -12,6 +12,7 @@ import fcntl
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,8 @@ from gatespace.errors import RunError, UsageError
 __all__ = ["JsonLines", "atomic_write", "claim", "encode", "is_claimed", "read", "sync_folder"]
 
 _LOCK = ".lock"
+_MOMENTS = 20
+"""How often a lock is tried for: one who only looks (`is_claimed`) holds it for a moment."""
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
@@ -65,17 +68,21 @@ def claim(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise UsageError(
-                    "another process is running in this run folder",
-                    got=folder,
-                    why="two runs in one folder would mix their records",
-                    instead="wait for it, or choose another output folder",
-                ) from None
-            # A file system without locks: the folder is used as it is.
+        for moment in range(_MOMENTS):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    break  # a file system without locks: the folder is used as it is
+                if moment == _MOMENTS - 1:
+                    raise UsageError(
+                        "another process is running in this run folder",
+                        got=folder,
+                        why="two runs in one folder would mix their records",
+                        instead="wait for it, or choose another output folder",
+                    ) from None
+                time.sleep(0.01)
         yield
     finally:
         os.close(handle)

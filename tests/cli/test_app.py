@@ -65,7 +65,7 @@ def test_unknown_command_suggests_the_nearest(run):
     assert result.stderr == (
         "error: unknown command 'gat'\n"
         "  instead: did you mean 'gate'? known: doctor, evaluate, explore, export, gate, init, paper, plan, predict, "
-        "report, run, status, teach, teacher, train\n"
+        "report, run, status, teach, teacher, train, watch\n"
     )
 
 

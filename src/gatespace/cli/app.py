@@ -28,6 +28,7 @@ from gatespace.cli import (
     teach,
     teacher,
     train,
+    watch,
 )
 from gatespace.cli.console import gatespace_version, print_error
 from gatespace.errors import GatespaceError, unknown_name
@@ -93,6 +94,7 @@ def _root(
     gatespace export runs/train -o student          a folder to give away, with a card
     gatespace plan demo                             what a study would do
     gatespace run demo                              a whole study and its report
+    gatespace watch studies/demo                    follow it in a browser while it runs
     gatespace report studies/demo                   what it found, once more
     gatespace explore studies/demo                  see what gates do, in a browser
     gatespace paper                                 the paper, held against its numbers
@@ -111,6 +113,7 @@ app.command("init")(init.init)
 app.command("plan")(plan.plan)
 app.command("run")(run.run)
 app.command("status")(status.status)
+app.command("watch")(watch.watch)
 app.command("report")(report.report)
 app.command("explore")(explore.explore)
 app.command("paper")(paper.paper)

@@ -28,25 +28,10 @@ from gatespace.config.address import is_address
 from gatespace.errors import GatespaceError, RunError
 from gatespace.files import atomic_write, claim, is_claimed
 from gatespace.models.cache_root import cache_root
+from gatespace.study.outlook import Job as Job
 from gatespace.study.store import DONE, READS
 
-Job = dict[str, Any]
 Outcome = dict[str, Any]
-
-
-def teach_job(config: TeachConfig) -> Job:
-    """Make a model."""
-    return {"do": "teach", "config": _plain(config)}
-
-
-def baseline_job(config: TrainConfig, role: str, folder: Path) -> Job:
-    """Evaluate the student or the teacher of `config` as it is."""
-    return {"do": "baseline", "config": _plain(config), "role": role, "folder": str(folder)}
-
-
-def train_job(config: TrainConfig) -> Job:
-    """Train a student at a point."""
-    return {"do": "train", "config": _plain(config)}
 
 
 def folder_of(job: Job) -> Path:
@@ -207,9 +192,3 @@ def _baseline(job: Job, reads: Reads) -> None:
 def _baseline_is(folder: Path, about: Mapping[str, Any]) -> None:
     atomic_write(folder / "baseline.json", json.dumps(about, indent=2) + "\n")
     atomic_write(folder / DONE, "")
-
-
-def _plain(config: TeachConfig | TrainConfig) -> dict[str, Any]:
-    from gatespace.config import dump_config
-
-    return dump_config(config)
