@@ -17,14 +17,14 @@ RAY_READY := $(RAY_VENV)/.ready
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 # Two workers with one thread each: more threads than cores make the tests slower, and sums depend on thread count.
-TEST_ARGS ?= -n 2
+TEST_ARGS ?= -n 2 -m "not long"
 DEMO_ARGS ?=
 DEMO_DIR  := build/demo$(if $(findstring --quick,$(DEMO_ARGS)),-quick)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-engines test-trl test-verl test-ray test-vllm lint format web docs wheel clean
+.PHONY: help demo test test-long test-engines test-trl test-verl test-ray test-vllm lint format web docs wheel clean
 .PHONY: bench bench-step bench-ladder bench-sweep bench-service bench-explorer
 
 help: ## show this list
@@ -33,8 +33,11 @@ help: ## show this list
 demo: $(READY) ## a whole study of a tiny pair, with its report (minutes; DEMO_ARGS=--quick: about one)
 	@$(BIN)/gatespace run demo --output $(DEMO_DIR) $(DEMO_ARGS)
 
-test: $(READY) ## run every test and docstring example
+test: $(READY) ## run the tests and docstring examples
 	@$(ONE_THREAD) $(BIN)/python -m pytest $(TEST_ARGS)
+
+test-long: $(READY) ## the tests that take longest: benchmark scripts on small models
+	@$(ONE_THREAD) $(BIN)/python -m pytest -m long tests
 
 test-engines: test-trl test-verl test-ray ## the tests inside TRL, verl and Ray, each in an environment of its own (5 GB)
 

@@ -39,6 +39,7 @@ def test_loss_benchmark_measures_and_is_right() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_step_benchmark_measures_every_contender_on_the_same_work(tmp_path: Path) -> None:
     rows = {row["contender"]: row for row in _run("step.py", "--batch", "3", cache=tmp_path)["results"]}
     assert list(rows) == ["trl", "trl-autocast", "plain", "gatespace-cold", "gatespace-warm"]
@@ -58,6 +59,7 @@ def test_step_benchmark_measures_every_contender_on_the_same_work(tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_ladder_computes_the_same_on_every_rung(tmp_path: Path) -> None:
     rungs = ("whole", "prefix-rollout", "fused", "warm", "engine-warm")
     # --check: exit 1 where fp32 rungs differ, a rung does not run, or a warm cache is not warm
@@ -76,6 +78,7 @@ def test_ladder_computes_the_same_on_every_rung(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_sweep_shares_the_teacher_and_changes_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = tmp_path / "kept"
     # Exit code 0: weights, records and predictions of both sides are the same, and the independent teacher read
