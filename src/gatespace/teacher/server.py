@@ -54,6 +54,10 @@ _KNOWN = 64
 _MINUTE = 60.0
 
 
+class _EnoughError(BaseException):
+    """Somebody wishes that the service ends at once."""
+
+
 class TeacherServer:
     """Serves a model.
 
@@ -139,33 +143,53 @@ class TeacherServer:
     # ------------------------------------------------------------------ life
 
     def run(self, *, signals: Sequence[int] = (), ready: Callable[[], None] | None = None) -> None:
-        """Serve until somebody calls `drain` or `stop`. The calling thread has the socket.
+        """Serve until somebody calls `drain` or `stop`. The calling thread has the model.
+
+        That should be the main thread: OpenMP gives a second thread that computes a team of its own, and with more
+        threads than cores they wait for each other by sleeping, which costs a fifth of the speed.
 
         Args:
             signals: These call `drain`; for the main thread only.
             ready: Is called once the service can be used and told to end.
         """
-        self._worker.start()
+        socket = threading.Thread(target=self._serve_quietly, name="gatespace-teacher-socket", daemon=True)
         try:
-            with self._drained_by(signals):
+            with suppress(_EnoughError), self._drained_by(signals):
                 if ready is not None:
                     ready()
-                self._serve()
+                socket.start()
+                self._worker.work()
         finally:
+            self.stop()
+            if socket.ident is not None:
+                socket.join(_LINGER)
             self._close()
+        if self._error is not None:
+            raise self._error
+
+    def _serve_quietly(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._worker.end()
 
     @contextmanager
     def _drained_by(self, signals: Sequence[int]) -> Iterator[None]:
         if not signals:
             yield
             return
-        before = {number: signal.signal(number, lambda *_: self.drain()) for number in signals}
-        # A signal may come to any thread, and only the bell ends the poll of this one, in which the handler then runs.
-        bell = signal.set_wakeup_fd(self._bell_rope.fileno(), warn_on_full_buffer=False)
+
+        def told(*_: object) -> None:
+            self.drain()
+            if self._wishes > 1:
+                raise _EnoughError  # out of whatever the model is at
+
+        before = {number: signal.signal(number, told) for number in signals}
         try:
             yield
         finally:
-            signal.set_wakeup_fd(bell)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -207,10 +231,13 @@ class TeacherServer:
         self.join(self.limits.drain + 2 * _LINGER)
 
     def _run_quietly(self) -> None:
+        self._worker.start()
         try:
-            self.run()
+            self._serve()
         except BaseException as error:
             self._error = error
+        finally:
+            self._close()
 
     def _ring_bell(self) -> None:
         with suppress(OSError):  # it rings already, or nobody is there any more

@@ -24,6 +24,9 @@ from gatespace.teacher.schedule import Batch, Kind, Part, Request
 from gatespace.teacher.scores import TeacherAwayError
 from gatespace.teacher.wire import WIDTHS, Frame, HeadInfo, Payload, ScoreReply, array_of, encode
 
+_BEAT = 0.5
+"""Seconds between two looks for a job."""
+
 
 @dataclass(frozen=True)
 class Opening:
@@ -95,7 +98,7 @@ class ModelThread:
         self._wake = wake
         self._jobs: queue.SimpleQueue[Opening | Batch | None] = queue.SimpleQueue()
         self._threads = torch.get_num_threads()
-        self._thread = threading.Thread(target=self._run, name="gatespace-teacher-model", daemon=True)
+        self._thread = threading.Thread(target=self.work, name="gatespace-teacher-model", daemon=True)
 
     @property
     def head(self) -> HeadBytes | None:
@@ -118,20 +121,34 @@ class ModelThread:
         self.idle = True
         return self.results.popleft()
 
+    def end(self) -> None:
+        """Have it end after the job it is at."""
+        self._jobs.put(None)
+
     def stop(self, timeout: float) -> bool:
         """End the thread after the job it is at; False if it takes longer than `timeout` seconds."""
-        self._jobs.put(None)
+        self.end()
         if self._thread.is_alive():
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _run(self) -> None:
+    def work(self) -> None:
+        """Do jobs until `end`, in the calling thread."""
         torch.set_num_threads(self._threads)  # of this thread; OpenMP keeps the number by thread
-        while (job := self._jobs.get()) is not None:
-            self.results.append(self._open(job) if isinstance(job, Opening) else self._scored(job))
-            self._wake()
-        for teacher in self._teachers.values():
-            teacher.close()
+        try:
+            while (job := self._next()) is not None:
+                self.results.append(self._open(job) if isinstance(job, Opening) else self._scored(job))
+                self._wake()
+        finally:
+            for teacher in self._teachers.values():
+                teacher.close()
+
+    def _next(self) -> Opening | Batch | None:
+        while True:
+            try:
+                return self._jobs.get(timeout=_BEAT)  # in between, the main thread sees to its signals
+            except queue.Empty:
+                continue
 
     # ------------------------------------------------------------------ jobs
 
