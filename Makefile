@@ -130,7 +130,10 @@ comma := ,
 define engine
 	@echo "Installing what $(2) names into $(1) (a few minutes the first time)"
 	@"$(PYTHON)" -m venv $(1)
-	@$(1)/bin/python -m pip install -qq --no-input -r $(2) -e '.$(3)'
+	@$(1)/bin/python -m pip install -qq --no-input -e '.$(3)'
+	@# What the engine has chosen is held: pip does not find a way through all of it at once.
+	@$(1)/bin/python -m pip freeze --exclude-editable > $(1)/held.txt
+	@$(1)/bin/python -m pip install -qq --no-input -c $(1)/held.txt -r $(2)
 	@touch $@
 endef
 
