@@ -24,7 +24,7 @@ DEMO_DIR  := build/demo$(if $(findstring --quick,$(DEMO_ARGS)),-quick)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-engines test-trl test-verl test-ray test-vllm lint format web docs wheel clean
+.PHONY: help demo test test-long test-web test-engines test-trl test-verl test-ray test-vllm lint format web docs wheel clean
 .PHONY: bench bench-step bench-ladder bench-sweep bench-service bench-explorer
 
 help: ## show this list
@@ -38,6 +38,9 @@ test: $(READY) ## run the tests and docstring examples
 
 test-long: $(READY) ## the tests that take longest: benchmark scripts on small models
 	@$(ONE_THREAD) $(BIN)/python -m pytest -m long tests
+
+test-web: ## the tests of the front end (needs Node 20); with its packages there, `make test` checks accessibility too
+	@cd web && npm ci --silent && npm run --silent check && npm test --silent
 
 test-engines: test-trl test-verl test-ray ## the tests inside TRL, verl and Ray, each in an environment of its own (5 GB)
 
@@ -82,8 +85,8 @@ bench-service: $(READY) $(VLLM_READY) ## tokens scored per second in this proces
 bench-explorer: $(READY) ## frames per second of the explorer in Chromium
 	@$(BIN)/python benchmarks/explorer.py $(BENCH_ARGS)
 
-web: ## build the pages of the front end into the package (needs Node 20; the built files are committed)
-	@cd web && npm ci --silent && npm run --silent check && npm test --silent && npm run --silent build
+web: test-web ## build the pages of the front end into the package (needs Node 20; the built files are committed)
+	@cd web && npm run --silent build
 
 docs: $(READY) ## build the site into build/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # not --quiet: it hides warnings from --strict too
