@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from gatespace.errors import RunError, UsageError
 
-__all__ = ["JsonLines", "atomic_write", "claim", "encode", "is_claimed", "read", "sync_folder"]
+__all__ = ["Closing", "JsonLines", "atomic_write", "claim", "encode", "is_claimed", "read", "sync_folder"]
 
 _LOCK = ".lock"
 _MOMENTS = 20
@@ -120,7 +120,23 @@ def encode(record: Mapping[str, Any]) -> bytes:
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
-class JsonLines:
+class Closing:
+    """Something that has to be closed; `with` does it."""
+
+    def close(self) -> None:
+        """Let go of what is held."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class JsonLines(Closing):
     """A log: one JSON object with a whole number `step` per line.
 
     Every record goes to the operating system in one write, so that a kill costs at most the line being written.
@@ -190,14 +206,6 @@ class JsonLines:
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def read(path: Path) -> list[dict[str, Any]]:

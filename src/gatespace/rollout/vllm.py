@@ -15,13 +15,13 @@ import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gatespace.errors import RunError, UsageError
+from gatespace.files import Closing
 from gatespace.models.load import Model
 from gatespace.models.lora import merged
 from gatespace.models.untied import save_untied
@@ -45,7 +45,7 @@ _REPEATS = 4
 _SEED = (1 << 63) - 1
 
 
-class VllmWriter:
+class VllmWriter(Closing):
     """Writes with a vLLM server that has a model's weights. Whether it has them is checked on a text.
 
     Args:
@@ -90,14 +90,6 @@ class VllmWriter:
     def close(self) -> None:
         """Give up what is under way."""
         self._server.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # ------------------------------------------------------------------ weights
 

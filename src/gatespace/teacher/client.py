@@ -13,8 +13,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -22,6 +20,7 @@ from torch import Tensor
 from gatespace.config.address import Address, parse_address
 from gatespace.config.base import Fault
 from gatespace.errors import RunError, UsageError
+from gatespace.files import Closing
 from gatespace.gating.projection import Head
 from gatespace.models.cache_root import cache_root
 from gatespace.teacher import wire
@@ -47,7 +46,7 @@ class _Piece:
     question: Question
 
 
-class RemoteTeacher:
+class RemoteTeacher(Closing):
     """Scores with a teacher that `gatespace teacher serve` has somewhere; it takes the place of a `LocalTeacher`.
 
     Args:
@@ -128,14 +127,6 @@ class RemoteTeacher:
     def close(self) -> None:
         """Take leave of the server."""
         self._link.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # ------------------------------------------------------------------ scores
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gatespace.errors import RunError, UsageError
+from gatespace.files import Closing
 from gatespace.models.vllm_server import Card, Choice, RefusedError, ServerAwayError, VllmServer, read_position
 from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.kept import Form, RowScores
@@ -56,7 +56,7 @@ def name_fingerprint(card: Card, version: str) -> str:
     return hashlib.sha256(identity.encode()).hexdigest()
 
 
-class VllmTeacher:
+class VllmTeacher(Closing):
     """Scores with a vLLM server; it takes the place of a `LocalTeacher` whose payload is ``top_k``.
 
     Args:
@@ -131,14 +131,6 @@ class VllmTeacher:
     def close(self) -> None:
         """Give up what is under way."""
         self._server.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # ------------------------------------------------------------------ scores
 

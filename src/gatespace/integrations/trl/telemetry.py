@@ -25,7 +25,7 @@ class _NegativeEntropy(Divergence):
         return tile.student * tile.log_student
 
     def psi(self, tile: Tile) -> Tensor:
-        raise NotImplementedError
+        raise NotImplementedError("an entropy that is only logged has no gradient")
 
 
 STUDENT_ENTROPY = "student_entropy_nats"
