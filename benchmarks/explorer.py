@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from gatespace.explore.build import build_explorer
+from gatespace.addons.pages.build import build_explorer
 from gatespace.gating.coefficients import Gate
 from gatespace.seeding import generator
 

@@ -87,10 +87,10 @@ class Turn:
 
 def work_of(settings: Settings) -> Work:
     """Real prompts, and their right answers as responses: what a teacher is asked in training, without the student."""
+    from gatespace.addons.service.wire import vocabulary_digest
     from gatespace.models import build_tiny, load_model, smollm2_folder
     from gatespace.models.encode import Encoder
     from gatespace.tasks import Prompt, load_task
-    from gatespace.teacher.wire import vocabulary_digest
 
     task = load_task(settings.task, settings.root)
     folder = settings.model
@@ -137,7 +137,7 @@ def service(settings: Settings, work: Work) -> Iterator[tuple[int, str]]:
 @contextlib.contextmanager
 def vllm(settings: Settings, work: Work) -> Iterator[tuple[int | None, str]]:
     """A vLLM server with the same model: the one that is named, or one that is started here and ends with the run."""
-    from gatespace.models.vllm_process import VllmProcess
+    from gatespace.addons.vllm.process import VllmProcess
 
     assert settings.vllm is not None
     if "://" in settings.vllm:
@@ -165,8 +165,8 @@ def run(settings: Settings) -> tuple[Work, list[Turn], dict[str, Any]]:
     """All turns, and what was found about the answers themselves."""
     import torch
 
+    from gatespace.addons.service.client import RemoteTeacher
     from gatespace.models import load_model
-    from gatespace.teacher.client import RemoteTeacher
     from gatespace.teacher.local import LocalTeacher
 
     torch.set_num_threads(settings.threads)
@@ -183,7 +183,7 @@ def run(settings: Settings) -> tuple[Work, list[Turn], dict[str, Any]]:
             scorers |= {f"local-{payload}": local.score, f"zmq-{payload}": remote.score}
         pids: dict[str, int | None] = {name: pid if name.startswith("zmq") else None for name in scorers}
         if settings.vllm is not None:
-            from gatespace.teacher.vllm import VllmTeacher
+            from gatespace.addons.vllm.teacher import VllmTeacher
 
             pids["vllm"], place = stack.enter_context(vllm(settings, work))
             server = VllmTeacher(place, work.prefix, tokenizer=model.tokenizer, **common)
@@ -361,9 +361,9 @@ def place_of(parser: argparse.ArgumentParser, given: str | None) -> str | None:
     """Where vLLM is; a mistake is found before anything is measured."""
     if given is None:
         return None
+    from gatespace.addons.vllm.process import check_python
+    from gatespace.addons.vllm.server import parse_place
     from gatespace.errors import UsageError
-    from gatespace.models.vllm_process import check_python
-    from gatespace.models.vllm_server import parse_place
 
     given = given.replace("http://", "vllm://")
     try:

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from gatespace.addons.service import wire
+from gatespace.addons.service.keys import ClientKeys, client_keys
 from gatespace.models import Model, build_tiny, load_model
 from gatespace.tasks import synthetic_task
-from gatespace.teacher import wire
-from gatespace.teacher.keys import ClientKeys, client_keys
 from tests.teacher.raw_client import CAP, PREFIX, QUESTIONS, RawClient
 
 ROOT = Path(__file__).resolve().parents[2]

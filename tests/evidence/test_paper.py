@@ -8,7 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from gatespace.evidence import paper, paper_counts, paper_tables
+from gatespace.addons.paper import counts as paper_counts
+from gatespace.addons.paper import paper
+from gatespace.addons.paper import tables as paper_tables
 from gatespace.evidence.counts import null_variance
 from tests.evidence import oracle
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from gatespace.addons.pages.build import build_explorer
 from gatespace.config import TrainConfig, load_config
-from gatespace.explore.build import build_explorer
 from gatespace.gating.coefficients import SATURATION, Gate
 from gatespace.gating.configured import build_gate
 from gatespace.gating.signals import teacher_entropy

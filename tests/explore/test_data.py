@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
+from gatespace.addons.pages.build import build_explorer
+from gatespace.addons.pages.data import _t_interval, payload, wilson
+from gatespace.addons.pages.page import render, safe_json
+from gatespace.addons.pages.sources import find_runs
 from gatespace.errors import UsageError
-from gatespace.explore.build import build_explorer
-from gatespace.explore.data import _t_interval, payload, wilson
-from gatespace.explore.page import render, safe_json
-from gatespace.explore.sources import find_runs
 from gatespace.gating.coefficients import Gate, named_points
 from gatespace.study.plan import make_plan
 from gatespace.study.store import Store
@@ -264,7 +264,7 @@ def test_where_it_is_written(gated, tmp_path):
 def test_it_needs_no_torch(gated, tmp_path):
     code = (
         "import sys; sys.modules['torch'] = None; from pathlib import Path;"
-        "from gatespace.explore import build_explorer;"
+        "from gatespace.addons.pages import build_explorer;"
         f"print(build_explorer([Path({str(gated)!r})]).write(Path({str(tmp_path / 'x.html')!r})))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

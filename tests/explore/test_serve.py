@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from gatespace.addons.pages.serve import page_server
 from gatespace.errors import RunError, UsageError
-from gatespace.explore.serve import page_server
 
 
 @pytest.fixture

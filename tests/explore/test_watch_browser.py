@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from gatespace.addons.pages.watch import watch_server
 from gatespace.config import StudyConfig, parse_config
-from gatespace.explore.watch import watch_server
 from gatespace.files import claim
 from gatespace.study.plan import make_plan
 from tests.explore.test_browser import AXE, settle

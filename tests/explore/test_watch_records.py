@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from gatespace.explore.watch_records import Budget, Records, Tail, thinned
+from gatespace.addons.pages.watch_records import Budget, Records, Tail, thinned
 from tests.explore.watched import lines, record
 
 

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 import pytest
 from typer.testing import CliRunner
 
+from gatespace.addons.pages.watch import watch_server
 from gatespace.cli.app import app
 from gatespace.errors import UsageError
-from gatespace.explore.watch import watch_server
 from tests.explore.test_serve import ask
 from tests.explore.watched import begin
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from gatespace.addons.pages.watch_snapshot import Watcher, check_watchable
 from gatespace.errors import UsageError
-from gatespace.explore.watch_snapshot import Watcher, check_watchable
 from gatespace.files import claim
 from gatespace.study.records import Base
 from tests.explore.watched import begin, finish, lines, record, under_way
@@ -244,8 +244,8 @@ def test_what_can_be_watched(tmp_path):
 def test_torch_stays_away(tmp_path):
     store, _ = begin(tmp_path / "study")
     code = (
-        "import sys; from gatespace.explore.watch import watch_server; "
-        "from gatespace.explore.watch_snapshot import Watcher; "
+        "import sys; from gatespace.addons.pages.watch import watch_server; "
+        "from gatespace.addons.pages.watch_snapshot import Watcher; "
         f"assert len(Watcher({str(store.folder)!r}).snapshot()['rows']) == 15; print(sorted({{'torch', 'numpy'}} & "
         "set(sys.modules)))"
     )

@@ -10,9 +10,9 @@ from statistics import fmean, stdev
 import pytest
 from scipy import stats
 
-from gatespace.report.point import point_evidence, run_in
+from gatespace.addons.publish.card import Evidence
+from gatespace.addons.publish.point import point_evidence, run_in
 from gatespace.study.records import RunResult, StudyResults
-from gatespace.training.card import Evidence
 from tests.sample_study import sample_results
 
 

@@ -13,12 +13,12 @@ import pytest
 
 pytest.importorskip("fsspec", reason="fsspec is not installed")
 
+from gatespace.addons.cluster import scratch
+from gatespace.addons.cluster.depot import Depot
+from gatespace.addons.cluster.depot_engine import DepotEngine, join, publish
 from gatespace.config import dump_yaml
 from gatespace.errors import MissingExtraError, RunError, UsageError
 from gatespace.files import claim, read
-from gatespace.study import scratch
-from gatespace.study.depot import Depot
-from gatespace.study.depot_engine import DepotEngine, join, publish
 from gatespace.study.jobs import execute, folder_of, relocated, scratch_of
 from gatespace.study.runner import look, outline, run_study
 from gatespace.study.store import Store, progress_of, seconds_of
@@ -225,8 +225,9 @@ def test_a_url_belongs_to_one_study_and_keeps_its_threads(both, tmp_path):
 
 KILLED = """
 import json, os, sys, time
-from gatespace.study import jobs, scratch
-from gatespace.study.depot import Depot
+from gatespace.study import jobs
+from gatespace.addons.cluster import scratch
+from gatespace.addons.cluster.depot import Depot
 from gatespace.training import loop
 
 job, place = json.loads(sys.argv[1]), sys.argv[2]

@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
+from gatespace.addons.paper.facts import facts
 from gatespace.cli.study_file import load_study
 from gatespace.config import StudyConfig, parse_config
 from gatespace.errors import UsageError
-from gatespace.evidence.facts import facts
 from gatespace.gating.coefficients import Gate
 from gatespace.study.plan import NINE, check, make_plan, slug, train_config
 

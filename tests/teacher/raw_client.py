@@ -14,10 +14,10 @@ import torch
 import zmq
 from torch import Tensor
 
+from gatespace.addons.service import wire
+from gatespace.addons.service.keys import ClientKeys, endpoint
+from gatespace.addons.service.worker import ModelThread
 from gatespace.models import Model
-from gatespace.teacher import wire
-from gatespace.teacher.keys import ClientKeys, endpoint
-from gatespace.teacher.worker import ModelThread
 
 PATIENCE = 20.0
 """Seconds after which a test fails rather than waits."""

@@ -22,8 +22,8 @@ def serve(order: dict[str, Any], answer: int) -> None:
     """In the child: load the model and serve it until the end."""
     import torch
 
+    from gatespace.addons.service.server import ServerLimits, TeacherServer
     from gatespace.models import load_model
-    from gatespace.teacher.server import ServerLimits, TeacherServer
 
     torch.set_num_threads(1)
     model = load_model(order["model"])

@@ -13,17 +13,17 @@ import pytest
 import torch
 import zmq
 
+from gatespace.addons.service import wire
+from gatespace.addons.service.client import RemoteTeacher
+from gatespace.addons.service.keys import ServerKeys, client_keys, read_pair, write_keys
+from gatespace.addons.service.server import ServerLimits, TeacherServer
 from gatespace.errors import RunError, UsageError
 from gatespace.gating.tokens import TeacherTopK
 from gatespace.models import Model, TinyPair, build_tiny, load_model
 from gatespace.tasks import synthetic_task
-from gatespace.teacher import wire
 from gatespace.teacher.cache import ScoreCache
-from gatespace.teacher.client import RemoteTeacher
-from gatespace.teacher.keys import ServerKeys, client_keys, read_pair, write_keys
 from gatespace.teacher.local import LocalTeacher
 from gatespace.teacher.scores import Scores, TeacherAwayError
-from gatespace.teacher.server import ServerLimits, TeacherServer
 
 from .test_local import CAP, PREFIX, QUESTIONS
 

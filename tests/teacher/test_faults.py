@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from gatespace.addons.service.client import RemoteTeacher
+from gatespace.addons.service.wire import vocabulary_digest
 from gatespace.models import Model, TinyPair, build_tiny, load_model
 from gatespace.tasks import synthetic_task
-from gatespace.teacher.client import RemoteTeacher
 from gatespace.teacher.local import LocalTeacher
 from gatespace.teacher.scores import Scores, TeacherAwayError
-from gatespace.teacher.wire import vocabulary_digest
 
 from .services import Nursery, Service
 from .test_client import assert_same

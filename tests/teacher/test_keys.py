@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import zmq
 
+from gatespace.addons.service import keys
 from gatespace.errors import UsageError
-from gatespace.teacher import keys
 
 
 def test_a_pair_of_keys(tmp_path: Path) -> None:

@@ -17,17 +17,17 @@ import torch
 import zmq
 from torch import Tensor
 
+from gatespace.addons.service import server as server_module
+from gatespace.addons.service import wire
+from gatespace.addons.service.keys import ClientKeys, ServerKeys, read_pair, write_keys
+from gatespace.addons.service.server import ServerLimits, TeacherServer
+from gatespace.addons.service.status import ask_status
 from gatespace.errors import RunError, UsageError
 from gatespace.gating.tokens import TeacherTopK
 from gatespace.models import Model, TinyPair, build_tiny, load_model
 from gatespace.tasks import synthetic_task
-from gatespace.teacher import server as server_module
-from gatespace.teacher import wire
 from gatespace.teacher.cache import ScoreCache
-from gatespace.teacher.keys import ClientKeys, ServerKeys, read_pair, write_keys
 from gatespace.teacher.local import LocalTeacher
-from gatespace.teacher.server import ServerLimits, TeacherServer
-from gatespace.teacher.status import ask_status
 from tests.teacher.raw_client import CAP, PREFIX, QUESTIONS, Brake, RawClient, some_ids, until
 
 ANYWHERE = "tcp://127.0.0.1:0"
@@ -110,8 +110,8 @@ def test_a_client_has_the_bits_of_a_local_teacher(dtype: torch.dtype, payload: s
 def test_the_head_comes_in_parts(model: Model, server: TeacherServer, monkeypatch: pytest.MonkeyPatch) -> None:
     import hashlib
 
-    monkeypatch.setattr("gatespace.teacher.head.PART_BYTES", 100_000)
-    monkeypatch.setattr("gatespace.teacher.wire.PART_BYTES", 100_000)
+    monkeypatch.setattr("gatespace.addons.service.head.PART_BYTES", 100_000)
+    monkeypatch.setattr("gatespace.addons.service.wire.PART_BYTES", 100_000)
     with RawClient(server.address, model) as client:
         info = client.hello().head
         assert info.parts > 2

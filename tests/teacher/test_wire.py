@@ -13,8 +13,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from gatespace.addons.service import wire
 from gatespace.errors import GatespaceError, RunError
-from gatespace.teacher import wire
 
 HEAD = wire.HeadInfo("a" * 64, 24, "float32", (2, 2), True, 0.1, 30.0, 1)
 MESSAGES: list[tuple[Any, list[wire.Array]]] = [
@@ -280,8 +280,9 @@ def test_headers_of_the_wrong_kind(data: st.DataObject) -> None:
 
 
 def test_neither_torch_nor_a_pickle(tmp_path: Any) -> None:
-    script = "import sys, gatespace.teacher.wire, gatespace.teacher.keys, gatespace.teacher.status as s; " + (
-        "print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    script = (
+        "import sys, gatespace.addons.service.wire, gatespace.addons.service.keys, gatespace.addons.service.status as s; "
+        + ("print([m for m in ('torch', 'numpy') if m in sys.modules])")
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.strip() == "[]"

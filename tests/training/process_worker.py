@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
+from gatespace.addons.parallel.ranks import joined
 from gatespace.config import TeachConfig, TrainConfig, parse_config
 from gatespace.models import load_model
 from gatespace.training import run
-from gatespace.training.ranks import joined
 
 
 def main(plan: Path) -> None:
@@ -30,7 +30,7 @@ def main(plan: Path) -> None:
 
 def pieces(student: str, output: Path) -> None:
     """Write down what a model in pieces is made of."""
-    from gatespace.models.sharded import shard
+    from gatespace.addons.parallel.sharded import shard
 
     ranks = joined(device="cpu", sharded=True)
     model = load_model(student)

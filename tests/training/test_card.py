@@ -17,6 +17,10 @@ from huggingface_hub import ModelCard
 from transformers import AutoTokenizer
 
 import gatespace
+from gatespace.addons.publish.card import Evidence, model_card, write_card
+from gatespace.addons.publish.card_objective import PUBLISHED, lam_formula
+from gatespace.addons.publish.card_run import shown_name
+from gatespace.addons.publish.card_use import prompt_of, use
 from gatespace.config import TaskConfig, parse_config
 from gatespace.config.text import read_yaml, write_yaml
 from gatespace.errors import UsageError
@@ -25,10 +29,6 @@ from gatespace.gating.published import OBJECTIVES
 from gatespace.models import TinyPair
 from gatespace.models.smollm2 import HUB_NAME
 from gatespace.tasks.configured import configured_prompt, load_configured_task
-from gatespace.training.card import Evidence, model_card, write_card
-from gatespace.training.card_objective import PUBLISHED, lam_formula
-from gatespace.training.card_run import shown_name
-from gatespace.training.card_use import prompt_of, use
 from gatespace.training.run import train
 
 _CODE = re.compile(r"^(`{3,})python\n(.*?)^\1$", re.DOTALL | re.MULTILINE)
@@ -289,7 +289,7 @@ def test_no_torch(run: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
-from gatespace.training.card import model_card
+from gatespace.addons.publish.card import model_card
 model_card(Path({str(run)!r}))
 assert not [name for name in ("torch", "transformers", "numpy") if name in sys.modules]
 """

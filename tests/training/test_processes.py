@@ -16,11 +16,11 @@ import torch
 from filelock import FileLock
 from safetensors.torch import load_file
 
+from gatespace.addons.parallel.ranks import ALONE, Ranks
 from gatespace.config import TeachConfig, TrainConfig, parse_config
 from gatespace.files import read
 from gatespace.models import TinyPair
 from gatespace.training import run
-from gatespace.training.ranks import ALONE, Ranks
 
 WORKER = Path(__file__).with_name("process_worker.py")
 KINDS: dict[str, dict[str, Any]] = {

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from gatespace.addons.service.client import RemoteTeacher
+from gatespace.addons.service.wire import vocabulary_digest
 from gatespace.cli.app import app
 from gatespace.config import TrainConfig, parse_config
 from gatespace.errors import RunError, UsageError
 from gatespace.files import read
 from gatespace.models import Model, TinyPair, build_tiny
 from gatespace.tasks import synthetic_task
-from gatespace.teacher.client import RemoteTeacher
 from gatespace.teacher.scores import TeacherAwayError
-from gatespace.teacher.wire import vocabulary_digest
 from gatespace.training.run import train
 from tests.teacher.services import Nursery, Service
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from gatespace.addons.trackers import Trackers, open_trackers
 from gatespace.errors import MissingExtraError, RunError, UsageError
-from gatespace.training.trackers import Trackers, open_trackers
 
 NAMES = ("tensorboard", "wandb", "trackio")
 WRITE = """
 import sys
 from pathlib import Path
-from gatespace.training.trackers import open_trackers
+from gatespace.addons.trackers import open_trackers
 name, folder, done, last = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 with open_trackers([name], folder, {"objective": {"gate": "G5"}}, step=done) as trackers:
     for step in range(done + 1, last + 1):
@@ -120,7 +120,7 @@ def test_one_that_is_not_installed_is_an_error_before_any_other_is_opened(tmp_pa
 @pytest.mark.skipif(installed("wandb"), reason="wandb is installed")
 def test_a_folder_of_that_name_is_not_taken_for_the_package(tmp_path: Path) -> None:
     (tmp_path / "wandb").mkdir()
-    code = "from gatespace.training.trackers import open_trackers; open_trackers(['wandb'], '.', {})"
+    code = "from gatespace.addons.trackers import open_trackers; open_trackers(['wandb'], '.', {})"
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert "MissingExtraError" in result.stderr
     assert "gatespace[wandb]" in result.stderr
@@ -163,7 +163,7 @@ def test_wandb_without_a_login_is_an_error_that_says_what_to_do(
 ) -> None:
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
-    code = "from gatespace.training.trackers import open_trackers; open_trackers(['wandb'], '.', {})"
+    code = "from gatespace.addons.trackers import open_trackers; open_trackers(['wandb'], '.', {})"
     environment = {**os.environ, "HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}
     result = subprocess.run(
         [sys.executable, "-c", code],

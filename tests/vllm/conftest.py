@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from gatespace.addons.vllm.process import VllmProcess
 from gatespace.cli.app import app
 from gatespace.config import TeachConfig, parse_config
 from gatespace.models import Model, build_tiny, load_model
-from gatespace.models.vllm_process import VllmProcess
 from gatespace.tasks import synthetic_task
 from gatespace.training.run import teach
 from tests.vllm.scripted import Scripted

@@ -14,19 +14,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from gatespace.addons.vllm.process import VllmProcess
+from gatespace.addons.vllm.sampler import VllmSampler
+from gatespace.addons.vllm.server import RefusedError, VllmServer
+from gatespace.addons.vllm.teacher import VllmTeacher
+from gatespace.addons.vllm.untied import save_untied
 from gatespace.errors import RunError, UsageError
 from gatespace.gating.tokens import TeacherTopK
 from gatespace.models import Model, build_tiny, load_model
-from gatespace.models.untied import save_untied
-from gatespace.models.vllm_process import VllmProcess
-from gatespace.models.vllm_server import RefusedError, VllmServer
 from gatespace.rollout import Sampling
-from gatespace.rollout.vllm import VllmSampler
 from gatespace.seeding import stream
 from gatespace.tasks import synthetic_task
 from gatespace.teacher.local import LocalTeacher
 from gatespace.teacher.scores import TeacherAwayError
-from gatespace.teacher.vllm import VllmTeacher
 
 pytestmark = pytest.mark.slow
 
@@ -131,7 +131,7 @@ def test_a_tied_head_that_stays_old_is_noticed(
             learner.head.weight.mul_(1.1)
         with monkeypatch.context() as patch:
             # A normal folder has the shared matrix once, as the embedding; vLLM loads it and says nothing.
-            patch.setattr("gatespace.rollout.vllm.save_untied", lambda model, folder, dtype: model.save(folder))
+            patch.setattr("gatespace.addons.vllm.sampler.save_untied", lambda model, folder, dtype: model.save(folder))
             with pytest.raises(RunError, match="does not have the weights of"):
                 sampler.sync()
         assert sampler.sync() < 1e-3

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from gatespace.addons.vllm.process import VllmProcess
+from gatespace.addons.vllm.sampler import VllmWriter
 from gatespace.errors import RunError
 from gatespace.evaluation import evaluate
 from gatespace.models import Model, load_model
-from gatespace.models.vllm_process import VllmProcess
-from gatespace.rollout.vllm import VllmWriter
 from gatespace.tasks import Prompt, Task
 from gatespace.tasks.configured import configured_prompt, load_configured_task
 from tests.vllm.scripted import Reply, Scripted

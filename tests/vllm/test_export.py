@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from gatespace.addons.publish.export import export_model
 from gatespace.config import TeachConfig, parse_config
-from gatespace.training.export import export_model
 from gatespace.training.run import teach
 
 pytestmark = pytest.mark.slow

@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 import torch
 
+from gatespace.addons.service.backend import VllmBackend
+from gatespace.addons.service.client import RemoteTeacher
+from gatespace.addons.service.server import TeacherServer
+from gatespace.addons.service.wire import vocabulary_digest
+from gatespace.addons.vllm.source import VllmSource, vllm_source
 from gatespace.errors import RunError, UsageError
 from gatespace.gating.tokens import TeacherTopK
 from gatespace.models import Model, load_model
-from gatespace.models.vllm_source import VllmSource, vllm_source
-from gatespace.teacher.backend import VllmBackend
 from gatespace.teacher.cache import ScoreCache
-from gatespace.teacher.client import RemoteTeacher
 from gatespace.teacher.local import LocalTeacher
-from gatespace.teacher.server import TeacherServer
-from gatespace.teacher.wire import vocabulary_digest
 from tests.teacher.raw_client import Brake, until
 from tests.vllm.scripted import Reply, Scripted, later
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from gatespace.addons.vllm.server import VllmServer, parse_place
+from gatespace.addons.vllm.teacher import VllmTeacher
 from gatespace.errors import GatespaceError, RunError, UsageError
 from gatespace.gating.tokens import TeacherTopK
 from gatespace.models import Model
-from gatespace.models.vllm_server import VllmServer, parse_place
 from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.local import LocalTeacher
 from gatespace.teacher.scores import TeacherAwayError
-from gatespace.teacher.vllm import VllmTeacher
 from tests.vllm.scripted import Reply, Scripted, later
 
 PREFIX = [5, 9, 11]
@@ -115,7 +115,7 @@ def test_what_is_in_the_cache_costs_no_request(scripted: Scripted, tiny: Model, 
 def test_large_batches_go_in_several_requests(scripted: Scripted, tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     with teacher(scripted, tiny) as remote:
         whole = payload(remote.score(PROMPTS, RESPONSES))
-        monkeypatch.setattr("gatespace.teacher.vllm._REPLY_BYTES", 16 * 80 * 6)  # rows of 8, 8 and 6 tokens
+        monkeypatch.setattr("gatespace.addons.vllm.teacher._REPLY_BYTES", 16 * 80 * 6)  # rows of 8, 8 and 6 tokens
         scripted.asked.clear()
         parts = payload(remote.ask(PROMPTS, RESPONSES)())
         assert len(scripted.asked) == 2
@@ -241,7 +241,7 @@ def test_a_bad_answer_is_an_error_and_never_a_number(name: str, scripted: Script
 
 def test_answers_are_not_larger_than_we_take(scripted: Scripted, tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     with teacher(scripted, tiny) as remote:
-        monkeypatch.setattr("gatespace.models.vllm_server.LARGEST", 100)
+        monkeypatch.setattr("gatespace.addons.vllm.server.LARGEST", 100)
         with pytest.raises(RunError, match="too large"):
             remote.score(PROMPTS, RESPONSES)
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from gatespace.addons.vllm.process import VllmProcess
+from gatespace.addons.vllm.sampler import VllmSampler, VllmWriter
+from gatespace.addons.vllm.untied import save_untied
 from gatespace.config import TeachConfig, TrainConfig, load_config, parse_config
 from gatespace.config.identity import identity
 from gatespace.errors import RunError, UsageError
 from gatespace.models import Model, build_tiny, load_model
-from gatespace.models.untied import save_untied
-from gatespace.models.vllm_process import VllmProcess
-from gatespace.rollout.vllm import VllmSampler, VllmWriter
 from gatespace.tasks.configured import load_configured_task
 from gatespace.training.loop import Silent
 from gatespace.training.run import train

@@ -12,27 +12,15 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from gatespace.cli import (
-    doctor,
-    evaluate,
-    explore,
-    export,
-    gate,
-    init,
-    paper,
-    plan,
-    predict,
-    report,
-    run,
-    status,
-    teach,
-    teacher,
-    train,
-    watch,
-)
+from gatespace.addons.pages import explore_command as explore
+from gatespace.addons.pages import watch_command as watch
+from gatespace.addons.paper import command as paper
+from gatespace.addons.parallel.launched import is_first, is_joint
+from gatespace.addons.publish import command as export
+from gatespace.addons.service import command as teacher
+from gatespace.cli import doctor, evaluate, gate, init, plan, predict, report, run, status, teach, train
 from gatespace.cli.console import gatespace_version, print_error
 from gatespace.errors import GatespaceError, unknown_name
-from gatespace.training.launched import is_first, is_joint
 
 _EXIT_INTERRUPTED = 130
 

@@ -13,8 +13,8 @@ from gatespace.cli import run_options as options
 from gatespace.cli.console import console, print_json
 
 if TYPE_CHECKING:
+    from gatespace.addons.vllm.sampler import VllmWriter
     from gatespace.models import Model
-    from gatespace.rollout.vllm import VllmWriter
 
 ModelName = Annotated[
     str,
@@ -162,8 +162,8 @@ def evaluate(
 
 def _check_place(where: str) -> None:
     """Before a model is loaded, which takes its time."""
-    from gatespace.models.vllm_process import check_python
-    from gatespace.models.vllm_server import parse_place
+    from gatespace.addons.vllm.process import check_python
+    from gatespace.addons.vllm.server import parse_place
 
     if "://" in where:
         parse_place(where)
@@ -176,11 +176,11 @@ def _writer(where: str, name: str, model: Model, longest: int, note: Any) -> Ite
     """vLLM with the model: the server that is named, or one that lives as long as it is needed."""
     import tempfile
 
+    from gatespace.addons.vllm.process import VllmProcess
+    from gatespace.addons.vllm.sampler import VllmWriter
+    from gatespace.addons.vllm.source import vllm_source
     from gatespace.cli.found_model import model_folder
     from gatespace.models.load import TINY
-    from gatespace.models.vllm_process import VllmProcess
-    from gatespace.models.vllm_source import vllm_source
-    from gatespace.rollout.vllm import VllmWriter
 
     dtype, process = model.head.weight.dtype, None
     with ExitStack() as stack:

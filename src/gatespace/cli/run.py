@@ -66,11 +66,11 @@ def run(
     """
     import sys
 
+    from gatespace.addons.cluster.depot import Depot
+    from gatespace.addons.cluster.depot_engine import DepotEngine, join, publish
+    from gatespace.addons.cluster.ray_engine import require_ray
     from gatespace.cli.study_view import StudyView
-    from gatespace.study.depot import Depot
-    from gatespace.study.depot_engine import DepotEngine, join, publish
     from gatespace.study.plan import check
-    from gatespace.study.ray_engine import require_ray
     from gatespace.study.runner import run_study
     from gatespace.study.store import Store
 
@@ -130,8 +130,8 @@ def _engine(
     address: str | None,
     note: Callable[[str], None],
 ) -> Engine:
+    from gatespace.addons.cluster.ray_engine import RayEngine
     from gatespace.study.engines import LocalEngine
-    from gatespace.study.ray_engine import RayEngine
 
     if name == "local":
         return LocalEngine(workers, threads)

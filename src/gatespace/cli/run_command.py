@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from gatespace.addons.parallel.launched import is_first
 from gatespace.cli.console import console, print_json
 from gatespace.cli.run_options import task_command
-from gatespace.training.launched import is_first
 
 if TYPE_CHECKING:
     from gatespace.config import TeachConfig, TrainConfig
@@ -66,7 +66,7 @@ def execute(
 
 
 def _launch(config: TrainConfig | TeachConfig, processes: int, *, quiet: bool, as_json: bool) -> None:
-    from gatespace.cli.processes import launch
+    from gatespace.addons.parallel.launch import launch
     from gatespace.config import TrainConfig, dump_yaml
 
     with tempfile.TemporaryDirectory(prefix="gatespace-") as place:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import fmean
 
+from gatespace.addons.paper.published import SOURCE, best_observed, d_on_g2, nine, paper_task
 from gatespace.evidence.power import minimum_detectable, seeds_needed
 from gatespace.evidence.records import (
     ALL_TASKS,
@@ -16,7 +17,6 @@ from gatespace.evidence.records import (
     WinCount,
 )
 from gatespace.gating.coefficients import NotApplicable
-from gatespace.report.published import SOURCE, best_observed, d_on_g2, nine, paper_task
 from gatespace.report.table import CSV_ONLY, FILES_ONLY, NOT_IN_PRINT, Column, Runs, Table, Value
 from gatespace.report.view import AXES, AXIS_NAMES, View
 

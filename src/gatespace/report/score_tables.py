@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean, median
 
+from gatespace.addons.paper.published import PAPER_SEEDS, SOURCE, paper_task, per_seed
 from gatespace.gating.coefficients import Gate, NotApplicable
-from gatespace.report.published import PAPER_SEEDS, SOURCE, paper_task, per_seed
 from gatespace.report.table import NOT_IN_PRINT, PAGE_ONLY, Column, Runs, Table, Value
 from gatespace.report.view import KIND_NAMES, KINDS, View, mean_of, sd_of
 from gatespace.study.records import RunResult, Score

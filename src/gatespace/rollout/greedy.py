@@ -24,7 +24,7 @@ class Answer:
 
 
 class Writer(Protocol):
-    """Writes in place of a model, with the same weights: `gatespace.rollout.vllm.VllmWriter`, for one."""
+    """Writes in place of a model, with the same weights: `gatespace.addons.vllm.sampler.VllmWriter`, for one."""
 
     def sample(
         self, prompts: Sequence[Sequence[int]], *, sampling: Sampling, stop: Callable[[list[int]], bool]

@@ -62,7 +62,7 @@ def execute(job: Job) -> Outcome:
         if os.path.isdir(job.get("cwd", "")):
             os.chdir(job["cwd"])
         if "depot" in job:
-            from gatespace.study.scratch import execute_in_scratch
+            from gatespace.addons.cluster.scratch import execute_in_scratch
 
             execute_in_scratch(job)
         else:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gatespace.addons.parallel.ranks import Ranks
 from gatespace.errors import UsageError
 from gatespace.models.body import Body
 from gatespace.models.encode import Encoder
 from gatespace.seeding import permutation
 from gatespace.tasks import Example
-from gatespace.training.ranks import Ranks
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from gatespace.addons.parallel.ranks import ALONE, Ranks
+from gatespace.addons.publish.card import write_card
+from gatespace.addons.trackers import Trackers, open_trackers
 from gatespace.config import CheckpointConfig, EvaluationConfig
 from gatespace.errors import GatespaceError, RunError
 from gatespace.evaluation import Evaluation, write
 from gatespace.files import JsonLines, atomic_write
 from gatespace.teacher.scores import TeacherAwayError
 from gatespace.training import checkpoint
-from gatespace.training.card import write_card
 from gatespace.training.clock import Clock
 from gatespace.training.optimizer import Optimizer
-from gatespace.training.ranks import ALONE, Ranks
-from gatespace.training.trackers import Trackers, open_trackers
 
 DONE = "done"
 SUMMARY = "summary.json"

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gatespace.addons.parallel.ranks import ALONE, Ranks
 from gatespace.config import OptimizerConfig
 from gatespace.errors import RunError
-from gatespace.training.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gatespace.addons.parallel.ranks import Ranks, joined
 from gatespace.config import CheckpointConfig, TeachConfig, TrainConfig, dump_config, dump_yaml, identity, load_config
 from gatespace.config.address import is_address
 from gatespace.config.identity import CONTENT, LEFT_OUT, settings_of
@@ -30,7 +31,6 @@ from gatespace.training.environment import environment
 from gatespace.training.loop import Course, Outcome, Progress, Silent
 from gatespace.training.optimizer import Optimizer
 from gatespace.training.pipeline import Pipeline
-from gatespace.training.ranks import Ranks, joined
 from gatespace.training.setup import (
     Material,
     Placement,
@@ -48,9 +48,9 @@ from gatespace.training.supervised import Supervised
 from gatespace.training.telemetry import Telemetry
 
 if TYPE_CHECKING:
-    from gatespace.rollout.vllm import VllmSampler
-    from gatespace.teacher.client import RemoteTeacher
-    from gatespace.teacher.vllm import VllmTeacher
+    from gatespace.addons.service.client import RemoteTeacher
+    from gatespace.addons.vllm.sampler import VllmSampler
+    from gatespace.addons.vllm.teacher import VllmTeacher
 
 IDENTITY = "identity.json"
 MODEL = "model"
@@ -298,7 +298,7 @@ def _in_training(
 ) -> tuple[Model, Optimizer]:
     """The model as it is trained, whole or in pieces, and its optimizer."""
     if ranks.sharded:
-        from gatespace.models.sharded import shard
+        from gatespace.addons.parallel.sharded import shard
 
         body_of(model, packed=config.engine.packed)  # whether packed passes fit is found out on the whole model
         model = shard(model, dtype=place.dtype)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gatespace.addons.parallel.ranks import ALONE, Ranks
 from gatespace.config import LoraConfig, TaskConfig, TeachEngineConfig, TrainConfig, in_setting
 from gatespace.config.address import is_address, parse_address
 from gatespace.errors import UsageError
@@ -21,12 +22,11 @@ from gatespace.seeding import stream
 from gatespace.tasks import Example, Prompt, Task
 from gatespace.tasks.configured import configured_prompt, configured_rows, load_configured_task
 from gatespace.teacher.cache import ScoreCache
-from gatespace.training.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
-    from gatespace.rollout.vllm import VllmSampler
-    from gatespace.teacher.client import RemoteTeacher
-    from gatespace.teacher.vllm import VllmTeacher
+    from gatespace.addons.service.client import RemoteTeacher
+    from gatespace.addons.vllm.sampler import VllmSampler
+    from gatespace.addons.vllm.teacher import VllmTeacher
 
 _ACTIVATIONS = 6 << 30
 """Bytes that the activations of a micro-batch may take."""
@@ -148,9 +148,9 @@ def remote_teacher(
     """The teacher at the address in `pair.teacher`; an error where it cannot be this student's."""
     if parse_address(config.pair.teacher, "pair.teacher").scheme == "vllm":
         return _vllm_teacher(config, student, encoder, place, report)
-    from gatespace.teacher.client import RemoteTeacher
-    from gatespace.teacher.keys import client_keys
-    from gatespace.teacher.wire import vocabulary_digest
+    from gatespace.addons.service.client import RemoteTeacher
+    from gatespace.addons.service.keys import client_keys
+    from gatespace.addons.service.wire import vocabulary_digest
 
     settings = config.teacher
     with in_setting("teacher"):
@@ -187,7 +187,7 @@ def remote_teacher(
 def _vllm_teacher(
     config: TrainConfig, student: Model, encoder: Encoder, place: Placement, report: Callable[[str], None]
 ) -> VllmTeacher:
-    from gatespace.teacher.vllm import VllmTeacher
+    from gatespace.addons.vllm.teacher import VllmTeacher
 
     # Nothing is kept of its scores: other weights under the same name would find them.
     with in_setting("pair.teacher"):
@@ -216,9 +216,9 @@ def vllm_sampler(
     report: Callable[[str], None],
 ) -> Iterator[VllmSampler]:
     """The sampler of `rollout.vllm`; a server that is started here ends with it."""
-    from gatespace.models.untied import save_untied
-    from gatespace.models.vllm_process import VllmProcess
-    from gatespace.rollout.vllm import VllmSampler
+    from gatespace.addons.vllm.process import VllmProcess
+    from gatespace.addons.vllm.sampler import VllmSampler
+    from gatespace.addons.vllm.untied import save_untied
 
     where = config.rollout.vllm
     assert where is not None

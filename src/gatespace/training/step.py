@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from gatespace.addons.parallel.ranks import ALONE, Ranks
 from gatespace.config import ObjectiveConfig, RolloutConfig
 from gatespace.errors import GatespaceError, RunError, UsageError
 from gatespace.gating.fused import fused_distillation_loss
@@ -26,7 +27,6 @@ from gatespace.teacher.scores import Scores, Teacher
 from gatespace.training.batches import Row, divided, keep_up
 from gatespace.training.clock import Clock
 from gatespace.training.optimizer import Optimizer, Update
-from gatespace.training.ranks import ALONE, Ranks
 
 
 @dataclass

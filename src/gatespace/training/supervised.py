@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import cross_entropy
 
+from gatespace.addons.parallel.ranks import ALONE, Ranks
 from gatespace.errors import RunError
 from gatespace.models.body import Body
 from gatespace.models.encode import Encoder
 from gatespace.training.batches import Row, divided, keep_up
 from gatespace.training.clock import Clock
 from gatespace.training.optimizer import Optimizer, Update
-from gatespace.training.ranks import ALONE, Ranks
 from gatespace.training.step import whole_logits
 
 

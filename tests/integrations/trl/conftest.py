@@ -48,7 +48,7 @@ def make(tiny: TinyPair, prompts: list[Any], tmp_path: Path) -> Callable[..., An
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DistillationConfig, DistillationTrainer
 
-    from gatespace.integrations.trl import GatedDistillationConfig, GatedDistillationTrainer
+    from gatespace.addons.trl import GatedDistillationConfig, GatedDistillationTrainer
 
     def make(*, own: bool = True, greedy: bool = False, **settings: Any) -> Any:
         student = AutoModelForCausalLM.from_pretrained(tiny.student)

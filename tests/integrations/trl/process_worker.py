@@ -23,7 +23,7 @@ def make(network: Any, tokenizer: str, teacher: str, out: str, settings: dict[st
     from datasets import Dataset
     from transformers import AutoTokenizer
 
-    from gatespace.integrations.trl import GatedDistillationConfig, GatedDistillationTrainer
+    from gatespace.addons.trl import GatedDistillationConfig, GatedDistillationTrainer
 
     # Greedy, so that the responses do not depend on which process writes them, and of different lengths.
     network.generation_config.eos_token_id = list(range(0, network.config.vocab_size, 5))

@@ -14,7 +14,7 @@ def imported(preparation: str) -> str:
         import sys, types
         {preparation}
         try:
-            import gatespace.integrations.trl
+            import gatespace.addons.trl
         except ImportError as error:
             print("ImportError", error)
         except ValueError as error:

@@ -12,8 +12,8 @@ pytest.importorskip("trl", reason="no TRL here; `make test-engines` makes an env
 import trl
 from trl import DistillationTrainer
 
+from gatespace.addons.trl import GatedDistillationConfig, GatedDistillationTrainer, check_seam
 from gatespace.errors import UsageError
-from gatespace.integrations.trl import GatedDistillationConfig, GatedDistillationTrainer, check_seam
 
 
 class OtherSignature(DistillationTrainer):
@@ -78,7 +78,7 @@ def test_this_trl_has_what_is_needed() -> None:
 
 
 def test_attributes_that_are_gone(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from gatespace.integrations.trl import trainer
+    from gatespace.addons.trl import trainer
 
     monkeypatch.setattr(trainer, "ATTRIBUTES", (*trainer.ATTRIBUTES, "_no_such_buffer"))
     with pytest.raises(UsageError, match="has no attribute _no_such_buffer"):

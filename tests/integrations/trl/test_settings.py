@@ -15,9 +15,9 @@ from transformers import HfArgumentParser
 from trl import DistillationConfig, TrlParser
 
 from gatespace import Gate
+from gatespace.addons.trl import GatedDistillationConfig, GatedDistillationTrainer
 from gatespace.errors import UsageError
 from gatespace.gating import EOPD, Gated, Static, ToDi
-from gatespace.integrations.trl import GatedDistillationConfig, GatedDistillationTrainer
 
 
 def config(**settings: Any) -> GatedDistillationConfig:

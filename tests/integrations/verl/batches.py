@@ -16,7 +16,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import DistillationConfig, FSDPActorConfig
 from verl.workers.utils.padding import left_right_2_no_padding
 
-from gatespace.integrations.verl import GatedLossConfig
+from gatespace.addons.verl import GatedLossConfig
 
 LENGTHS = ((3, 2), (5, 4), (2, 1), (4, 3))
 """(prompt, response) of each sample."""

@@ -321,7 +321,7 @@ def test_a_configuration_without_a_gate_is_refused() -> None:
     batch = Batch()
     with pytest.raises(UsageError, match="needs a gate") as error:
         step(batch, config, batch.logits())
-    assert "_target_=gatespace.integrations.verl.GatedLossConfig" in error.value.instead
+    assert "_target_=gatespace.addons.verl.GatedLossConfig" in error.value.instead
 
 
 def test_losses_that_a_fused_kernel_made_are_refused() -> None:

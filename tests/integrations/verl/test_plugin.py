@@ -23,8 +23,8 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.config import DistillationLossConfig
 
 from gatespace import Gate
+from gatespace.addons.verl import GatedLossConfig, install, seam
 from gatespace.errors import UsageError
-from gatespace.integrations.verl import GatedLossConfig, install, seam
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "verl"
@@ -131,7 +131,7 @@ def test_settings_that_cannot_be_followed_are_refused(fields: dict[str, Any], wh
     with pytest.raises(UsageError, match=what) as error:
         GatedLossConfig(**fields)
     assert error.value.instead or error.value.got
-    section = {"_target_": "gatespace.integrations.verl.GatedLossConfig", **fields}
+    section = {"_target_": "gatespace.addons.verl.GatedLossConfig", **fields}
     with pytest.raises(InstantiationException, match=what):  # as verl's trainer would show it
         omega_conf_to_dataclass(OmegaConf.create(section))
 
@@ -155,7 +155,7 @@ from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 from verl.trainer.distillation import losses
 assert "gated_kl_topk" not in losses.DISTILLATION_LOSS_REGISTRY
-omega_conf_to_dataclass(OmegaConf.create({"_target_": "gatespace.integrations.verl.GatedLossConfig", "gate": "H2"}))
+omega_conf_to_dataclass(OmegaConf.create({"_target_": "gatespace.addons.verl.GatedLossConfig", "gate": "H2"}))
 assert "gated_kl_topk" in losses.DISTILLATION_LOSS_REGISTRY and hasattr(losses.compute_topk_loss, "__wrapped__")
 """
     done = python(code)
@@ -168,7 +168,7 @@ import verl
 from verl.trainer.distillation import losses
 assert "gated_kl_topk" in losses.DISTILLATION_LOSS_REGISTRY and hasattr(losses.compute_topk_loss, "__wrapped__")
 """
-    done = python(code, VERL_USE_EXTERNAL_MODULES="gatespace.integrations.verl")
+    done = python(code, VERL_USE_EXTERNAL_MODULES="gatespace.addons.verl")
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -195,7 +195,7 @@ def worker(section):
     return found["distillation_losses"].detach()
 
 ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-section = {{"_target_": "gatespace.integrations.verl.GatedLossConfig", "gate": "H2", "topk": 12}}
+section = {{"_target_": "gatespace.addons.verl.GatedLossConfig", "gate": "H2", "topk": 12}}
 there = ray.get(worker.remote(OmegaConf.create(section)))
 here = worker._function(OmegaConf.create(section))
 torch.testing.assert_close(there, here, rtol=1e-12, atol=0)
@@ -266,6 +266,6 @@ def test_the_verl_that_is_here_passes() -> None:
     ],
 )
 def test_what_is_not_installed_is_named(block: str, what: str) -> None:
-    done = python(f"import sys; sys.modules[{block!r}] = None; import gatespace.integrations.verl")
+    done = python(f"import sys; sys.modules[{block!r}] = None; import gatespace.addons.verl")
     assert done.returncode == 1
     assert what in done.stderr, done.stderr[-1500:]

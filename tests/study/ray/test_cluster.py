@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: `make test-engines` has an environment with it")
 
+from gatespace.addons.cluster.ray_engine import RayEngine
 from gatespace.config import TeachConfig, dump_config, parse_config
 from gatespace.config.study import ResourcesConfig
 from gatespace.errors import RunError, UsageError
-from gatespace.study.ray_engine import RayEngine
 from gatespace.study.store import progress_of
 
 from .conftest import Nodes, descendants, gatespace, numbers, run_folder_of, until

@@ -15,10 +15,10 @@ pytest.importorskip("ray", reason="Ray is not installed: `make test-engines` has
 pytest.importorskip("s3fs", reason="s3fs is not installed: `make test-engines` has an environment with it")
 pytest.importorskip("moto.server", reason="moto is not installed: `make test-engines` has it")
 
+from gatespace.addons.cluster import scratch
+from gatespace.addons.cluster.depot import Depot
 from gatespace.errors import RunError
 from gatespace.files import read
-from gatespace.study import scratch
-from gatespace.study.depot import Depot
 
 from .conftest import Nodes, gatespace, numbers, run_folder_of, until
 

@@ -1,0 +1,1 @@
+"""The paper's published numbers: its tables recomputed, and an audit."""

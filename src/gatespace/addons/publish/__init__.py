@@ -1,0 +1,1 @@
+"""Model cards, exported model folders, and pushing them to the Hub."""

@@ -1,0 +1,1 @@
+"""vLLM as sampler of the student's responses, as teacher, and as engine of an evaluation."""
