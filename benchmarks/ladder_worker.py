@@ -25,7 +25,7 @@ from gatespace.gating.fused import fused_distillation_loss
 from gatespace.gating.loss import distillation_loss
 from gatespace.gating.objectives import Gated
 from gatespace.models import Model, check_pair, load_model
-from gatespace.models.body import Read, body_of
+from gatespace.models.body import Forward, body_of
 from gatespace.rollout import Sampling, sample
 from gatespace.seeding import generator, stream
 from gatespace.teacher.cache import ScoreCache
@@ -60,16 +60,16 @@ def write_responses(work: Work, file: Path) -> None:
     body, found = body_of(student), []
     with torch.no_grad():
         for number, rows in enumerate(work.rows(encoder)):
-            read = body.read([row.prompt for row in rows], trunk=encoder.prefix)
-            found.append(_sample(work, number, body, read, student.vocab_size))
+            forward = body.forward([row.prompt for row in rows], prefix=encoder.prefix)
+            found.append(_sample(work, number, body, forward, student.vocab_size))
     file.write_text(json.dumps(found))
 
 
-def _sample(work: Work, number: int, body: Any, read: Read, vocab_size: int) -> list[list[int]]:
-    count = len(read.kept.lengths)
+def _sample(work: Work, number: int, body: Any, forward: Forward, vocab_size: int) -> list[list[int]]:
+    count = len(forward.cache.lengths)
     return sample(
         body,
-        read,
+        forward,
         vocab_size=vocab_size,
         sampling=Sampling(max_new_tokens=work.max_new_tokens),
         stop=lambda ids: False,
@@ -116,11 +116,11 @@ class Rung:
         tokens = sum(map(len, responses))
         meter.begin()
         with meter.clock("rollout"):
-            read = self._rollout(number, rows)
+            forward = self._rollout(number, rows)
         with meter.clock("score"):
             scores = self._score(rows, responses)
         with meter.clock("update"):
-            loss = self._update(rows, responses, read, scores)
+            loss = self._update(rows, responses, forward, scores)
         if number == 0:
             self.seen |= {"loss": loss / tokens, **self._gradient(tokens)}
         with meter.clock("update"):
@@ -135,17 +135,17 @@ class Rung:
             return [row.prompt for row in rows], self.encoder.prefix
         return whole_prompts(self.encoder, rows), None
 
-    def _rollout(self, number: int, rows: Sequence[Row]) -> Read | None:
+    def _rollout(self, number: int, rows: Sequence[Row]) -> Forward | None:
         if not self.rung["packed"]:
             self._generate(rows)
             return None
         prompts, prefix = self._prompts(rows, "rollout")
         with torch.set_grad_enabled(self.rung["reuse"]):
-            read = self.body.read(prompts, trunk=prefix)
-        written = _sample(self.work, number, self.body, read, self.size)
+            forward = self.body.forward(prompts, prefix=prefix)
+        written = _sample(self.work, number, self.body, forward, self.size)
         pairs = zip(written, self.responses[number], strict=True)
         self.seen["same_responses"] += sum(found == fixed for found, fixed in pairs)
-        return read
+        return forward
 
     @torch.no_grad()
     def _generate(self, rows: Sequence[Row]) -> None:
@@ -168,10 +168,10 @@ class Rung:
         return torch.cat([self._pass(self.teacher, part, said) for part, said in self._parts(rows, responses)])
 
     def _update(
-        self, rows: Sequence[Row], responses: Sequence[Sequence[int]], read: Read | None, scores: Tensor
+        self, rows: Sequence[Row], responses: Sequence[Sequence[int]], forward: Forward | None, scores: Tensor
     ) -> float:
-        if self.rung["reuse"] and read is not None:
-            return self._learn(self._after(read, responses), responses, scores)
+        if self.rung["reuse"] and forward is not None:
+            return self._learn(self._after(forward, responses), responses, scores)
         if "update" in self.rung["share"]:
             return self._learn(self._pass(self.student, rows, responses), responses, scores)
         total, start = 0.0, 0
@@ -194,7 +194,7 @@ class Rung:
         places = [slice(len(prompt) - 1, len(row)) for prompt, row in zip(prompts, whole, strict=True)]
         if self.rung["packed"]:
             body = self.body if model is self.student else self.teacher_body
-            states = body.read(whole, trunk=prefix).hidden.split([len(row) for row in whole])
+            states = body.forward(whole, prefix=prefix).hidden.split([len(row) for row in whole])
             return torch.cat([row[place] for row, place in zip(states, places, strict=True)])
         longest = max(map(len, whole))
         ids = torch.tensor([row + [model.pad_id] * (longest - len(row)) for row in whole])
@@ -204,13 +204,13 @@ class Rung:
         found = output.logits if self.rung["all_logits"] else output.last_hidden_state
         return torch.cat([row[place] for row, place in zip(found, places, strict=True)])
 
-    def _after(self, read: Read, responses: Sequence[Sequence[int]]) -> Tensor:
+    def _after(self, forward: Forward, responses: Sequence[Sequence[int]]) -> Tensor:
         """(N, H) by the pass that the rollout began with: only responses are read."""
         if self.work.max_new_tokens == 1:
-            return read.last()
+            return forward.last()
         fed = [list(ids[:-1]) for ids in responses]
-        rest = self.body.read(fed, trunk=read.trunk, past=read.kept).hidden.split([len(ids) for ids in fed])
-        return torch.cat([torch.cat(pieces) for pieces in zip(read.last().split(1), rest, strict=True)])
+        rest = self.body.forward(fed, prefix=forward.prefix, past=forward.cache).hidden.split([len(ids) for ids in fed])
+        return torch.cat([torch.cat(pieces) for pieces in zip(forward.last().split(1), rest, strict=True)])
 
     def _learn(self, found: Tensor, responses: Sequence[Sequence[int]], scores: Tensor) -> float:
         """Backward from the sum of the losses of all tokens."""

@@ -68,7 +68,7 @@ def test_networks_that_packed_passes_do_not_fit(name: str, std: float, dtype: to
     with torch.no_grad():
         rows = some_rows((30, 3), seed=1)
         right = torch.cat([alone(model, [7, 8, 9, *row])[3:] for row in rows])
-        assert distance(body.read(rows, trunk=[7, 8, 9]).hidden, right) < (1e-5 if dtype == torch.float32 else 0.1)
+        assert distance(body.forward(rows, prefix=[7, 8, 9]).hidden, right) < (1e-5 if dtype == torch.float32 else 0.1)
 
 
 @pytest.mark.parametrize("name", LIMITED)
@@ -79,21 +79,21 @@ def test_texts_beyond_the_reach_of_packed_passes(name: str, student: Model) -> N
     assert isinstance(body, PackedBody)
     row = some_ids(reach + 1, seed=2)
     with torch.no_grad():
-        fits = body.read([row[1:-11], [5]], trunk=[3])
+        fits = body.forward([row[1:-11], [5]], prefix=[3])
         assert distance(fits.hidden[:-1], alone(model, [3, *row[1:-11]])[1:]) < 1e-5
         decoding = body.decoding(fits, 20)
         for _ in range(10):  # up to the last token that fits
             decoding.step([4, 4])
         for beyond in (
             lambda: decoding.step([4, 4]),
-            lambda: body.read([row]),
-            lambda: body.read([row[:20]], trunk=row[20:]),
-            lambda: body.read([row[:20]], past=body.read([row[20:]]).kept),
+            lambda: body.forward([row]),
+            lambda: body.forward([row[:20]], prefix=row[20:]),
+            lambda: body.forward([row[:20]], past=body.forward([row[20:]]).cache),
         ):
             with pytest.raises(UsageError, match=r"longer than the model's|change with the length"):
                 beyond()
         # plain ones go on
-        assert distance(body_of(model, packed=False).read([row]).hidden, alone(model, row)) < 1e-5
+        assert distance(body_of(model, packed=False).forward([row]).hidden, alone(model, row)) < 1e-5
 
 
 def test_the_choice(student: Model) -> None:

@@ -41,13 +41,13 @@ def weighed(hidden: Tensor) -> Tensor:
 
 
 def inline(body: Any, prompts: list[list[int]], responses: list[list[int]]) -> Tensor:
-    hidden: Tensor = body.read([p + r for p, r in zip(prompts, responses, strict=True)], trunk=TRUNK).hidden
+    hidden: Tensor = body.forward([p + r for p, r in zip(prompts, responses, strict=True)], prefix=TRUNK).hidden
     weighed(hidden).backward()
     return hidden
 
 
 def no_trunk(body: Any, prompts: list[list[int]], responses: list[list[int]]) -> Tensor:
-    hidden: Tensor = body.read([TRUNK + p + r for p, r in zip(prompts, responses, strict=True)]).hidden
+    hidden: Tensor = body.forward([TRUNK + p + r for p, r in zip(prompts, responses, strict=True)]).hidden
     lengths = [len(TRUNK + p + r) for p, r in zip(prompts, responses, strict=True)]
     own = [states[len(TRUNK) :] for states in hidden.split(lengths)]
     weighed(torch.cat(own)).backward()
@@ -57,14 +57,14 @@ def no_trunk(body: Any, prompts: list[list[int]], responses: list[list[int]]) ->
 def shaped(body: Any, prompts: list[list[int]], responses: list[list[int]]) -> Tensor:
     rows = [p + r for p, r in zip(prompts, responses, strict=True)]
     shapes = [-(-len(row) // 16) * 16 + 5 for row in rows]
-    hidden: Tensor = body.read(rows, trunk=TRUNK, shape=shapes.__getitem__).hidden
+    hidden: Tensor = body.forward(rows, prefix=TRUNK, shape=shapes.__getitem__).hidden
     weighed(hidden).backward()
     return hidden
 
 
 def in_two_passes(body: Any, prompts: list[list[int]], responses: list[list[int]]) -> Tensor:
-    first = body.read(prompts, trunk=TRUNK)
-    second = body.read(responses, trunk=first.trunk, past=first.kept)
+    first = body.forward(prompts, prefix=TRUNK)
+    second = body.forward(responses, prefix=first.prefix, past=first.cache)
     parts = [first.hidden.split([*map(len, prompts)]), second.hidden.split([*map(len, responses)])]
     hidden = torch.cat([state for pair in zip(*parts, strict=True) for state in pair])
     weighed(hidden).backward()
@@ -72,8 +72,8 @@ def in_two_passes(body: Any, prompts: list[list[int]], responses: list[list[int]
 
 
 def past_without_trunk(body: Any, prompts: list[list[int]], responses: list[list[int]]) -> Tensor:
-    first = body.read([TRUNK + prompt for prompt in prompts])
-    second = body.read(responses, past=first.kept)
+    first = body.forward([TRUNK + prompt for prompt in prompts])
+    second = body.forward(responses, past=first.cache)
     before = [states[len(TRUNK) :] for states in first.hidden.split([len(TRUNK + prompt) for prompt in prompts])]
     after = second.hidden.split([*map(len, responses)])
     hidden = torch.cat([state for pair in zip(before, after, strict=True) for state in pair])
@@ -82,14 +82,14 @@ def past_without_trunk(body: Any, prompts: list[list[int]], responses: list[list
 
 
 def leaves(body: Any, prompts: list[list[int]], responses: list[list[int]]) -> Tensor:
-    """The trunk once, rows in two micro-batches, each with a backward pass of its own; the trunk's comes last."""
+    """The prefix once, rows in two micro-batches, each with a backward pass of its own; the prefix's comes last."""
     rows = [p + r for p, r in zip(prompts, responses, strict=True)]
-    root = body.trunk(TRUNK)
+    root = body.prefix_cache(TRUNK)
     fresh = root.leaves()
     half = -(-len(rows) // 2)
     seen: list[Tensor] = []
     for part in filter(None, (rows[:half], rows[half:])):
-        hidden = body.read(part, trunk=fresh).hidden
+        hidden = body.forward(part, prefix=fresh).hidden
         # the sum over both is the loss of the whole
         done = sum(map(len, seen))
         weights = coefficients((sum(map(len, rows)), hidden.shape[1]))[done : done + len(hidden)]
@@ -208,17 +208,17 @@ def test_adapters_get_the_same_gradient(student: Model) -> None:
 
 def test_what_is_kept_without_gradient_stops_it(student: Model) -> None:
     body = PackedBody(student)
-    read = body.read([[5, 6, 7]], trunk=TRUNK)
-    assert read.kept.layers[0][0].requires_grad
-    assert not any(tensor.requires_grad for pair in read.kept.detached().layers for tensor in pair)
-    # rows are told apart from what stands before them, and the trunk of a pass is handed on
-    assert read.kept.lengths == (3,)
-    assert read.trunk is not None
-    assert read.trunk.lengths == (len(TRUNK),)
-    assert read.last().equal(read.hidden[-1:])
-    again = body.read([[8]], trunk=read.trunk.detached(), past=read.kept.detached())
-    assert again.trunk is not None
-    assert again.trunk.lengths == (len(TRUNK),)
+    forward = body.forward([[5, 6, 7]], prefix=TRUNK)
+    assert forward.cache.layers[0][0].requires_grad
+    assert not any(tensor.requires_grad for pair in forward.cache.detached().layers for tensor in pair)
+    # rows are told apart from what stands before them, and the prefix of a pass is handed on
+    assert forward.cache.lengths == (3,)
+    assert forward.prefix is not None
+    assert forward.prefix.lengths == (len(TRUNK),)
+    assert forward.last().equal(forward.hidden[-1:])
+    again = body.forward([[8]], prefix=forward.prefix.detached(), past=forward.cache.detached())
+    assert again.prefix is not None
+    assert again.prefix.lengths == (len(TRUNK),)
     weighed(again.hidden).backward()
     embedding = student.network.get_input_embeddings().weight.grad
     assert embedding[8].any()
@@ -227,10 +227,10 @@ def test_what_is_kept_without_gradient_stops_it(student: Model) -> None:
 
 def test_an_empty_trunk_is_none(student: Model) -> None:
     for body in (PackedBody(student), PlainBody(student)):
-        assert body.trunk([]) is None
-        read = body.read([[5, 6]], trunk=[])
-        assert read.trunk is None
-        assert distance(read.hidden, alone(student, [5, 6])) < 1e-6
+        assert body.prefix_cache([]) is None
+        forward = body.forward([[5, 6]], prefix=[])
+        assert forward.prefix is None
+        assert distance(forward.hidden, alone(student, [5, 6])) < 1e-6
 
 
 # ---------------------------------------------------------------------------------------------------- the network stays
@@ -240,10 +240,10 @@ def test_the_network_is_left_as_it_was(student: Model) -> None:
     config = student.body.config
     before = config._attn_implementation
     right = alone(student, TRUNK)
-    PackedBody(student).read([[5, 6]], trunk=TRUNK)
+    PackedBody(student).forward([[5, 6]], prefix=TRUNK)
     assert config._attn_implementation == before
     with pytest.raises(IndexError):
-        PackedBody(student).read([[10**6]])
+        PackedBody(student).forward([[10**6]])
     assert config._attn_implementation == before
     assert alone(student, TRUNK).equal(right)
 
@@ -257,14 +257,14 @@ def test_an_architecture_that_keeps_its_own_attention(student: Model) -> None:
 # ---------------------------------------------------------------------------------------------------- decoding
 
 
-@pytest.mark.parametrize("trunk", [TRUNK, []], ids=["trunk", "no trunk"])
+@pytest.mark.parametrize("prefix", [TRUNK, []], ids=["prefix", "no prefix"])
 @pytest.mark.parametrize("kind", [PackedBody, PlainBody])
-def test_decoding_is_reading_from_the_start(kind: Any, trunk: list[int], student: Model) -> None:
+def test_decoding_is_reading_from_the_start(kind: Any, prefix: list[int], student: Model) -> None:
     model = made(student.tokenizer, "Starcoder2", dtype=torch.float64)
     body = kind(model)
     rows = some_rows((4, 40, 1, 9), seed=4)
-    decoding = body.decoding(body.read(rows, trunk=trunk), 6)
-    written = [list(trunk) + row for row in rows]
+    decoding = body.decoding(body.forward(rows, prefix=prefix), 6)
+    written = [list(prefix) + row for row in rows]
     for step in range(6):
         kept = {2: [3, 1, 0], 4: [1]}.get(step)
         if kept is not None:
@@ -279,13 +279,13 @@ def test_decoding_is_reading_from_the_start(kind: Any, trunk: list[int], student
 
 def test_decoding_leaves_the_pass_as_it_was(student: Model) -> None:
     body = PackedBody(student)
-    read = body.read([[5, 6, 7], [9]], trunk=TRUNK)
-    before = [tensor.clone() for pair in read.kept.layers for tensor in pair]
-    decoding = body.decoding(read, 3)
+    forward = body.forward([[5, 6, 7], [9]], prefix=TRUNK)
+    before = [tensor.clone() for pair in forward.cache.layers for tensor in pair]
+    decoding = body.decoding(forward, 3)
     for _ in range(3):
         assert not decoding.step([4, 4]).requires_grad
-    assert all(a.equal(b) for a, b in zip(before, (t for pair in read.kept.layers for t in pair), strict=True))
-    after = body.read([[3], [3]], trunk=read.trunk, past=read.kept)
+    assert all(a.equal(b) for a, b in zip(before, (t for pair in forward.cache.layers for t in pair), strict=True))
+    after = body.forward([[3], [3]], prefix=forward.prefix, past=forward.cache)
     assert distance(after.hidden[0], alone(student, [*TRUNK, 5, 6, 7, 3])[-1]) < 1e-5
 
 
@@ -298,9 +298,9 @@ def test_half_precision_is_as_near_as_the_networks_own(tiny: TinyPair) -> None:
     with torch.no_grad():
         right = torch.cat([alone(exact, TRUNK + row)[len(TRUNK) :] for row in rows])
         own = distance(torch.cat([alone(half, TRUNK + row)[len(TRUNK) :] for row in rows]), right)
-        read = PackedBody(half).read(rows, trunk=TRUNK)
-        assert read.hidden.dtype == torch.bfloat16
-        assert distance(read.hidden, right) < 1.5 * own
+        forward = PackedBody(half).forward(rows, prefix=TRUNK)
+        assert forward.hidden.dtype == torch.bfloat16
+        assert distance(forward.hidden, right) < 1.5 * own
 
 
 # ---------------------------------------------------------------------------------------------------- the real model
@@ -323,9 +323,9 @@ def test_two_threads_in_one_network_have_the_numbers_of_one(tiny):
     model = load_model(str(tiny.student))
     rows = [[(7 * i + 3 * j) % 200 for i in range(20 + j)] for j in range(8)]
 
-    def read() -> torch.Tensor:
+    def forward() -> torch.Tensor:
         with torch.no_grad():
-            return body_of(model, packed=True).read(rows).hidden
+            return body_of(model, packed=True).forward(rows).hidden
 
     alone = read()
     with ThreadPoolExecutor(2) as pool:

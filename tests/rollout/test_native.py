@@ -56,8 +56,8 @@ def truncated(logits: Any, temperature: float, top_p: float) -> Any:
 
 def write(model: Model, rows: Sequence[Sequence[int]], sampling: Sampling, **options: Any) -> Rollout:
     body = options.pop("body", PackedBody)(model)
-    read = body.read(rows, trunk=options.pop("trunk", TRUNK))
-    return sample(body, read, **({"vocab_size": model.vocab_size, "stop": never} | options), sampling=sampling)
+    forward = body.forward(rows, prefix=options.pop("prefix", TRUNK))
+    return sample(body, forward, **({"vocab_size": model.vocab_size, "stop": never} | options), sampling=sampling)
 
 
 # ---------------------------------------------------------------------------------------------------- distribution
@@ -229,7 +229,7 @@ def test_padding_of_the_head_is_never_written(model: Model) -> None:
     assert len(padded)
     before = padded.detach().clone()
     with torch.no_grad():
-        states = PackedBody(model).read([PROMPT], trunk=TRUNK).last()
+        states = PackedBody(model).forward([PROMPT], prefix=TRUNK).last()
         padded[0] = states[0] * 100  # the largest logit by far
     try:
         assert model.network(torch.tensor([TRUNK + PROMPT])).logits[0, -1].argmax() == model.vocab_size
@@ -265,8 +265,10 @@ def test_settings_that_make_no_sense(wrong: dict[str, Any]) -> None:
 
 def test_a_pass_with_gradient_can_be_sampled_from_and_trained_with(model: Model) -> None:
     body = PackedBody(model)
-    read = body.read([PROMPT], trunk=TRUNK)
-    sample(body, read, vocab_size=model.vocab_size, sampling=Sampling(max_new_tokens=4), stop=never, draws=streams(1))
-    read.hidden.sum().backward()
+    forward = body.forward([PROMPT], prefix=TRUNK)
+    sample(
+        body, forward, vocab_size=model.vocab_size, sampling=Sampling(max_new_tokens=4), stop=never, draws=streams(1)
+    )
+    forward.hidden.sum().backward()
     assert model.network.get_input_embeddings().weight.grad[PROMPT[0]].any()
     model.network.zero_grad(set_to_none=True)

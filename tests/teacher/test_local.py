@@ -166,7 +166,7 @@ def test_a_row_longer_than_a_pass(model: Model) -> None:
 
 def test_no_prefix(model: Model) -> None:
     teacher = LocalTeacher(model, [], max_new_tokens=CAP)
-    assert teacher.trunk is None
+    assert teacher.prefix is None
     prompt, response = QUESTIONS[0]
     (found,) = scored(teacher, [(PREFIX + prompt, response)])
     torch.testing.assert_close(found, logits_of(model, prompt, response)[0], rtol=1e-5, atol=2e-5)
@@ -214,16 +214,16 @@ def test_passes_have_canonical_shapes(model: Model, monkeypatch: pytest.MonkeyPa
     handle = model.body.register_forward_pre_hook(
         lambda module, args, kwargs: tokens.add(kwargs["input_ids"].numel()), with_kwargs=True
     )
-    read = PackedBody.read
+    forward = PackedBody.forward
 
     def watched(self: PackedBody, rows: Any, *, shape: Any, **options: Any) -> Any:
         for place, row in enumerate(rows):
             for prompt, _ in QUESTIONS:
                 if list(row[: len(prompt)]) == prompt:
                     lengths.setdefault(len(prompt), set()).add(shape(place))
-        return read(self, rows, shape=shape, **options)
+        return forward(self, rows, shape=shape, **options)
 
-    monkeypatch.setattr(PackedBody, "read", watched)
+    monkeypatch.setattr(PackedBody, "forward", watched)
     for cut in (1, 2, CAP):
         scored(teacher, [(prompt, response[:cut]) for prompt, response in QUESTIONS])
         scored(teacher, [(QUESTIONS[5][0], QUESTIONS[5][1][:cut])])
@@ -234,14 +234,14 @@ def test_passes_have_canonical_shapes(model: Model, monkeypatch: pytest.MonkeyPa
 
 def test_a_machine_on_which_companions_leave_a_trace(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device whose kernels depend on the whole of a batch: every row is then scored alone."""
-    read = PackedBody.read
+    forward = PackedBody.forward
 
     def noisy(self: PackedBody, rows: Any, **options: Any) -> Any:
-        found = read(self, rows, **options)
+        found = forward(self, rows, **options)
         found.hidden.mul_(1 + 1e-6 * rows[0][0])  # whoever stands first
         return found
 
-    monkeypatch.setattr(PackedBody, "read", noisy)
+    monkeypatch.setattr(PackedBody, "forward", noisy)
     monkeypatch.setattr(local, "_probed", {})  # another machine is another process
     teacher = LocalTeacher(model, PREFIX, max_new_tokens=CAP)
     assert teacher._alone

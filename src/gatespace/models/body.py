@@ -14,8 +14,8 @@ from gatespace.models.packed import PackedBody
 from gatespace.models.plain import PlainBody
 
 
-class Kept(Protocol):
-    """What a pass leaves for later ones: keys and values, or token ids."""
+class KVCache(Protocol):
+    """The KV cache of a forward pass; token ids where the network runs plainly."""
 
     @property
     def lengths(self) -> tuple[int, ...]: ...
@@ -24,15 +24,15 @@ class Kept(Protocol):
     def backward(self, leaves: Any) -> None: ...
 
 
-class Read(Protocol):
-    """Hidden states (N, H) of a pass's new tokens, rows one after another, and what it has kept."""
+class Forward(Protocol):
+    """Hidden states (N, H) of a pass's new tokens, rows one after another, and its KV cache."""
 
     @property
     def hidden(self) -> Tensor: ...
     @property
-    def kept(self) -> Kept: ...
+    def cache(self) -> KVCache: ...
     @property
-    def trunk(self) -> Kept | None: ...
+    def prefix(self) -> KVCache | None: ...
     def last(self) -> Tensor: ...
 
 
@@ -49,16 +49,16 @@ class Body(Protocol):
     model: Model
     device: torch.device
 
-    def read(
+    def forward(
         self,
         rows: Sequence[Sequence[int]],
         *,
-        trunk: Any = None,
+        prefix: Any = None,
         past: Any = None,
         shape: Callable[[int], int] | None = None,
-    ) -> Read: ...
-    def trunk(self, ids: Sequence[int]) -> Kept | None: ...
-    def decoding(self, read: Any, room: int) -> Decoding: ...
+    ) -> Forward: ...
+    def prefix_cache(self, ids: Sequence[int]) -> KVCache | None: ...
+    def decoding(self, forward: Any, room: int) -> Decoding: ...
 
 
 def body_of(model: Model, *, packed: bool | None = None) -> Body:
@@ -98,13 +98,15 @@ def _probe(model: Model) -> str | None:
     rows = [[(11 * i + 5 * row + 1) % size for i in range(9 + 14 * row)] for row in range(2)]
     try:
         packed, plain = PackedBody(model), PlainBody(model)
-        read = packed.read([row[:6] for row in rows], trunk=first)
-        found = packed.read([row[6:] for row in rows], trunk=read.trunk, past=read.kept).hidden
+        forward = packed.forward([row[:6] for row in rows], prefix=first)
+        found = packed.forward([row[6:] for row in rows], prefix=forward.prefix, past=forward.cache).hidden
     except (UsageError, TypeError, AttributeError, RuntimeError, LookupError, ValueError) as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    if len(read.kept.layers) != getattr(model.body.config, "num_hidden_layers", len(read.kept.layers)):
+    if len(forward.cache.layers) != getattr(model.body.config, "num_hidden_layers", len(forward.cache.layers)):
         return "layers without attention mix tokens in another way"
-    expected = plain.read([row[6:] for row in rows], trunk=first, past=plain.read([r[:6] for r in rows]).kept).hidden
+    expected = plain.forward(
+        [row[6:] for row in rows], prefix=first, past=plain.forward([r[:6] for r in rows]).cache
+    ).hidden
     distance = (found.double() - expected.double()).norm() / expected.double().norm()
     allowed = 0.1 if model.head.weight.dtype.itemsize < 4 else 1e-3
     return None if distance <= allowed else f"a probe differs from the network's own forward by {float(distance):.2g}"

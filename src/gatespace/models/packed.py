@@ -2,8 +2,8 @@
 
 The tokens of all rows lie one after another in a single sequence, so every linear layer sees real tokens only.
 Attention alone knows about rows: it is registered with transformers under the name `gatespace`, takes each row apart,
-and lets it look at the shared prefix (the trunk), at what the row itself has kept from an earlier pass, and at its own
-new tokens. Causal attention makes this exact, and gradient flows back through all three: a prompt that was read once
+and lets it look at the shared prefix, at the KV cache of the row from an earlier pass, and at its own
+new tokens. Causal attention makes this exact, and gradient flows back through all three: one forward pass over a prompt
 serves sampling and update alike.
 """
 
@@ -31,17 +31,17 @@ _ROOM = 32
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Keys and values of a pass: per layer (Hkv, N, D), rows one after another."""
+class KVCache:
+    """The KV cache of a forward pass: per layer (Hkv, N, D), rows one after another."""
 
     layers: tuple[tuple[Tensor, Tensor], ...]
     lengths: tuple[int, ...]
 
-    def detached(self) -> Kept:
+    def detached(self) -> KVCache:
         """The same numbers without gradient."""
-        return Kept(tuple((key.detach(), value.detach()) for key, value in self.layers), self.lengths)
+        return KVCache(tuple((key.detach(), value.detach()) for key, value in self.layers), self.lengths)
 
-    def leaves(self) -> Kept:
+    def leaves(self) -> KVCache:
         """The same numbers as the start of a new graph, whose gradients are handed on by `backward`."""
         fresh = self.detached()
         for pair in fresh.layers:
@@ -49,7 +49,7 @@ class Kept:
                 tensor.requires_grad_()
         return fresh
 
-    def backward(self, leaves: Kept) -> None:
+    def backward(self, leaves: KVCache) -> None:
         """Continue in this graph with the gradients that `leaves` have gathered."""
         pairs = [
             (mine, leaf.grad)
@@ -62,18 +62,18 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Read:
-    """What a pass gives: hidden states (N, H) after the final norm, and the keys and values of trunk and rows."""
+class Forward:
+    """What a pass gives: hidden states (N, H) after the final norm, and the KV caches of prefix and rows."""
 
     hidden: Tensor
-    kept: Kept
-    trunk: Kept | None
+    cache: KVCache
+    prefix: KVCache | None
     continued: bool = False
-    """Whether the rows went on from an earlier pass, so that `kept` is not all that they have."""
+    """Whether the rows went on from an earlier pass, so that `cache` is not all that they have."""
 
     def last(self) -> Tensor:
         """(B, H) hidden states at the last token of every row."""
-        ends = torch.tensor(self.kept.lengths, device=self.hidden.device).cumsum(0) - 1
+        ends = torch.tensor(self.cache.lengths, device=self.hidden.device).cumsum(0) - 1
         return self.hidden[ends]
 
 
@@ -92,25 +92,25 @@ class PackedBody:
                 instead="engine.packed: false",
             )
 
-    def read(
+    def forward(
         self,
         rows: Sequence[Sequence[int]],
         *,
-        trunk: Kept | Sequence[int] | None = None,
-        past: Kept | None = None,
+        prefix: KVCache | Sequence[int] | None = None,
+        past: KVCache | None = None,
         shape: Callable[[int], int] | None = None,
-    ) -> Read:
+    ) -> Forward:
         """Hidden states of all tokens of `rows`.
 
         Args:
             rows: Token ids, at least one per row.
-            trunk: What stands before every row: kept from an earlier pass, or ids that are read in this pass.
-            past: What each row has kept from an earlier pass, after the trunk.
+            prefix: What stands before every row: the KV cache from an earlier pass, or ids to include in this pass.
+            past: The KV cache of each row from an earlier pass, after the prefix.
             shape: The padded length of row i in attention. The bits of a row's result depend on its shape, not on
                 its companions. None: short rows together, long rows together.
         """
-        inline = tuple(trunk) if trunk is not None and not isinstance(trunk, Kept) else ()
-        before = len(inline) if not isinstance(trunk, Kept) else trunk.lengths[0]
+        inline = tuple(prefix) if prefix is not None and not isinstance(prefix, KVCache) else ()
+        before = len(inline) if not isinstance(prefix, KVCache) else prefix.lengths[0]
         starts = [before] * len(rows) if past is None else [before + length for length in past.lengths]
         ids = [*inline, *(token for row in rows for token in row)]
         positions = [
@@ -120,7 +120,7 @@ class PackedBody:
         lengths = tuple(len(row) for row in rows)
         plan = _Rows(
             lengths,
-            trunk=trunk if isinstance(trunk, Kept) else None,
+            prefix=prefix if isinstance(prefix, KVCache) else None,
             inline=len(inline),
             past=past,
             shape=shape,
@@ -129,22 +129,22 @@ class PackedBody:
         )
         hidden = self._run(ids, positions, plan)
         layers = plan.record
-        kept = Kept(tuple((k[:, len(inline) :], v[:, len(inline) :]) for k, v in layers), lengths)
+        cache = KVCache(tuple((k[:, len(inline) :], v[:, len(inline) :]) for k, v in layers), lengths)
         if inline:
-            root: Kept | None = Kept(
+            root: KVCache | None = KVCache(
                 tuple((k[:, : len(inline)], v[:, : len(inline)]) for k, v in layers), (len(inline),)
             )
         else:
-            root = trunk if isinstance(trunk, Kept) else None
-        return Read(hidden[len(inline) :], kept, root, past is not None)
+            root = prefix if isinstance(prefix, KVCache) else None
+        return Forward(hidden[len(inline) :], cache, root, past is not None)
 
-    def trunk(self, ids: Sequence[int]) -> Kept | None:
-        """The shared prefix, kept; None if it is empty."""
-        return self.read([ids]).kept if ids else None
+    def prefix_cache(self, ids: Sequence[int]) -> KVCache | None:
+        """The KV cache of the shared prefix; None if it is empty."""
+        return self.forward([ids]).cache if ids else None
 
-    def decoding(self, read: Read, room: int) -> Decoding:
+    def decoding(self, forward: Forward, room: int) -> Decoding:
         """Start writing after the rows of `read`, up to `room` tokens each, without gradient."""
-        return Decoding(self, read, room)
+        return Decoding(self, forward, room)
 
     def _run(self, ids: Sequence[int], positions: Sequence[int], plan: _Plan) -> Tensor:
         body = self.model.body
@@ -170,25 +170,25 @@ class PackedBody:
 class Decoding:
     """Rows that are being continued token by token; their keys and values lie in buffers of fixed size."""
 
-    def __init__(self, body: PackedBody, read: Read, room: int) -> None:
-        if read.continued:
+    def __init__(self, body: PackedBody, forward: Forward, room: int) -> None:
+        if forward.continued:
             raise UsageError("writing starts after a pass over whole prompts", got="a pass that continued another")
         self._body = body
-        trunk, kept = read.trunk, read.kept
-        before = trunk.lengths[0] if trunk is not None else 0
-        lengths = torch.tensor(kept.lengths, device=body.device)
+        prefix, cache = forward.prefix, forward.cache
+        before = prefix.lengths[0] if prefix is not None else 0
+        lengths = torch.tensor(cache.lengths, device=body.device)
         longest = int(lengths.max())
         index, _ = _padded(lengths, longest)
-        rows = len(kept.lengths)
+        rows = len(cache.lengths)
         self._used = lengths + before
         self._layers: list[tuple[Tensor, Tensor]] = []
-        for layer, pair in enumerate(kept.layers):
+        for layer, pair in enumerate(cache.layers):
             buffers = []
             for side, tensor in enumerate(pair):
                 heads, _, width = tensor.shape
                 buffer = tensor.new_zeros(rows, heads, before + longest + room, width)
-                if trunk is not None:
-                    buffer[:, :, :before] = trunk.layers[layer][side].detach()
+                if prefix is not None:
+                    buffer[:, :, :before] = prefix.layers[layer][side].detach()
                 own = tensor.detach().index_select(1, index).view(heads, rows, longest, width)
                 buffer[:, :, before : before + longest] = own.transpose(0, 1)
                 buffers.append(buffer)
@@ -244,16 +244,16 @@ class _Rows(_Plan):
         self,
         lengths: Sequence[int],
         *,
-        trunk: Kept | None,
+        prefix: KVCache | None,
         inline: int,
-        past: Kept | None,
+        past: KVCache | None,
         shape: Callable[[int], int] | None,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.trunk, self.inline, self.past = trunk, inline, past
+        self.prefix, self.inline, self.past = prefix, inline, past
         self.record: list[tuple[Tensor, Tensor]] = []
-        before = inline if trunk is None else trunk.lengths[0]
+        before = inline if prefix is None else prefix.lengths[0]
         behind = past.lengths if past is not None else (0,) * len(lengths)
         self.longest = before + max(sum(pair) for pair in zip(lengths, behind, strict=True))
         sizes: dict[tuple[int, int], list[int]] = {}
@@ -291,7 +291,7 @@ class _Rows(_Plan):
         if layer != len(self.record):
             raise UsageError("the layers of this network do not run one after another", instead="engine.packed: false")
         self.record.append((key, value))
-        shared = self.trunk.layers[layer] if self.trunk is not None else None
+        shared = self.prefix.layers[layer] if self.prefix is not None else None
         before = []
         if self.inline:
             shared = key[:, : self.inline], value[:, : self.inline]

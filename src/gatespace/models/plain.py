@@ -16,7 +16,7 @@ from gatespace.models.load import Model
 
 
 @dataclass(frozen=True)
-class KeptIds:
+class TokenCache:
     """The token ids of a pass, row by row."""
 
     rows: tuple[tuple[int, ...], ...]
@@ -25,27 +25,27 @@ class KeptIds:
     def lengths(self) -> tuple[int, ...]:
         return tuple(len(row) for row in self.rows)
 
-    def detached(self) -> KeptIds:
+    def detached(self) -> TokenCache:
         return self
 
-    def leaves(self) -> KeptIds:
+    def leaves(self) -> TokenCache:
         return self
 
-    def backward(self, leaves: KeptIds) -> None:
+    def backward(self, leaves: TokenCache) -> None:
         """Nothing is owed: every pass has read its prefix itself."""
 
 
 @dataclass(frozen=True)
-class PlainRead:
+class PlainForward:
     """Hidden states (N, H) of the new tokens, rows one after another."""
 
     hidden: Tensor
-    kept: KeptIds
-    trunk: KeptIds | None
+    cache: TokenCache
+    prefix: TokenCache | None
 
     def last(self) -> Tensor:
         """(B, H) hidden states at the last token of every row."""
-        ends = torch.tensor(self.kept.lengths, device=self.hidden.device).cumsum(0) - 1
+        ends = torch.tensor(self.cache.lengths, device=self.hidden.device).cumsum(0) - 1
         return self.hidden[ends]
 
 
@@ -56,16 +56,16 @@ class PlainBody:
         self.model = model
         self.device = model.device
 
-    def read(
+    def forward(
         self,
         rows: Sequence[Sequence[int]],
         *,
-        trunk: KeptIds | Sequence[int] | None = None,
-        past: KeptIds | None = None,
+        prefix: TokenCache | Sequence[int] | None = None,
+        past: TokenCache | None = None,
         shape: Callable[[int], int] | None = None,
-    ) -> PlainRead:
+    ) -> PlainForward:
         """Hidden states of all tokens of `rows`; arguments as in `PackedBody.read`."""
-        root = trunk.rows[0] if isinstance(trunk, KeptIds) else tuple(trunk or ())
+        root = prefix.rows[0] if isinstance(prefix, TokenCache) else tuple(prefix or ())
         before = [root + (past.rows[i] if past is not None else ()) for i in range(len(rows))]
         whole = [[*first, *row] for first, row in zip(before, rows, strict=True)]
         longest = max(len(row) for row in whole)
@@ -75,31 +75,31 @@ class PlainBody:
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in whole], device=self.device)
         hidden = self.model.body(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         new = [states[len(first) : len(row)] for states, first, row in zip(hidden, before, whole, strict=True)]
-        kept = KeptIds(tuple(tuple(row) for row in rows))
-        return PlainRead(torch.cat(new), kept, KeptIds((root,)) if root else None)
+        cache = TokenCache(tuple(tuple(row) for row in rows))
+        return PlainForward(torch.cat(new), cache, TokenCache((root,)) if root else None)
 
-    def trunk(self, ids: Sequence[int]) -> KeptIds | None:
+    def prefix_cache(self, ids: Sequence[int]) -> TokenCache | None:
         """The shared prefix; None if it is empty."""
-        return KeptIds((tuple(ids),)) if ids else None
+        return TokenCache((tuple(ids),)) if ids else None
 
-    def decoding(self, read: PlainRead, room: int) -> PlainDecoding:
+    def decoding(self, forward: PlainForward, room: int) -> PlainDecoding:
         """Start writing after the rows of `read`."""
-        return PlainDecoding(self, read)
+        return PlainDecoding(self, forward)
 
 
 class PlainDecoding:
     """Rows that are being continued token by token, each time from the beginning."""
 
-    def __init__(self, body: PlainBody, read: PlainRead) -> None:
-        self._body, self._trunk = body, read.trunk
-        self._rows = [list(row) for row in read.kept.rows]
+    def __init__(self, body: PlainBody, forward: PlainForward) -> None:
+        self._body, self._prefix = body, forward.prefix
+        self._rows = [list(row) for row in forward.cache.rows]
 
     @torch.no_grad()
     def step(self, ids: Sequence[int]) -> Tensor:
         """Append one token to every row; (B, H) hidden states there."""
         for row, token in zip(self._rows, ids, strict=True):
             row.append(token)
-        return self._body.read(self._rows, trunk=self._trunk).last()
+        return self._body.forward(self._rows, prefix=self._prefix).last()
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in this order."""

@@ -65,7 +65,7 @@ def greedy(
 
     body = body_of(model) if writer is None else None
     with torch.no_grad():
-        trunk = body.trunk(encoder.prefix) if body is not None and texts else None
+        prefix = body.prefix_cache(encoder.prefix) if body is not None and texts else None
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
             if writer is not None:
@@ -73,8 +73,8 @@ def greedy(
                 rollout = writer.sample(whole, sampling=sampling, stop=stop)
             else:
                 assert body is not None
-                read = body.read([prompts[i] for i in batch], trunk=trunk)
-                rollout = sample(body, read, vocab_size=model.vocab_size, sampling=sampling, stop=stop)
+                forward = body.forward([prompts[i] for i in batch], prefix=prefix)
+                rollout = sample(body, forward, vocab_size=model.vocab_size, sampling=sampling, stop=stop)
             for i, ids, ended in zip(batch, rollout.responses, rollout.ended, strict=True):
                 answers[i] = Answer(tuple(ids), encoder.decode(ids), ended)
             if progress is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gatespace.errors import UsageError
 from gatespace.gating.projection import Head, Projection, logits_buffer
-from gatespace.models.body import Body, Read
+from gatespace.models.body import Body, Forward
 
 _SPARSE = 0.75
 """Rows that have ended are cleared away once fewer than this share go on: moving the others costs a copy."""
@@ -58,29 +58,29 @@ class Rollout:
 @torch.no_grad()
 def sample(
     body: Body,
-    read: Read,
+    forward: Forward,
     *,
     vocab_size: int,
     sampling: Sampling,
     stop: Callable[[list[int]], bool],
     draws: Sequence[Callable[[], float]] = (),
 ) -> Rollout:
-    """Continue every row of `read`.
+    """Continue every row of `forward`.
 
     Args:
-        body: The body that has read the prompts.
-        read: Its pass over them.
+        body: The body that ran over the prompts.
+        forward: Its forward pass over them.
         vocab_size: Ids from here on are padding and never drawn.
         sampling: How tokens are chosen.
         stop: Whether a response, its last token included, is at its end.
         draws: Per row, a source of uniform numbers in [0, 1); not needed at temperature 0.
     """
-    count = len(read.kept.lengths)
+    count = len(forward.cache.lengths)
     if sampling.temperature > 0 and len(draws) != count:
         raise UsageError("sampling needs a source of random numbers per row", got=f"{len(draws)} for {count} rows")
     rollout = Rollout([[] for _ in range(count)], [[] for _ in range(count)], [False] * count)
     head = body.model.head
-    hidden = read.last().detach()
+    hidden = forward.last().detach()
     decoding = None
     # `active` are the rows in the order of `hidden`; ended ones among them are carried along until cleared away
     active = list(range(count))
@@ -95,7 +95,7 @@ def sample(
         going = [place for place, row in enumerate(active) if not rollout.ended[row]]
         if not going or written == sampling.max_new_tokens:
             break
-        decoding = decoding or body.decoding(read, sampling.max_new_tokens)
+        decoding = decoding or body.decoding(forward, sampling.max_new_tokens)
         if len(going) < _SPARSE * len(active):
             decoding.keep(going)
             active, tokens = [active[place] for place in going], [tokens[place] for place in going]

@@ -22,7 +22,7 @@ from gatespace.models.body import Body, body_of
 from gatespace.models.load import Model
 from gatespace.models.packed import PackedBody
 from gatespace.teacher.cache import ScoreCache
-from gatespace.teacher.kept import Form, RowScores
+from gatespace.teacher.cache import Form, RowScores
 from gatespace.teacher.scores import Scores, check_questions
 
 _VERSION = 1
@@ -91,7 +91,7 @@ class LocalTeacher:
         probe = (self._fingerprint, self._describe(), *self.prefix, model.vocab_size, model.pad_id)
         probe = (*probe, str(self._device), torch.get_num_threads())
         with torch.no_grad():
-            self.trunk = self.body.trunk(self.prefix)
+            self.prefix_cache = self.body.prefix_cache(self.prefix)
             if probe not in _probed:
                 _probed[probe] = self._companions_leave_no_trace()
         self._alone = not _probed[probe]
@@ -172,10 +172,10 @@ class LocalTeacher:
         filling = [[idle] * min(_IDLE, left - start) for start in range(0, left, _IDLE)]
         shapes = [-(-prompt // _STEP) * _STEP + self._longest - 1 for prompt in prompts]
         shapes += [len(row) for row in filling]
-        read = self.body.read([*rows, *filling], trunk=self.trunk, shape=shapes.__getitem__)
+        forward = self.body.forward([*rows, *filling], prefix=self.prefix_cache, shape=shapes.__getitem__)
         self.stats.passes += 1
         self.stats.computed_tokens += sum(lengths)
-        states = read.hidden.split([len(row) for row in (*rows, *filling)])
+        states = forward.hidden.split([len(row) for row in (*rows, *filling)])
         return [part[:length] for part, length in zip(states, lengths, strict=False)]
 
     def _first_choices(self, hidden: Tensor, response: Sequence[int]) -> Tensor:

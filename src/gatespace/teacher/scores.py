@@ -24,16 +24,56 @@ class Scores:
     """Turns hidden states into logits; None beside first choices."""
 
 
+@dataclass(frozen=True)
+class ScoreSpec:
+    """What is asked of a teacher, the same for all rows of a run.
+
+    Args:
+        prefix: Ids that all prompts begin with.
+        max_new_tokens: The longest response that will be scored.
+        vocab_size: Ids from here on are padding.
+        payload: ``hidden``: last hidden states, exact for the whole vocabulary. ``top_k``: the `k` most probable tokens.
+        k: Tokens of the payload ``top_k``.
+    """
+
+    prefix: tuple[int, ...]
+    max_new_tokens: int
+    vocab_size: int
+    payload: str = "hidden"
+    k: int = 64
+
+
+class TeacherStats(Protocol):
+    """What a teacher has done so far."""
+
+    computed_tokens: int
+    passes: int
+
+
 class Teacher(Protocol):
     """Scores responses to prompts; the same question has the same answer, to the bit."""
+
+    fingerprint: str
+    """Of its weights."""
+    numerics: str
+    """Everything beside weights and question that the bits of a score depend on."""
+
+    @property
+    def stats(self) -> TeacherStats: ...
 
     def score(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Scores:
         """The scores of all tokens of `responses`, each the continuation of its prompt (after the shared prefix)."""
         ...
 
     def ask(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Callable[[], Scores]:
-        """Ask without waiting: what is returned gives the scores. A teacher elsewhere works on them meanwhile."""
+        """Ask without waiting: what is returned gives the scores. A remote teacher works on them meanwhile."""
         ...
+
+    def about(self) -> dict[str, str]:
+        """What a run records of a teacher that is not in this process: address, model, numerics. {} for a local one."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class TeacherAwayError(RunError):

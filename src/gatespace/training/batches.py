@@ -70,4 +70,4 @@ def keep_up(body: Body, done: int, all_parts: Sequence[Sequence[object]]) -> Non
     """After `done` micro-batches, pass through a model in pieces as often as the process that has most of them: every
     process gives its pieces to the passes of all."""
     for _ in range(max(map(len, all_parts)) - done):
-        (body.read([[0]]).hidden.sum() * 0).backward()
+        (body.forward([[0]]).hidden.sum() * 0).backward()

@@ -18,7 +18,7 @@ from gatespace.gating.fused import fused_distillation_loss
 from gatespace.gating.loss import LossOutput, distillation_loss
 from gatespace.gating.objectives import Objective
 from gatespace.gating.projection import Head
-from gatespace.models.body import Body, Kept, Read
+from gatespace.models.body import Body, KVCache, Forward
 from gatespace.models.encode import Encoder
 from gatespace.rollout import Rollout, Sampling, sample
 from gatespace.seeding import generator, permutation, stream
@@ -168,24 +168,24 @@ class Distillation:
         with clock("update"):
             # One part reads the shared prefix along with its prompts. Several share one reading of it, whose gradient
             # is gathered and goes back once; not in a model in pieces, whose layers are gathered at their outputs only.
-            root = self.student.trunk(prefix) if len(parts) > 1 and not self.ranks.sharded else None
+            root = self.student.prefix_cache(prefix) if len(parts) > 1 and not self.ranks.sharded else None
         leaves = None if root is None else root.leaves()
-        trunk = leaves if leaves is not None else prefix
+        prefix = leaves if leaves is not None else prefix
         tokens = 0
         for place, part in enumerate(parts):
             with _named(part):
-                read = None
+                forward = None
                 if ahead is None:
                     with clock("rollout"), torch.set_grad_enabled(self.reuse):
-                        read = self.student.read(part.prompts, trunk=trunk)
-                        self._respond(number, part, read)
+                        forward = self.student.forward(part.prompts, prefix=prefix)
+                        self._respond(number, part, forward)
                 with clock("score"):
                     if ahead is None:
                         scores = self.teacher.score(part.prompts, part.rollout.responses)
                     else:
                         scores = ahead.scores[place]()
                 with clock("update"):
-                    hidden = self._hidden(part, read if self.reuse else None, trunk)
+                    hidden = self._hidden(part, forward if self.reuse else None, prefix)
                     output = self._loss(number, part, hidden, scores)
                     output.loss.backward()
                     self.optimizer.collect()
@@ -218,11 +218,11 @@ class Distillation:
             self._sync(clock)
             with clock("rollout"):
                 prefix = self.encoder.prefix
-                trunk = self.student.trunk(prefix) if len(ahead.parts) > 1 else prefix
+                prefix = self.student.prefix_cache(prefix) if len(ahead.parts) > 1 else prefix
             for part in ahead.parts:
                 with _named(part):
                     with clock("rollout"):
-                        self._respond(number, part, self.student.read(part.prompts, trunk=trunk))
+                        self._respond(number, part, self.student.forward(part.prompts, prefix=prefix))
                     with clock("score"):
                         ahead.scores.append(self.teacher.ask(part.prompts, part.rollout.responses))
         return ahead
@@ -234,7 +234,7 @@ class Distillation:
             with clock("rollout"):
                 self.sampler.sync()
 
-    def _respond(self, number: int, part: Part, read: Read) -> None:
+    def _respond(self, number: int, part: Part, forward: Forward) -> None:
         """Fill in the responses: the student's own, the teacher's, or the right ones."""
         shares = self.rollout.source.shares()
         part.sources = [_pick(shares, generator(self.seed, "source", number, place).random()) for place in part.places]
@@ -250,7 +250,7 @@ class Distillation:
                 fits = [len(ids) <= self.rollout.max_new_tokens for ids in gold]
                 found = Rollout(gold, [[0.0] * len(ids) for ids in gold], fits)
             else:
-                found = self._sample(source, number, part, chosen, read, sampling)
+                found = self._sample(source, number, part, chosen, forward, sampling)
             for i, ids, log_probs, ended in zip(chosen, found.responses, found.log_probs, found.ended, strict=True):
                 part.rollout.responses[i] = ids[: self.rollout.max_new_tokens]
                 part.rollout.log_probs[i] = log_probs[: self.rollout.max_new_tokens]
@@ -262,7 +262,7 @@ class Distillation:
         number: int,
         part: Part,
         chosen: list[int],
-        read: Read,
+        forward: Forward,
         sampling: Sampling,
     ) -> Rollout:
         body = self.student
@@ -282,15 +282,15 @@ class Distillation:
                 raise UsageError("only a teacher in this process can write responses", got=type(self.teacher).__name__)
             body = self.teacher.body
             with torch.no_grad():
-                read = body.read([part.rows[i].prompt for i in chosen], trunk=self.teacher.trunk)
+                forward = body.forward([part.rows[i].prompt for i in chosen], prefix=self.teacher.prefix_cache)
         elif len(chosen) < len(part.rows):
             with torch.no_grad():
-                trunk = None if read.trunk is None else read.trunk.detached()
-                read = body.read([part.rows[i].prompt for i in chosen], trunk=trunk)
+                prefix = None if forward.prefix is None else forward.prefix.detached()
+                forward = body.forward([part.rows[i].prompt for i in chosen], prefix=prefix)
         ends = set(body.model.end_ids)
         return sample(
             body,
-            read,
+            forward,
             vocab_size=self.vocab_size,
             sampling=sampling,
             stop=lambda ids: ids[-1] in ends or closed(ids),
@@ -299,19 +299,21 @@ class Distillation:
 
     # ------------------------------------------------------------------ loss
 
-    def _hidden(self, part: Part, read: Read | None, trunk: Kept | Sequence[int] | None) -> Tensor:
+    def _hidden(self, part: Part, forward: Forward | None, prefix: KVCache | Sequence[int] | None) -> Tensor:
         """(N, H) the student's hidden states at the positions that predict the response tokens."""
         responses = part.rollout.responses
-        if read is None:
+        if forward is None:
             fed = [[*prompt, *ids[:-1]] for prompt, ids in zip(part.prompts, responses, strict=True)]
-            states = self.student.read(fed, trunk=trunk).hidden.split([len(row) for row in fed])
+            states = self.student.forward(fed, prefix=prefix).hidden.split([len(row) for row in fed])
             return torch.cat([s[len(p) - 1 :] for s, p in zip(states, part.prompts, strict=True)])
         # The last token of a response predicts nothing; a row needs a token all the same.
         fed = [ids[:-1] or ids for ids in responses]
         if all(len(ids) == 1 for ids in responses):
-            return read.last()
-        after = self.student.read(fed, trunk=read.trunk, past=read.kept).hidden.split([len(ids) for ids in fed])
-        pieces = zip(read.last().split(1), after, responses, strict=True)
+            return forward.last()
+        after = self.student.forward(fed, prefix=forward.prefix, past=forward.cache).hidden.split(
+            [len(ids) for ids in fed]
+        )
+        pieces = zip(forward.last().split(1), after, responses, strict=True)
         return torch.cat([torch.cat([first, rest[: len(ids) - 1]]) for first, rest, ids in pieces])
 
     def _loss(self, number: int, part: Part, hidden: Tensor, scores: Scores) -> LossOutput:

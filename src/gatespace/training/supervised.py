@@ -51,8 +51,8 @@ class Supervised:
             for part in parts[self.ranks.rank]:
                 responses = [self.encoder.gold(row.example.label, end) for row in part]
                 whole = [[*row.prompt, *ids[:-1]] for row, ids in zip(part, responses, strict=True)]
-                read = self.body.read(whole, trunk=self.encoder.prefix)
-                pieces = zip(read.hidden.split([len(row) for row in whole]), part, strict=True)
+                forward = self.body.forward(whole, prefix=self.encoder.prefix)
+                pieces = zip(forward.hidden.split([len(row) for row in whole]), part, strict=True)
                 hidden = torch.cat([states[len(row.prompt) - 1 :] for states, row in pieces])
                 logits = whole_logits(hidden, self.body.model.head)[:, : self.vocab_size]
                 target = torch.tensor([token for ids in responses for token in ids], device=logits.device)

@@ -1,0 +1,137 @@
+"""What other code adds to gatespace: add-ons and installed packages through entry points, a user's own file by name.
+
+An entry point ``zmq = "gatespace.addons.service:open_teacher"`` in the group ``gatespace.teachers`` makes
+``pair.teacher: zmq://HOST:PORT`` work; the core looks names up here and imports no add-on. A file that a configuration
+lists under ``plugins`` is imported once per process and registers signals, objectives or tasks as it is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+from gatespace.errors import UsageError, missing_extra, unknown_name
+
+GROUPS = {
+    "commands": "a typer command or group",
+    "engines": "does the runs of a study",
+    "finishers": "called with the RunFolder of a run that is done",
+    "objectives": "an Objective class, for objective.method",
+    "processes": "several processes that do one run together",
+    "references": "published results that a report shows beside a study's own",
+    "results": "results of a study through a URL",
+    "samplers": "samples the student's responses in place of the student",
+    "signals": "a module that registers signals",
+    "tasks": "a function that loads a Task",
+    "teachers": "scores responses, by the scheme of pair.teacher",
+    "trackers": "gets the metrics of a run",
+}
+"""Group of entry points (below ``gatespace.``) → what an entry is."""
+
+
+@cache
+def provided(group: str) -> dict[str, EntryPoint]:
+    """Name → entry point, of all installed packages; what names a module that is not there is left out."""
+    assert group in GROUPS, group
+    return {point.name: point for point in sorted(entry_points(group=f"gatespace.{group}")) if _exists(point.module)}
+
+
+def provider(group: str, name: str, *, kind: str = "", known: Iterable[str] = ()) -> Any:
+    """What an entry point gives.
+
+    Args:
+        group: One of `GROUPS`.
+        name: Of the entry point.
+        kind: What the name stands for, for the error where there is none of that name.
+        known: Names that the core itself has.
+    """
+    found = provided(group)
+    if name not in found:
+        raise unknown_name(kind or group.removesuffix("s"), name, [*known, *found])
+    point = found[name]
+    try:
+        return point.load()
+    except ModuleNotFoundError as error:
+        if not error.name or error.name.partition(".")[0] == point.module.partition(".")[0]:
+            raise
+        extra = point.extras[0] if point.extras else name
+        raise missing_extra(f"{kind or group.removesuffix('s')} {name!r}", module=error.name, extra=extra) from error
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package that holds it
+        return False
+
+
+# ---------------------------------------------------------------------------------------------------- a user's own code
+
+_loaded: dict[str, str] = {}
+"""Plugin → hash of its source as it was imported by this process."""
+
+
+def plugin_hash(plugin: str) -> str:
+    """SHA-256 of the source of a plugin, a file or a module; an error where there is none."""
+    return hashlib.sha256(_source(plugin).read_bytes()).hexdigest()
+
+
+def plugins_digest(plugins: Sequence[str]) -> str:
+    """One hash of several plugins, whatever their names and folders."""
+    return hashlib.sha256("".join(sorted(map(plugin_hash, plugins))).encode()).hexdigest()
+
+
+def load_plugins(plugins: Sequence[str]) -> None:
+    """Import a user's own files (``signals.py``) or modules (``my_package.signals``), each once per process."""
+    for plugin in plugins:
+        source, digest = _source(plugin), plugin_hash(plugin)
+        if digest in _loaded.values():
+            continue
+        if plugin in _loaded:
+            raise UsageError(
+                "plugins: this file has changed since this process imported it", got=plugin, instead="start again"
+            )
+        try:
+            if plugin.endswith(".py"):
+                name = f"gatespace_plugin_{digest[:12]}"
+                spec = importlib.util.spec_from_file_location(name, source)
+                assert spec is not None and spec.loader is not None
+                module = importlib.util.module_from_spec(spec)
+                sys.modules[name] = module
+                spec.loader.exec_module(module)
+            else:
+                importlib.import_module(plugin)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise UsageError("plugins: this code fails when it is imported", got=plugin, why=why) from error
+        _loaded[plugin] = digest
+
+
+def copy_plugins(plugins: Sequence[str], folder: Path) -> None:
+    """Keep the source of every plugin in `folder`, so that what a run did can be looked up."""
+    for plugin in plugins:
+        source = _source(plugin)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{plugin_hash(plugin)[:12]}-{source.name}").write_bytes(source.read_bytes())
+
+
+def _source(plugin: str) -> Path:
+    if plugin.endswith(".py"):
+        path = Path(plugin).expanduser()
+        if not path.is_file():
+            raise UsageError("plugins: there is no such file", got=plugin, instead="a Python file, or a module's name")
+        return path
+    try:
+        spec = importlib.util.find_spec(plugin)
+    except (ModuleNotFoundError, ValueError):
+        spec = None
+    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+        raise UsageError("plugins: there is no such module", got=plugin, instead="my_signals.py, or a module's name")
+    return Path(spec.origin)

@@ -1,0 +1,7 @@
+"""All that is on disk: the folder of a run, the folder of a study. The one place that knows file names; no torch."""
+
+from __future__ import annotations
+
+from gatespace.runs.run_folder import RunFolder, State
+
+__all__ = ["RunFolder", "State"]

@@ -1,0 +1,314 @@
+"""The folder of a run: every file name, who may write, and every reader.
+
+config.yaml              all settings, written out
+identity.json            the run's identity and what it was computed from
+environment.json         versions, machine, threads
+metrics.jsonl            a line per step; a function of the settings alone
+timings.jsonl            a line per step: seconds, cache hits
+tokens.jsonl             single tokens of some steps
+evaluations.jsonl        a line per evaluation on the way
+reads.jsonl              a line per read of a held-out split, in a study
+checkpoints/             what a killed run resumes from; removed when it is done
+predictions-SPLIT.jsonl  every response of a final evaluation
+evaluation-SPLIT.json    its metrics
+plugins/                 the user's own code that the run imported
+model/                   the trained model
+summary.json, done       written last, in this order
+error.json               why it failed, in a study
+baseline.json            in place of all that: a model evaluated as it is
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from gatespace.errors import UsageError
+from gatespace.files import JsonLines, atomic_write, claim, is_claimed, read
+
+if TYPE_CHECKING:
+    from gatespace.config import TeachConfig, TrainConfig
+
+State = Literal["done", "failed", "running", "waiting"]
+LOGS = ("metrics", "tokens", "evaluations", "timings")
+
+
+class RunFolder:
+    """A run on disk, finished or not. To look at one changes nothing; `claim` it to write."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path).expanduser().absolute()
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    # ------------------------------------------------------------------ places
+
+    @property
+    def model(self) -> Path:
+        """The folder of the trained model."""
+        return self.path / "model"
+
+    @property
+    def checkpoints(self) -> Path:
+        """What a killed run resumes from."""
+        return self.path / "checkpoints"
+
+    @property
+    def plugins(self) -> Path:
+        """Copies of the user's own code."""
+        return self.path / "plugins"
+
+    @property
+    def config_file(self) -> Path:
+        """All settings of the run."""
+        return self.path / "config.yaml"
+
+    @property
+    def reads_file(self) -> Path:
+        """The ledger of reads of held-out splits."""
+        return self.path / "reads.jsonl"
+
+    def log_file(self, name: str) -> Path:
+        """The file of a log: metrics, tokens, evaluations or timings."""
+        return self.path / f"{name}.jsonl"
+
+    def predictions_file(self, split: str) -> Path:
+        """The responses of an evaluation on `split`."""
+        return self.path / f"predictions-{split}.jsonl"
+
+    def evaluation_file(self, split: str) -> Path:
+        """The metrics of an evaluation on `split`."""
+        return self.path / f"evaluation-{split}.json"
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def exists(self) -> bool:
+        """Whether this is the folder of a run."""
+        return self.config_file.is_file() and (self.path / "identity.json").is_file()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the run has ended with all its results."""
+        return (self.path / "done").exists()
+
+    @property
+    def state(self) -> State:
+        """Done, failed, running (in a process of this machine) or waiting."""
+        if self.is_done:
+            return "done"
+        if (self.path / "error.json").exists():
+            return "failed"
+        return "running" if is_claimed(self.path) else "waiting"
+
+    def error(self) -> str:
+        """Why it failed; "" where it did not."""
+        try:
+            return str(json.loads((self.path / "error.json").read_text())["error"])
+        except (FileNotFoundError, ValueError, KeyError):
+            return ""
+
+    def last_step(self) -> int:
+        """The last step that has a record, or that was reported from another machine."""
+        try:
+            with self.log_file("metrics").open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+                lines = file.read().split(b"\n")
+        except FileNotFoundError:
+            return self._remote_step()
+        for line in reversed(lines[:-1]):  # what follows the last end of line is not whole
+            try:
+                return int(json.loads(line)["step"])
+            except (ValueError, KeyError):
+                continue
+        return 0
+
+    def seconds(self) -> float | None:
+        """How long the latest attempt took, or has taken so far."""
+        try:
+            began = self.config_file.stat().st_mtime
+        except FileNotFoundError:
+            return None
+        try:
+            return max(0.0, (self.path / "done").stat().st_mtime - began)
+        except FileNotFoundError:
+            return max(0.0, time.time() - began)
+
+    # ------------------------------------------------------------------ readers
+
+    def settings(self) -> dict[str, Any]:
+        """config.yaml as plain data; an error where it is unreadable."""
+        from gatespace.config.text import read_yaml
+
+        try:
+            found = read_yaml(self.config_file.read_text(encoding="utf-8-sig"), where=str(self.config_file))
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            raise UsageError(f"{self.config_file} cannot be read", why=why) from None
+        return found if isinstance(found, dict) else {}
+
+    def identity(self) -> dict[str, Any]:
+        """{"identity": hash, "content": what was found where the settings pointed}."""
+        return self._json("identity.json")
+
+    def environment(self) -> dict[str, Any]:
+        """Versions, machine, threads."""
+        return self._json("environment.json")
+
+    def summary(self) -> dict[str, Any] | None:
+        """The summary of a run that is done, else None."""
+        return self._json("summary.json") if self.is_done else None
+
+    def baseline(self) -> dict[str, Any]:
+        """What a baseline is an evaluation of."""
+        return self._json("baseline.json")
+
+    def log(self, name: str) -> list[dict[str, Any]]:
+        """The records of a log: metrics, tokens, evaluations, timings or reads."""
+        return read(self.log_file(name))
+
+    def predictions(self, split: str) -> list[dict[str, Any]]:
+        """The responses of an evaluation on `split`; none where there was none."""
+        return read(self.predictions_file(split))
+
+    def evaluation(self, split: str) -> dict[str, Any] | None:
+        """The metrics of an evaluation on `split`; None where there was none."""
+        return self._json(path.name) if (path := self.evaluation_file(split)).exists() else None
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The metrics of all evaluations, by the name of the split."""
+        return [self._json(path.name) for path in sorted(self.path.glob("evaluation-*.json"))]
+
+    # ------------------------------------------------------------------ writers
+
+    @contextmanager
+    def claim(self) -> Iterator[RunFolder]:
+        """Hold the folder, made if it is not there; an error where another process holds it."""
+        with claim(self.path):
+            yield self
+
+    def begin(
+        self, config: TrainConfig | TeachConfig, content: Mapping[str, str], environment: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
+        """Make the folder this run's, or see that it already is; the summary if the run is done.
+
+        Args:
+            config: All settings.
+            content: What was found where they pointed, see `gatespace.config.identity`.
+            environment: Versions, machine, threads.
+        """
+        from gatespace.config import dump_yaml, identity
+
+        own = {"identity": identity(config, content=content), "content": dict(content)}
+        if (self.path / "identity.json").exists():
+            other = self.identity()
+            if other["identity"] != own["identity"]:
+                raise UsageError(
+                    "output: this folder holds another run",
+                    got=self.path,
+                    why=_difference(self, config, other["content"], own["content"]),
+                    instead="another output folder, or remove this one",
+                )
+            if self.is_done:
+                shutil.rmtree(self.checkpoints, ignore_errors=True)  # a kill may have come between the two
+                return self.summary()
+        atomic_write(self.config_file, dump_yaml(config))
+        self._write("environment.json", environment)
+        self._write("identity.json", own)
+        return None
+
+    def open_logs(self, start: int) -> dict[str, JsonLines]:
+        """The logs, cut back to step `start`, from which the run goes on."""
+        logs = {name: JsonLines(self.log_file(name)) for name in LOGS}
+        for name, log in logs.items():
+            log.truncate_after(start or -1, complete=name == "metrics")
+        return logs
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write the summary; `mark_done` follows once all else is there."""
+        self._write("summary.json", summary)
+
+    def mark_done(self) -> None:
+        """The last thing that is written of a run."""
+        atomic_write(self.path / "done", "")
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
+
+    def finish_baseline(self, about: Mapping[str, Any]) -> None:
+        """Write what the evaluations in this folder are of; it is done."""
+        atomic_write(self.path / "baseline.json", json.dumps(about, indent=2) + "\n")
+        atomic_write(self.path / "done", "")
+
+    def fail(self, error: str, details: str = "") -> None:
+        """Record a failure."""
+        record = {"error": error, "details": details, "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        atomic_write(self.path / "error.json", json.dumps(record, indent=2) + "\n")
+
+    def forgive(self) -> None:
+        """Let a run that failed be tried again."""
+        (self.path / "error.json").unlink(missing_ok=True)
+
+    def failed_step(self, step: int, evidence: Mapping[str, Any], *, rank: int | None = None) -> Path:
+        """Write what a step that failed had seen, and return the file."""
+        where = "" if rank is None else f"-process-{rank}"
+        path = self.path / f"failed-step-{step}{where}.json"
+        atomic_write(path, json.dumps({"step": step, **evidence}, indent=2, ensure_ascii=True) + "\n")
+        return path
+
+    def set_remote_step(self, step: int | None) -> None:
+        """How far a run is whose records are on another machine; None once they are here."""
+        path = self.path / "progress.json"
+        if step is None:
+            path.unlink(missing_ok=True)
+        elif step != self._remote_step():
+            atomic_write(path, json.dumps({"step": step}) + "\n")
+
+    def _remote_step(self) -> int:
+        try:
+            return int(json.loads((self.path / "progress.json").read_text())["step"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return 0
+
+    def _json(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
+        return found
+
+    def _write(self, name: str, content: Mapping[str, Any]) -> None:
+        atomic_write(self.path / name, json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def _difference(
+    run: RunFolder, config: TrainConfig | TeachConfig, before: Mapping[str, str], now: Mapping[str, str]
+) -> str:
+    """In what the run in the folder is another one."""
+    from gatespace.config import load_config
+    from gatespace.config.identity import CONTENT, LEFT_OUT, settings_of
+
+    if before.get("processes") != now.get("processes"):
+        return f"it is a run of {before.get('processes', '1')} processes, not {now.get('processes', '1')}"
+    if set(before) != set(now):
+        return "it is not a run of this command"
+    for name in ("gate", "precision"):  # in plain words; and the precision shows in a teacher's hash too
+        if name in now and before[name] != now[name]:
+            return f"its {name} is {before[name]}, not {now[name]}"
+    for name, value in now.items():
+        if before[name] != value:
+            return f"its {name} is another one"
+    found = tuple(path for name in now for path in CONTENT[name])
+    try:
+        old = settings_of(load_config(type(config), run.config_file))
+    except UsageError:
+        return "its settings are others"
+    for path, value in settings_of(config).items():
+        if path not in LEFT_OUT and not path.startswith(found) and old.get(path) != value:
+            return f"its {path} is {json.dumps(old.get(path))}, not {json.dumps(value)}"
+    return "its settings are others"
