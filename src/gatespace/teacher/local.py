@@ -22,7 +22,7 @@ from gatespace.models.body import Body, body_of
 from gatespace.models.load import Model
 from gatespace.models.packed import PackedBody
 from gatespace.teacher.cache import ScoreCache
-from gatespace.teacher.cache import Form, RowScores
+from gatespace.teacher.kept import Form, RowScores
 from gatespace.teacher.scores import Scores, check_questions
 
 _VERSION = 1

@@ -18,7 +18,7 @@ from gatespace.gating.fused import fused_distillation_loss
 from gatespace.gating.loss import LossOutput, distillation_loss
 from gatespace.gating.objectives import Objective
 from gatespace.gating.projection import Head
-from gatespace.models.body import Body, KVCache, Forward
+from gatespace.models.body import Body, Forward, KVCache
 from gatespace.models.encode import Encoder
 from gatespace.rollout import Rollout, Sampling, sample
 from gatespace.seeding import generator, permutation, stream
