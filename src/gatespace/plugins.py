@@ -102,7 +102,8 @@ def load_plugins(plugins: Sequence[str]) -> None:
             if plugin.endswith(".py"):
                 name = f"gatespace_plugin_{digest[:12]}"
                 spec = importlib.util.spec_from_file_location(name, source)
-                assert spec is not None and spec.loader is not None
+                assert spec is not None
+                assert spec.loader is not None
                 module = importlib.util.module_from_spec(spec)
                 sys.modules[name] = module
                 spec.loader.exec_module(module)

@@ -327,7 +327,7 @@ def test_two_threads_in_one_network_have_the_numbers_of_one(tiny):
         with torch.no_grad():
             return body_of(model, packed=True).forward(rows).hidden
 
-    alone = read()
+    alone = forward()
     with ThreadPoolExecutor(2) as pool:
-        found = [future.result() for future in [pool.submit(read) for _ in range(40)]]
+        found = [future.result() for future in [pool.submit(forward) for _ in range(40)]]
     assert all(torch.equal(alone, hidden) for hidden in found)

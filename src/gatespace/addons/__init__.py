@@ -1,1 +1,1 @@
-"""Add-ons: optional capabilities, one folder each. The core finds them through entry points and imports none of them."""
+"""Add-ons: optional capabilities, one folder each. The core finds them by entry points and imports none of them."""

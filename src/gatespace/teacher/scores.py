@@ -32,7 +32,7 @@ class ScoreSpec:
         prefix: Ids that all prompts begin with.
         max_new_tokens: The longest response that will be scored.
         vocab_size: Ids from here on are padding.
-        payload: ``hidden``: last hidden states, exact for the whole vocabulary. ``top_k``: the `k` most probable tokens.
+        payload: ``hidden``: last hidden states, exact for the whole vocabulary. ``top_k``: `k` log-probabilities.
         k: Tokens of the payload ``top_k``.
     """
 
