@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import secrets
 
-from gatespace.seeding import generator
+_random = secrets.SystemRandom().random
 
 
-class Backoff:
-    """Pauses that double from `first` to `longest` seconds, each shortened at random by up to a half.
+def backoff(failures: int, *, first: float, longest: float) -> float:
+    """Seconds to wait after `failures` failures in a row: `first`, doubled each time, at most `longest`.
 
-    Clients that lost a server together must not come back together, so each draws numbers of its own. No result of a
-    run depends on them.
+    Each pause is shortened at random by up to a half: clients that lost a server together must not come back together.
+    No result of a run depends on it.
     """
-
-    def __init__(self, first: float, longest: float) -> None:
-        self._first, self._longest = first, longest
-        self._random = generator(secrets.randbits(62), "backoff").random
-
-    def pause(self, failures: int) -> float:
-        """Seconds to wait after the given number of failures in a row, at least one."""
-        whole: float = min(self._longest, self._first * 2.0 ** min(failures - 1, 16))
-        return whole * (0.5 + 0.5 * self._random())
+    whole: float = min(longest, first * 2.0 ** min(failures - 1, 16))
+    return whole * (0.5 + 0.5 * _random())
