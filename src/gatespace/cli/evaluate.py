@@ -1,20 +1,15 @@
-"""`gatespace evaluate`: how often a model's greedy answers are right."""
+"""`gatespace evaluate`: how often a model's greedy responses are right."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from gatespace.cli import run_options as options
 from gatespace.cli.console import console, print_json
-
-if TYPE_CHECKING:
-    from gatespace.addons.vllm.sampler import VllmWriter
-    from gatespace.models import Model
 
 ModelName = Annotated[
     str,
@@ -26,15 +21,15 @@ ConfigFile = Annotated[
 ]
 Prefill = Annotated[
     str | None,
-    typer.Option("--prefill", metavar="TEXT", show_default=False, help='How the answer begins; "" for nothing.'),
+    typer.Option("--prefill", metavar="TEXT", show_default=False, help='How the response begins; "" for nothing.'),
 ]
 MaxNewTokens = Annotated[
     int | None,
-    typer.Option("--max-new-tokens", metavar="N", min=1, show_default="32", help="The longest answer."),
+    typer.Option("--max-new-tokens", metavar="N", min=1, show_default="32", help="The longest response."),
 ]
 BatchSize = Annotated[
     int | None,
-    typer.Option("--batch-size", metavar="N", min=1, show_default="64", help="Texts that are answered together."),
+    typer.Option("--batch-size", metavar="N", min=1, show_default="64", help="Texts that are decoded together."),
 ]
 Precision = Annotated[
     str | None,
@@ -64,14 +59,14 @@ def evaluate(
     max_new_tokens: MaxNewTokens = None,
     precision: Precision = None,
     device: Device = "auto",
-    vllm: Annotated[
+    sampler: Annotated[
         str | None,
         typer.Option(
-            "--vllm",
-            metavar="PYTHON|vllm://HOST:PORT",
+            "--sampler",
+            metavar="NAME=WHERE",
             show_default=False,
-            help="vLLM answers: the Python of an environment with vLLM, which is started here; or a server that has "
-            "MODEL.",
+            help="Generate with something else than this process: vllm=PYTHON starts vLLM by the Python of an "
+            "environment that has it; vllm=vllm://HOST:PORT is a server that has MODEL.",
         ),
     ] = None,
     quiet: options.Quiet = False,
@@ -86,27 +81,33 @@ def evaluate(
     gatespace evaluate runs/train
     gatespace evaluate smollm2 --task tweeteval/emotion --limit 100
     gatespace evaluate runs/train --split val --output runs/train/val --json
-    gatespace evaluate runs/train --vllm .venv-vllm/bin/python
+    gatespace evaluate runs/train --sampler vllm=.venv-vllm/bin/python
 
-    An answer without a legal label counts as wrong. Test rows whose text
+    A response without a legal label counts as wrong. Test rows whose text
     also stands in train are counted, and left out in a row of their own.
 
-    With --vllm the model is loaded here too, on the CPU: vLLM's
-    log-probabilities of a text are held against its own first.
+    With --sampler the model is loaded here too, on the CPU, and the
+    sampler's log-probabilities of a text are compared with its own first.
     """
-    from gatespace.cli.found_model import find
+    from gatespace.cli.found_model import find, model_folder
     from gatespace.cli.progress import RunProgress
     from gatespace.cli.tables import labels_table, results_table
+    from gatespace.config import in_setting
     from gatespace.errors import unknown_name
     from gatespace.evaluation import evaluate as run_evaluation
     from gatespace.evaluation import write
+    from gatespace.models.encode import Encoder
+    from gatespace.plugins import provider
 
     splits = ("train", "val", "test")
     if split not in splits:
         raise unknown_name("split", split, splits)
-    if vllm is not None:
-        _check_place(vllm)
-        device = "cpu" if device == "auto" else device  # a GPU is vLLM's
+    opener = None
+    if sampler is not None:
+        name, _, where = sampler.partition("=")
+        with in_setting("--sampler"):  # before the model is loaded, which takes long
+            opener = provider("evaluators", name, kind="sampler")(where)
+        device = "cpu" if device == "auto" else device  # a GPU is the sampler's
     with RunProgress(quiet=quiet, job="evaluate") as progress, ExitStack() as stack:
         found = find(
             model,
@@ -122,14 +123,13 @@ def evaluate(
             report=progress.note,
         )
         encoder, writer = None, None
-        if vllm is not None:
-            from gatespace.models.encode import Encoder
-
+        if opener is not None:
             texts = [row.text for row in found.task.rows(split)[:limit]]
             encoder = Encoder(found.prompt, found.model.tokenizer, texts)
             longest = len(encoder.prefix) + max((len(encoder.suffix(text)) for text in texts), default=0)
             longest += found.max_new_tokens
-            writer = stack.enter_context(_writer(vllm, model, found.model, longest, progress.note))
+            opened = opener(model_folder(model), found.model, longest=longest, report=progress.note)
+            writer = stack.enter_context(opened)
         progress.begin()
         evaluation = run_evaluation(
             found.model,
@@ -158,47 +158,3 @@ def evaluate(
         out.print(f"{evaluation.duplicates} of these texts also stand in train.")
     for path in written:
         out.print(f"wrote {path}", soft_wrap=True)
-
-
-def _check_place(where: str) -> None:
-    """Before a model is loaded, which takes its time."""
-    from gatespace.addons.vllm.process import check_python
-    from gatespace.addons.vllm.server import parse_place
-
-    if "://" in where:
-        parse_place(where)
-    else:
-        check_python(where)
-
-
-@contextmanager
-def _writer(where: str, name: str, model: Model, longest: int, note: Any) -> Iterator[VllmWriter]:
-    """vLLM with the model: the server that is named, or one that lives as long as it is needed."""
-    import tempfile
-
-    from gatespace.addons.vllm.process import VllmProcess
-    from gatespace.addons.vllm.sampler import VllmWriter
-    from gatespace.addons.vllm.source import vllm_source
-    from gatespace.cli.found_model import model_folder
-    from gatespace.models.load import TINY
-
-    dtype, process = model.head.weight.dtype, None
-    with ExitStack() as stack:
-        if "://" not in where:
-            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gatespace-vllm-")))
-            if name in TINY:
-                model.save(scratch / "model")
-                folder = scratch / "model"
-            else:
-                folder = vllm_source(model_folder(name), weights=True, report=note).folder
-            note("starting vLLM")
-            process = VllmProcess(
-                Path(where).expanduser(),
-                folder,
-                log=scratch / "vllm.log",
-                dtype=str(dtype).removeprefix("torch."),
-                max_model_len=max(64, longest + 1),
-            )
-            where = stack.enter_context(process).address
-            stack.enter_context(process.watched())
-        yield stack.enter_context(VllmWriter(where, model, dtype=dtype, wait=process is None, report=note))

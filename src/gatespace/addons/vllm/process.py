@@ -11,23 +11,22 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from gatespace.addons.vllm.server import ServerAwayError, VllmServer
 from gatespace.errors import RunError, UsageError
+from gatespace.files import Closing
 
-_LAST = 4000
+_TAIL = 4000
 """Bytes of the log that an error shows."""
-_LAST_BREATH = 30.0
-"""Seconds in which a server that does not listen any more ends."""
+_END = 30.0
+"""Seconds within which a server that was killed, or listens no more, ends."""
 
 
-class VllmProcess:
+class VllmProcess(Closing):
     """A vLLM server on this machine, on a free port of the loopback.
 
-    vLLM lives in an environment of its own; `python` is the interpreter there. The module is started and not the
-    script `vllm serve`, which the CPU build does not have in working order.
+    vLLM has an environment of its own; `python` is the interpreter there. The module is started and not the script
+    `vllm serve`, which does not work in the CPU build.
 
     Args:
         python: The interpreter of an environment with vLLM.
@@ -35,7 +34,7 @@ class VllmProcess:
         log: Where its output goes.
         dtype: ``float32`` or ``bfloat16``.
         max_model_len: The longest prompt and response.
-        max_logprobs: Most first choices per position that can be asked for.
+        max_logprobs: Most log-probabilities per position that can be asked for.
         weights: Whether new weights can be loaded (vLLM's development endpoints).
         options: Further options of the server.
         environment: Further variables.
@@ -63,36 +62,13 @@ class VllmProcess:
         command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "model", "--dtype", dtype]
         command += ["--max-model-len", str(max_model_len), "--max-logprobs", str(max_logprobs), "--enforce-eager"]
-        # Otherwise a model's own taste in temperature and top_k stands in for what a request leaves open.
+        # Otherwise the model's own generation_config.json decides what a request leaves open.
         self._command = [*command, "--generation-config", "vllm", *options]
         variables = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
         variables["VLLM_SERVER_DEV_MODE"] = "1" if weights else "0"
         self._variables = variables | dict(environment or {})
         self._patience = patience
         self._start("wb")
-
-    def _start(self, mode: str) -> None:
-        with self.log.open(mode) as output:
-            # A group of its own: the engine is a child of the server, and both have to go.
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=self._variables,
-                start_new_session=True,
-            )
-        atexit.register(self.stop)
-        try:
-            self._wait(self._patience)
-        except BaseException:
-            self.stop()
-            raise
-
-    def restart(self) -> None:
-        """Start it again at the same address, whatever has become of it."""
-        self.kill()
-        self._start("ab")
 
     @property
     def alive(self) -> bool:
@@ -104,67 +80,84 @@ class VllmProcess:
         """Of the server, which is also the number of its process group."""
         return self._process.pid
 
+    def restart(self) -> None:
+        """Start it again at the same address, running or not."""
+        self.kill()
+        self._start("ab")
+
     def kill(self) -> None:
         """End it at once, as a crash would."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait(30)
+        self._process.wait(_END)
 
-    def stop(self, seconds: float = 20.0) -> None:
-        """Ask it to end, and see that it does."""
-        atexit.unregister(self.stop)
-        if self._process.poll() is None:
+    def close(self, seconds: float = 20.0) -> None:
+        """Ask it to end, and kill it after `seconds`."""
+        atexit.unregister(self.close)
+        if self.alive:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(seconds)
         self.kill()  # its children may outlive it
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Say why the server has ended, where that is why something has failed."""
+        """Where the block fails because the server has ended, raise an error with the end of the server's log."""
         try:
             yield
         except RunError as error:
             if not _is_away(error):
                 raise
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_LAST_BREATH)  # it stops listening before it ends
+                self._process.wait(_END)  # it stops listening before it ends
             if self.alive:
                 raise
             raise RunError(
                 "the vLLM server that was started here has ended",
                 got=error.what,
-                why=_tail(self.log),
-                instead="the same command, which goes on from the last checkpoint if it is a run's",
+                why=self._tail(),
+                instead="the same command, which resumes from the last checkpoint if it is a run's",
             ) from error
 
-    def _wait(self, patience: float) -> None:
-        end = time.monotonic() + patience
-        server = VllmServer(self.address, timeout=5, patience=1)
+    def _start(self, mode: str) -> None:
+        with self.log.open(mode) as output:
+            # A group of its own: the engine is a child of the server, and both have to end.
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self._variables,
+                start_new_session=True,
+            )
+        atexit.register(self.close)
         try:
+            self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait_until_ready(self) -> None:
+        end = time.monotonic() + self._patience
+        with VllmServer(self.address, timeout=5, patience=1) as server:
             while True:
-                if self._process.poll() is not None:
+                if not self.alive:
                     raise RunError(
                         "the vLLM server has ended before it was ready",
                         got=f"exit code {self._process.returncode}",
-                        why=_tail(self.log),
+                        why=self._tail(),
                     )
                 with suppress(ServerAwayError):
                     server.card()
                     return
                 if time.monotonic() > end:
-                    raise RunError(f"the vLLM server was not ready after {patience:.0f} s", why=_tail(self.log))
-        finally:
-            server.close()
+                    raise RunError(f"the vLLM server was not ready after {self._patience:.0f} s", why=self._tail())
+
+    def _tail(self) -> str:
+        with self.log.open("rb") as file:
+            file.seek(max(0, self.log.stat().st_size - _TAIL))
+            return file.read().decode("utf-8", "replace").strip()
 
 
 def check_python(python: str | Path) -> None:
@@ -184,9 +177,3 @@ def _free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
-
-
-def _tail(log: Path) -> str:
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _LAST))
-        return file.read().decode("utf-8", "replace").strip()

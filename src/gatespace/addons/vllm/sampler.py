@@ -1,10 +1,10 @@
-"""A sampler in a vLLM server, which is given the student's weights after every update.
+"""A sampler in a vLLM server, which gets the student's weights after every update.
 
-vLLM is faster at writing than a network that is made for learning; but what it writes is the student's only if it has
-the student's weights, all of them. So the weights are written with a head of their own, the server is asked for the
+vLLM generates faster than a network that is made for training; but its samples are the student's only if it has the
+student's weights, all of them. So the weights are written with an untied head, the server is asked for the
 log-probabilities of a text after every sync, and one that does not agree with the student is not sampled from. That
-check cannot tell two updates apart that differ by less than the engine rounds, so it is rehearsed once, with weights
-that differ everywhere: a part that a server keeps from the old ones shows then.
+check cannot tell two updates apart that differ by less than the server rounds, so it is rehearsed once, with weights
+that differ everywhere: it then shows if the server keeps some of the old ones.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gatespace.addons.vllm.server import Choice, RefusedError, VllmServer, read_position
-from gatespace.addons.vllm.untied import save_untied
+from gatespace.addons.vllm.server import Choice, RefusedError, VllmServer, is_log_prob, read_position
 from gatespace.errors import RunError, UsageError
 from gatespace.files import Closing
+from gatespace.models.cache_root import new_folder, write_record
+from gatespace.models.hub import without_progress_bars
 from gatespace.models.load import Model
 from gatespace.models.lora import merged
 from gatespace.rollout.native import Rollout, Sampling
@@ -39,31 +40,47 @@ _HOT = 2.0
 _ALTERED = 0.03
 """By what share of its neighbour a weight is altered in the rehearsal."""
 _NEVER = -100.0
-"""Added to the logits of ids that are padding; the least that the protocol knows."""
-_AT_ONCE = 32
-_REPEATS = 4
+"""Added to the logits of ids that are padding; the least that the protocol allows."""
+_CONCURRENCY = 32
+_ATTEMPTS = 4
 _SEED = (1 << 63) - 1
+_PLAIN: dict[str, Any] = {
+    # A server may take whatever a request leaves open from the model's own generation_config.json.
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 
 
-class VllmWriter(Closing):
-    """Writes with a vLLM server that has a model's weights. Whether it has them is checked on a text.
+class VllmSampler(Closing):
+    """Samples with a vLLM server that has a model's weights, or gets them. Whether it has them is checked on a text.
+
+    A server that gets weights has to be started with ``VLLM_SERVER_DEV_MODE=1``, best from a folder that `save_untied`
+    wrote, and to see `folder` under the same name as this process: on this machine, or on a shared disk.
 
     Args:
-        address: ``vllm://host:port[/model]``.
-        model: The model.
-        dtype: Precision of the server.
+        address: ``vllm://HOST:PORT[/MODEL]``.
+        model: The student.
+        folder: New weights are written below it; None: the server has the model's weights, which do not change.
+        rehearse: Try once, with weights that differ everywhere, whether the server takes all of them. It needs the
+            memory of a second student for a moment.
+        dtype: Precision of the server, and of the weights that are written.
         tolerance: Nats by which log-probabilities may differ from the model's on average; None: by the precision.
-        timeout: Seconds after which a question is asked again.
-        patience: Seconds without an answer after which `ServerAwayError` is raised.
+        timeout: Seconds after which a request is retried.
+        patience: Seconds without a reply after which `ServerAwayError` is raised.
         wait: As in `VllmServer`.
-        report: Is told what a user should know.
+        report: Called with a message when a reply is late.
     """
 
     def __init__(
         self,
         address: str,
         model: Model,
+        folder: Path | None = None,
         *,
+        rehearse: bool = True,
         dtype: torch.dtype = torch.float32,
         tolerance: float | None = None,
         timeout: float = 60.0,
@@ -72,67 +89,88 @@ class VllmWriter(Closing):
         report: Callable[[str], None] | None = None,
     ) -> None:
         self._model, self._dtype = model, dtype
-        rough = max(dtype, model.head.weight.dtype, key=lambda dtype: _TOLERANCE.get(dtype, math.inf))
-        self._tolerance = _TOLERANCE[rough] if tolerance is None else tolerance
+        self._folder = None if folder is None else folder.expanduser().absolute()
+        self._syncs = 0
+        coarser = max(dtype, model.head.weight.dtype, key=lambda dtype: _TOLERANCE.get(dtype, math.inf))
+        self._tolerance = _TOLERANCE[coarser] if tolerance is None else tolerance
         self._probe: list[int] = model.tokenizer.encode(_TEXT, add_special_tokens=False)[:_PROBE]
         self._seen = 0
+        """Interruptions of the server when its weights were checked."""
         self._processed: bool | None = None
         self._server = VllmServer(
-            address, timeout=timeout, patience=patience, wait=wait, report=report, at_once=_AT_ONCE
+            address, timeout=timeout, patience=patience, wait=wait, report=report, concurrency=_CONCURRENCY
         )
         try:
             self._name = self._server.card().id
-            self._prepare()
+            if self._folder is not None and rehearse:
+                altered = _altered(model)
+                self._load(altered, self._folder)
+                self._compare(altered, 2 * self._tolerance)
+            self.sync()
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Abort the requests that are running, and remove the weights from the disk."""
         self._server.close()
+        if self._folder is not None:
+            for number in (0, 1):
+                shutil.rmtree(self._folder / f"weights-{number}", ignore_errors=True)
 
     # ------------------------------------------------------------------ weights
 
-    def _prepare(self) -> None:
-        """Before anything is written."""
-        self.verify()
+    def sync(self) -> float:
+        """Give the server the weights as they are now, and compare; by how many nats log-probabilities still differ.
 
-    def _renew(self) -> None:
-        """A server that was away may have come back with other weights."""
-        self.verify()
-
-    def verify(self) -> float:
-        """By how much the log-probabilities of server and model differ; `RunError` if that is more than rounding."""
-        apart = self._verify(self._model, self._tolerance)
+        Raises `RunError` if that is more than rounding.
+        """
+        if self._folder is not None:
+            self._load(self._model, self._folder)
+        apart = self._compare(self._model, self._tolerance)
         self._seen = self._server.interruptions
         return apart
 
-    def _verify(self, model: Model, tolerance: float) -> float:
-        ours, theirs = _log_probs(model, self._probe), torch.tensor(self._told(self._probe))
-        apart = float((ours - theirs).abs().mean())
+    def _load(self, model: Model, folder: Path) -> None:
+        """Have the server load the weights of `model`."""
+        new, old = (folder / f"weights-{(self._syncs + i) % 2}" for i in (0, 1))  # the server may have `old` open
+        self._syncs += 1
+        save_untied(model, new, dtype=self._dtype)
+        try:
+            self._server.command("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(new)}})
+            self._server.command("/reset_prefix_cache")
+        except RefusedError as error:
+            if error.status == 404:
+                raise UsageError(
+                    f"{self._server} takes no new weights",
+                    got=error.got,
+                    instead="start it with VLLM_SERVER_DEV_MODE=1 in its environment",
+                ) from None
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _compare(self, model: Model, tolerance: float) -> float:
+        """By how many nats the log-probabilities of server and `model` differ; an error beyond `tolerance`."""
+        apart = float((_log_probs(model, self._probe) - torch.tensor(self._server_log_probs(self._probe))).abs().mean())
         if not apart <= tolerance:
+            why, instead = "it has another model, or computes in another precision", "start it with this model"
+            if self._folder is not None:
+                why = "it has old weights somewhere, or computes in another precision; a tied head may stay the old one"
+                instead = "start it from a folder that gatespace.addons.vllm.sampler.save_untied wrote"
             raise RunError(
                 f"{self._server} does not have the weights of {model.name}",
                 got=f"the log-probabilities of a text differ by {apart:.3g} on average, more than {tolerance:g}",
-                why=self._reason,
-                instead=self._remedy,
+                why=why,
+                instead=f"{instead}, in the same precision",
             )
         return apart
 
-    _reason = "it has another model, or computes in another precision"
-    _remedy = "start it with this model, in the same precision"
-
-    def _told(self, ids: list[int]) -> list[float]:
-        """What the server says of every token of a text but the first."""
+    def _server_log_probs(self, ids: list[int]) -> list[float]:
+        """The log-probability of every token but the first."""
         body = {"model": self._name, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 1}
         (choice,) = self._server.complete([ids], body)
-        told = choice.prompt_logprobs or []
-        if len(told) != len(ids):
-            raise RunError(f"{self._server} has not told of every position", got=f"{len(told)} of {len(ids)}")
-        values = [read_position(raw).get(id) for id, raw in zip(ids[1:], told[1:], strict=True)]
-        if None in values:
-            raise RunError(f"{self._server} does not tell of the tokens themselves")
-        return [value for value in values if value is not None]
+        positions = (choice.prompt_logprobs or [])[1:]
+        return [read_position(raw, id)[id] for id, raw in zip(ids[1:], positions, strict=True)]
 
     # ------------------------------------------------------------------ responses
 
@@ -148,17 +186,30 @@ class VllmWriter(Closing):
         """Continue every prompt; as `gatespace.rollout.sample` does, but with vLLM's random numbers.
 
         Args:
-            prompts: Whole prompts, with what they share.
+            prompts: Whole prompts, with the shared prefix.
             sampling: How tokens are chosen.
-            stop: Whether a response, its last token included, is at its end. vLLM writes on to an end token or the
-                longest response, and what it wrote after the end is cut off.
+            stop: Whether a response, its last token included, is at its end. vLLM generates up to an end token or the
+                longest response, and what comes after the end is cut off.
             seeds: Per row, of its own named stream; not needed at temperature 0.
             vocab_size: Ids from here on are padding. None: by the model's tokenizer.
         """
         if sampling.temperature > 0 and len(seeds) != len(prompts):
             raise UsageError("sampling needs a seed per row", got=f"{len(seeds)} for {len(prompts)} rows")
-        self._check_mode(sampling)
+        self._check_logprobs_mode(sampling)
         size = vocab_size or self._model.vocab_size
+        rollout = Rollout()
+        for choice in self._choices(prompts, sampling, seeds, size):
+            ids, log_probs = self._generated(choice, sampling, size)
+            end = next((i for i in range(1, len(ids) + 1) if stop(ids[:i])), None)
+            rollout.responses.append(ids[:end])
+            rollout.log_probs.append(log_probs[:end])
+            rollout.ended.append(end is not None)
+        return rollout
+
+    def _choices(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], vocab_size: int
+    ) -> list[Choice]:
+        """The replies to all prompts, from a server that had the weights all the time."""
         body = {
             "model": self._name,
             "max_tokens": sampling.max_new_tokens,
@@ -166,152 +217,101 @@ class VllmWriter(Closing):
             "top_p": sampling.top_p if sampling.temperature > 0 else 1.0,
             "logprobs": 1,
             **_PLAIN,
-            "ignore_eos": True,  # the server's idea of an end; ours follows
+            "ignore_eos": True,  # the end tokens of the server's files; ours follow
             "stop_token_ids": list(self._model.end_ids),
         }
-        if padding := range(size, len(self._model.head.weight)):
+        if padding := range(vocab_size, len(self._model.head.weight)):
             body["logit_bias"] = dict.fromkeys(map(str, padding), _NEVER)
         if sampling.temperature == 0:
             requests = [(list(prompts), body)] if prompts else []
         else:  # a request has one seed
             requests = [([prompt], {**body, "seed": seed & _SEED}) for prompt, seed in zip(prompts, seeds, strict=True)]
-        for _ in range(_REPEATS):
-            begun = [self._server.later(partial(self._server.complete, rows, body)) for rows, body in requests]
-            choices = [choice for part in begun for choice in part.result()]
+        for _ in range(_ATTEMPTS):
+            running = [self._server.submit(partial(self._server.complete, rows, body)) for rows, body in requests]
+            choices = [choice for request in running for choice in request.result()]
             if self._server.interruptions == self._seen:
-                break
-            self._renew()
-        else:
-            raise RunError(f"{self._server} does not stay long enough to write", got=f"{_REPEATS} interruptions")
-        rollout = Rollout()
-        for choice in choices:
-            ids, log_probs = self._written(choice, sampling, size)
-            end = next((i for i in range(1, len(ids) + 1) if stop(ids[:i])), None)
-            rollout.responses.append(ids[:end])
-            rollout.log_probs.append(log_probs[:end])
-            rollout.ended.append(end is not None)
-        return rollout
+                return choices
+            self.sync()  # what replies now may have other weights
+        raise RunError(f"{self._server} does not stay long enough to sample", got=f"{_ATTEMPTS} interruptions")
 
-    def _written(self, choice: Choice, sampling: Sampling, vocab_size: int) -> tuple[list[int], list[float]]:
+    def _generated(self, choice: Choice, sampling: Sampling, vocab_size: int) -> tuple[list[int], list[float]]:
         ids = choice.token_ids or []
-        told = [] if choice.logprobs is None else choice.logprobs.token_logprobs
-        if not 0 < len(ids) <= sampling.max_new_tokens or len(told) != len(ids):
+        values = [] if choice.logprobs is None else choice.logprobs.token_logprobs
+        if not 0 < len(ids) <= sampling.max_new_tokens or len(values) != len(ids):
             raise RunError(
-                f"{self._server} has written something else than it was asked for",
-                got=f"{len(ids)} tokens and {len(told)} log-probabilities ({choice.finish_reason})",
+                f"{self._server} has generated something else than was asked for",
+                got=f"{len(ids)} tokens and {len(values)} log-probabilities ({choice.finish_reason})",
             )
-        values = [math.nan if value is None else value for value in told]
-        if not all(math.isfinite(value) and value <= 1e-3 for value in values):
+        log_probs = [value for value in values if value is not None and is_log_prob(value)]
+        if len(log_probs) < len(values):
             raise RunError(f"{self._server} has sent what is no log-probability", got=values)
         if max(ids) >= vocab_size or min(ids) < 0:
-            raise RunError(f"{self._server} has written an id that is no token", got=max(ids))
+            raise RunError(f"{self._server} has generated an id that is no token", got=max(ids))
         if len(ids) < sampling.max_new_tokens and ids[-1] not in self._model.end_ids:
             raise RunError(f"{self._server} has ended a response early", got=choice.finish_reason)
-        return ids, values
+        return ids, log_probs
 
-    def _check_mode(self, sampling: Sampling) -> None:
+    def _check_logprobs_mode(self, sampling: Sampling) -> None:
         """Log-probabilities have to be those of the distribution that was drawn from, not of the bare model."""
         if sampling.temperature == 0 or (sampling.temperature, sampling.top_p) == (1, 1):
             return
         if self._processed is None:
             body = {"model": self._name, "max_tokens": 1, "temperature": _HOT, "top_p": 1.0, "logprobs": 1, "seed": 1}
             (choice,) = self._server.complete([self._probe], body | _PLAIN)
-            (token,), (drawn,) = self._written(choice, Sampling(max_new_tokens=1), 1 << 62)
-            own = self._told([*self._probe, token])[-1]
+            (token,), (drawn,) = self._generated(choice, Sampling(max_new_tokens=1), 1 << 62)
+            own = self._server_log_probs([*self._probe, token])[-1]
             self._processed = abs(drawn - own) > self._tolerance
         if not self._processed:
             raise UsageError(
-                f"{self._server} tells log-probabilities before temperature and top_p",
+                f"{self._server} gives log-probabilities before temperature and top_p",
                 got=f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}",
                 instead="start it with --logprobs-mode processed_logprobs, or sample at temperature 1 and top_p 1",
             )
 
 
-class VllmSampler(VllmWriter):
-    """Samples a student with a vLLM server that is given its weights.
+# ---------------------------------------------------------------------------------------------------- weights
 
-    The server has to be started with ``VLLM_SERVER_DEV_MODE=1``, best from a folder that `save_untied` wrote, and to
-    see `folder` under the same name as this process: on this machine, or on a shared disk.
+
+def save_untied(model: Model, folder: Path, *, dtype: torch.dtype | None = None) -> None:
+    """Write a normal model folder with an untied head, whole or not at all. `model` stays as it is.
+
+    Many small models share one matrix between embedding and head, and their folders have it once. An engine that loads
+    new weights from such a folder while it runs may renew the embedding and keep its old head without an error, as
+    vLLM's CPU build does. A folder that has both leaves nothing to be derived.
 
     Args:
-        address: ``vllm://host:port[/model]``.
-        model: The student.
-        folder: New weights are written below it.
-        rehearse: Try once, with weights that differ everywhere, whether the server takes all of them. It needs the
-            memory of a second student for a moment.
-        settings: Of the `VllmWriter`; `dtype` is also the precision of the weights that are written.
+        model: Any model; adapters are merged into the copy.
+        folder: Replaced if gatespace has written it before.
+        dtype: Precision of the written weights; None: the network's.
     """
-
-    _reason = (
-        "it computes with old weights somewhere, or in another precision; where embedding and head are tied it may keep"
-        " its old head without a word"
-    )
-    _remedy = "start it from a folder that gatespace.addons.vllm.untied.save_untied wrote, in the same precision"
-
-    def __init__(self, address: str, model: Model, folder: Path, *, rehearse: bool = True, **settings: Any) -> None:
-        self._folder = folder.expanduser().absolute()
-        self._rehearse = rehearse
-        self._syncs = 0
-        super().__init__(address, model, **settings)
-
-    def close(self) -> None:
-        """Give up what is under way, and remove the weights from the disk."""
-        super().close()
-        for place in (self._place(0), self._place(1)):
-            shutil.rmtree(place, ignore_errors=True)
-
-    def _prepare(self) -> None:
-        if self._rehearse:
-            self._send(_altered(self._model), 2 * self._tolerance)
-        self.sync()
-
-    def _renew(self) -> None:
-        self.sync()
-
-    def sync(self) -> float:
-        """Give the server the student's weights as they are now; by how much their log-probabilities still differ.
-
-        Raises `RunError` if that is more than rounding.
-        """
-        return self._send(self._model, self._tolerance)
-
-    def _send(self, model: Model, tolerance: float) -> float:
-        place = self._place(self._syncs % 2)  # never the folder that the server may still have open
-        self._syncs += 1
-        save_untied(model, place, dtype=self._dtype)
-        try:
-            self._server.tell("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(place)}})
-            self._server.tell("/reset_prefix_cache")
-        except RefusedError as error:
-            if error.status == 404:
-                raise UsageError(
-                    f"{self._server} takes no new weights",
-                    got=error.got,
-                    instead="start it with VLLM_SERVER_DEV_MODE=1 in its environment",
-                ) from None
-            raise
-        shutil.rmtree(self._place(self._syncs % 2), ignore_errors=True)
-        apart = self._verify(model, tolerance)
-        self._seen = self._server.interruptions
-        return apart
-
-    def _place(self, number: int) -> Path:
-        return self._folder / f"weights-{number}"
-
-
-_PLAIN: dict[str, Any] = {
-    # Whatever a request leaves open, a server may fill in from the model's own generation_config.json.
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
+    whole = merged(model) if hasattr(model.network, "merge_and_unload") else model
+    network: Any = whole.network
+    config = copy.deepcopy(network.config)
+    config.tie_word_embeddings = False
+    config.get_text_config().tie_word_embeddings = False
+    state = {name: tensor.detach() for name, tensor in network.state_dict().items()}
+    if dtype is not None:
+        state = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+    head = network.get_output_embeddings()
+    name = next(name for name, module in network.named_modules() if module is head) + ".weight"
+    state[name] = state[name].clone()  # no longer the storage of the embedding
+    with torch.device("meta"):  # without weights of its own: they are those of `network`
+        untied: Any = type(network)(config)
+    missing, unexpected = untied.load_state_dict(state, strict=False, assign=True)
+    if missing or unexpected:
+        raise UsageError(
+            "this architecture cannot be written with an untied head", got=f"{type(network).__name__}: {missing[:3]}"
+        )
+    untied.generation_config = network.generation_config
+    with new_folder(folder) as fresh, without_progress_bars():
+        untied.save_pretrained(fresh)
+        whole.tokenizer.save_pretrained(fresh)
+        write_record(fresh, {"name": model.name, "source": model.source})
 
 
 @torch.no_grad()
 def _log_probs(model: Model, ids: list[int]) -> Tensor:
-    """The log-probability of every token but the first, over all rows of the head, as vLLM has them."""
+    """The log-probability of every token but the first, over all rows of the head, as in vLLM."""
     network: Any = model.network
     logits = network(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0, :-1]
     log_probs = torch.log_softmax(logits.float(), -1)
@@ -320,13 +320,13 @@ def _log_probs(model: Model, ids: list[int]) -> Tensor:
 
 @torch.no_grad()
 def _altered(model: Model) -> Model:
-    """A copy all of whose weights are others: the body's a little, so that rounding stays what it is; the head's by a
-    turn of its rows, so that one that is still the old one, or only follows the embedding, is far off."""
+    """A copy all of whose weights are others: the body's a little, so that rounding stays what it is; the head's rows
+    rotated by one, so that an old head, or one that is only a copy of the embedding, is far off."""
     whole = merged(model) if hasattr(model.network, "merge_and_unload") else model
     network: Any = copy.deepcopy(whole.network) if whole is model else whole.network
     layer = network.get_output_embeddings()
-    turned = layer.weight.roll(1, 0)
+    rotated = layer.weight.roll(1, 0)
     for parameter in network.parameters():
         parameter.add_(parameter.roll(1, 0), alpha=_ALTERED)
-    layer.weight = torch.nn.Parameter(turned, requires_grad=False)
+    layer.weight = torch.nn.Parameter(rotated, requires_grad=False)
     return Model(network.eval(), model.tokenizer, model.name, model.source)

@@ -1,131 +1,105 @@
-"""A stock vLLM server with a model, spoken to over HTTP.
+"""Client of a stock vLLM server, over HTTP.
 
-Every wait has a deadline: an exchange is cut off after `timeout`, however slowly its bytes arrive, and repeated with
-growing pauses until `patience` is over. Vanished servers are waited for; what a server refuses is an error at once; and
-an answer that is not exactly what was asked for is an error too, and never a number. The standard library's client is
-used: one connection per exchange needs no pool, and the answers' size is in their JSON, not in the transport.
+Every wait has a deadline: a request is cut off after `timeout`, however slowly the bytes of its reply arrive, and
+retried with growing pauses until `patience` is over. A server that is gone is waited for; what a server refuses is an
+error at once; and a reply that is not exactly what was asked for is an error too, and never a number. The standard
+library's client is used: one connection per request needs no pool, and the time of a reply goes into its JSON, not into
+the transport.
 """
 
 from __future__ import annotations
 
 import http.client
 import math
-import re
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
+from gatespace.config.address import Address, parse_address
+from gatespace.config.base import Fault
 from gatespace.errors import RunError, UsageError, missing_extra
-from gatespace.seeding import generator
+from gatespace.files import Closing
+from gatespace.retry import backoff
 
 try:
     import msgspec
 except ImportError as error:
     raise missing_extra("a vLLM server", module="msgspec", extra="service") from error
 
-SCHEME = "vllm"
 LARGEST = 512 << 20
-"""Bytes; no answer makes us set aside more."""
-_FORM = re.compile(rf"{SCHEME}://(?P<host>\[[0-9A-Fa-f:.]+\]|[\w.-]+):(?P<port>\d{{1,5}})(?:/(?P<model>[^\s?#]+?)?)?/?")
-_PIECE = 1 << 20
+"""Bytes of the largest reply that is read."""
+_CHUNK = 1 << 20
 _PASSING = frozenset({408, 425, 429, 502, 503, 504})
-"""Answers of a server that is busy, or not there yet."""
+"""Statuses of a server that is busy, or not there yet."""
 _BROKEN = 3
-"""How often a server may fail within (500) before we believe it."""
-_PAUSE, _LONGEST_PAUSE = 0.25, 10.0
-_SOON = 10.0
-"""Seconds in which a server says whether it is well."""
+"""How often a server may fail internally (500) before that counts as its reply."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 10.0
+_HEALTH = 10.0
+"""Seconds within which a healthy server says so."""
 
 T = TypeVar("T")
 
 
 class ServerAwayError(RunError):
-    """A server has not answered within the caller's patience."""
+    """A server has not replied within the caller's patience."""
 
 
 class RefusedError(RunError):
-    """A server has answered that it will not, or cannot, do what it was asked for."""
+    """A server has replied with an error."""
 
     status = 0
     detail = ""
 
 
-class Place(NamedTuple):
-    """Where a vLLM server is, and which of its models is meant (None: its only one)."""
-
-    host: str
-    port: int
-    model: str | None
-
-    def __str__(self) -> str:
-        return f"{SCHEME}://{self.host}:{self.port}" + (f"/{self.model}" if self.model else "")
-
-
-def parse_place(address: str) -> Place:
-    """The server at ``vllm://host:port`` or ``vllm://host:port/model``.
-
-    Example:
-        >>> parse_place("vllm://127.0.0.1:8000/Qwen/Qwen3-32B")
-        Place(host='127.0.0.1', port=8000, model='Qwen/Qwen3-32B')
-    """
-    match = _FORM.fullmatch(address)
-    if match is None or not 0 < int(match["port"]) < 65536:
-        raise UsageError(
-            "not the address of a vLLM server", got=address, instead="vllm://HOST:PORT, or vllm://HOST:PORT/MODEL"
-        )
-    return Place(match["host"], int(match["port"]), match["model"])
+def server_address(text: str) -> Address:
+    """The address ``vllm://HOST:PORT`` or ``vllm://HOST:PORT/MODEL``."""
+    with suppress(Fault):
+        if (address := parse_address(text)).scheme == "vllm":
+            return address
+    raise UsageError(
+        "not the address of a vLLM server", got=text, instead="vllm://HOST:PORT, or vllm://HOST:PORT/MODEL"
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- what comes back
+# ---------------------------------------------------------------------------------------------------- replies
 
 
 class Card(msgspec.Struct):
-    """A model of a server, as it lists it."""
+    """A model of a server, as the server lists it."""
 
     id: str
     root: str | None = None
     max_model_len: int | None = None
 
 
-class Entry(msgspec.Struct):
-    """A token that was possible at a position."""
-
-    logprob: float
-
-
-class Written(msgspec.Struct):
-    """What is told of the tokens that were written."""
+class Logprobs(msgspec.Struct):
+    """Log-probabilities of the generated tokens."""
 
     token_logprobs: list[float | None]
 
 
 class Choice(msgspec.Struct):
-    """The answer to one prompt. Positions stay JSON until they are read: most are never looked at."""
+    """The reply to one prompt. Positions stay JSON until `read_position`: most are never needed."""
 
     index: int
     finish_reason: str | None = None
     prompt_logprobs: list[msgspec.Raw] | None = None
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
-    logprobs: Written | None = None
+    logprobs: Logprobs | None = None
 
 
-class Usage(msgspec.Struct):
-    """How many tokens a server has counted."""
-
+class _Usage(msgspec.Struct):
     prompt_tokens: int
 
 
-class Completion(msgspec.Struct):
-    """The answer to a list of prompts."""
-
+class _Completion(msgspec.Struct):
     choices: list[Choice]
-    usage: Usage | None = None
+    usage: _Usage | None = None
 
 
 class _Models(msgspec.Struct):
@@ -140,44 +114,51 @@ class _Tokens(msgspec.Struct):
     tokens: list[int]
 
 
-class _Done(msgspec.Struct):
-    pass
+class _Entry(msgspec.Struct):
+    logprob: float
 
 
-_position = msgspec.json.Decoder(dict[int, Entry] | None)
-_decoders: dict[type, Any] = {}
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+_position = msgspec.json.Decoder(dict[int, _Entry] | None)
 
 
-def read_position(raw: msgspec.Raw) -> dict[int, float]:
-    """Token → log-probability at one position; an error where there is nothing, or what is no log-probability."""
+def read_position(raw: msgspec.Raw, token: int) -> dict[int, float]:
+    """Id → log-probability at a position of a prompt where `token` stands, which must be among the ids."""
     try:
         entries = _position.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise RunError("a vLLM server has sent a position that cannot be read", got=_short(str(error))) from None
     if not entries:
         raise RunError("a vLLM server has sent nothing for a position", got=_short(bytes(raw)))
     found = {id: entry.logprob for id, entry in entries.items()}
     for id, value in found.items():
-        if id < 0 or not math.isfinite(value) or value > 1e-3:
+        if id < 0 or not is_log_prob(value):
             raise RunError("a vLLM server has sent what is no log-probability", got=f"{value} for token {id}")
+    if token not in found:
+        raise RunError("a vLLM server has not sent the log-probability of the token itself", got=f"token {token}")
     return found
+
+
+def is_log_prob(value: float) -> bool:
+    """Whether this is a log-probability, but for rounding."""
+    return math.isfinite(value) and value <= 1e-3
 
 
 # ---------------------------------------------------------------------------------------------------- the server
 
 
-class VllmServer:
-    """Speaks to one server; may be used from several threads.
+class VllmServer(Closing):
+    """Sends requests to one server; may be used from several threads.
 
     Args:
-        address: ``vllm://host:port[/model]``.
-        timeout: Seconds after which an exchange is given up and repeated. The next one is given twice as long, for a
-            server may be slow because there is much to do.
+        address: ``vllm://HOST:PORT[/MODEL]``.
+        timeout: Seconds after which a request is cut off and retried. The next attempt has twice as long, for a server
+            may be slow because there is much to do.
         patience: Seconds without success after which `ServerAwayError` is raised.
-        wait: Whether a server is waited for where nobody listens. False: it is away at once, for somebody who can do
-            more about it than wait.
-        report: Is told what a user should know.
-        at_once: Most exchanges at a time that `later` begins.
+        wait: Whether to wait where nothing listens at the address. False: `ServerAwayError` at once, for a caller who
+            can start the server again.
+        report: Called with a message when a request takes longer than `timeout`.
+        concurrency: Most requests at a time that `submit` starts.
     """
 
     def __init__(
@@ -188,138 +169,142 @@ class VllmServer:
         patience: float = 600.0,
         wait: bool = True,
         report: Callable[[str], None] | None = None,
-        at_once: int = 4,
+        concurrency: int = 4,
     ) -> None:
-        self.place = parse_place(address)
-        self.timeout, self.patience = timeout, patience
-        self._wait = wait
+        self.address = server_address(address)
         self.interruptions = 0
-        """How often an exchange broke off: whoever answers the next one may be another server."""
+        """How many requests were cut off: what replies to the next one may be another server."""
+        self._timeout, self._patience, self._wait = timeout, patience, wait
         self._report = report or (lambda text: None)
-        self._jitter = generator(secrets.randbits(62), "vllm", "pause").random
-        self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="gatespace-vllm")
+        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="gatespace-vllm")
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
 
     def __str__(self) -> str:
-        return f"the vLLM server at {self.place}"
+        return f"the vLLM server at {self.address}"
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Abort the requests that are running."""
         self._closing.set()
         with self._lock:
-            for open in self._sockets:
-                _cut(open)
+            for sock in self._sockets:
+                _cut(sock)
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    # ------------------------------------------------------------------ questions
+    # ------------------------------------------------------------------ requests
 
     def card(self) -> Card:
-        """The model that is meant; an error where the server does not have it, or has several."""
-        cards = self.call("GET", "/v1/models", None, _Models).data
-        names = ", ".join(card.id for card in cards) or "none"
-        if self.place.model is None and len(cards) != 1:
-            raise UsageError(f"{self} has not one model", got=names, instead=f"{self.place}/MODEL")
+        """The model of the address; an error where the server does not have it, or has several to choose from."""
+        cards = self._call("/v1/models", _Models).data
+        wanted, names = self.address.model, ", ".join(card.id for card in cards) or "none"
+        if wanted is None and len(cards) != 1:
+            raise UsageError(f"{self} does not have exactly one model", got=names, instead=f"{self.address}/MODEL")
         for card in cards:
-            if self.place.model in (None, card.id):
+            if wanted in (None, card.id):
                 return card
-        raise UsageError(f"{self} does not have this model", got=self.place.model, instead=f"one of: {names}")
+        raise UsageError(f"{self} does not have this model", got=wanted, instead=f"one of: {names}")
 
     def version(self) -> str:
         """The version of vLLM."""
-        return self.call("GET", "/version", None, _Version).version
+        return self._call("/version", _Version).version
 
     def healthy(self) -> bool:
-        """Whether the server says of itself that it is well. One exchange, and no waiting."""
+        """Whether the server reports that it is healthy. One attempt."""
         try:
-            status, _ = self._exchange("GET", "/health", None, _SOON)
+            status, _ = self._exchange("/health", None, _HEALTH)
         except (OSError, http.client.HTTPException):
             return False
         return status == 200
 
     def tokenize(self, model: str, text: str) -> list[int]:
-        """The ids of `text` as the server's tokenizer has them."""
+        """The ids of `text` by the server's tokenizer."""
         body = {"model": model, "prompt": text, "add_special_tokens": False}
-        return self.call("POST", "/tokenize", body, _Tokens).tokens
+        return self._call("/tokenize", _Tokens, body).tokens
 
     def complete(self, prompts: Sequence[Sequence[int]], body: dict[str, Any]) -> list[Choice]:
-        """The answers to token-id prompts, in their order. What was read is compared with what was sent."""
+        """The replies to prompts of token ids, in order; the ids that the server has read are compared with them."""
         sent = [list(prompt) for prompt in prompts]
         body = {**body, "prompt": sent, "stream": False, "return_token_ids": True, "skip_special_tokens": False}
-        answer = self.call("POST", "/v1/completions", body, Completion)
-        choices = sorted(answer.choices, key=lambda choice: choice.index)
+        reply = self._call("/v1/completions", _Completion, body)
+        choices = sorted(reply.choices, key=lambda choice: choice.index)
         if [choice.index for choice in choices] != list(range(len(sent))):
-            raise RunError(f"{self} has not answered every row once", got=f"{len(choices)} of {len(sent)} rows")
+            raise RunError(f"{self} has not replied to every row once", got=f"{len(choices)} of {len(sent)} rows")
         for prompt, choice in zip(sent, choices, strict=True):
             if choice.prompt_token_ids is not None and choice.prompt_token_ids != prompt:
-                raise RunError(f"{self} has read other tokens than it was sent", got=_short(choice.prompt_token_ids))
-        if answer.usage is None or answer.usage.prompt_tokens != sum(map(len, sent)):
-            got = None if answer.usage is None else answer.usage.prompt_tokens
-            raise RunError(
-                f"{self} has counted other tokens than it was sent", got=got, instead=str(sum(map(len, sent)))
-            )
+                raise RunError(f"{self} has read other tokens than were sent", got=_short(choice.prompt_token_ids))
+            if "prompt_logprobs" in body and len(choice.prompt_logprobs or ()) != len(prompt):
+                got = f"{len(choice.prompt_logprobs or ())} of {len(prompt)}"
+                raise RunError(f"{self} has not sent log-probabilities of every position", got=got)
+        tokens, counted = sum(map(len, sent)), None if reply.usage is None else reply.usage.prompt_tokens
+        if counted != tokens:
+            raise RunError(f"{self} has counted other tokens than were sent", got=counted, instead=str(tokens))
         return choices
 
-    def later(self, work: Callable[[], T]) -> Future[T]:
-        """Begin `work`, an exchange or several, in a thread of this server."""
+    def command(self, path: str, body: dict[str, Any] | None = None) -> None:
+        """Send a command whose reply is empty; it must be one that may be repeated."""
+        self._reply(path, msgspec.json.encode(body or {}))
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Start `work`, one request or several, in a thread of this client."""
         return self._pool.submit(work)
 
-    # ------------------------------------------------------------------ exchanges
+    # ------------------------------------------------------------------ attempts
 
-    def call(self, method: str, path: str, body: dict[str, Any] | None, kind: type[T]) -> T:
-        """One question and its answer, however many exchanges it takes."""
-        content = None if body is None else msgspec.json.encode(body)
-        status, answer = self._answer(method, path, content)
-        if status != 200:
-            raise self._refusal(path, status, answer)
-        return self._decoded(path, answer, kind)
+    def _call(self, path: str, kind: type[T], body: dict[str, Any] | None = None) -> T:
+        """The reply to a GET, or to a POST of `body`."""
+        reply = self._reply(path, None if body is None else msgspec.json.encode(body))
+        try:
+            return msgspec.json.decode(reply, type=kind)
+        except _UNREADABLE as error:
+            raise RunError(
+                f"the reply of {self} to {path} cannot be read", got=_short(reply), why=_short(str(error))
+            ) from None
 
-    def tell(self, path: str, body: dict[str, Any] | None = None) -> None:
-        """A command that has no answer but that it is done; it must be one that may be repeated."""
-        status, answer = self._answer("POST", path, msgspec.json.encode(body or {}))
-        if status != 200:
-            raise self._refusal(path, status, answer)
-
-    def _answer(self, method: str, path: str, content: bytes | None) -> tuple[int, bytes]:
-        begun = time.monotonic()
-        seconds, pause, broken = self.timeout, _PAUSE, 0
+    def _reply(self, path: str, content: bytes | None) -> bytes:
+        """The body of a reply with status 200, after as many attempts as patience allows."""
+        start = time.monotonic()
+        timeout, failures, broken = self._timeout, 0, 0
         while True:
             nobody = False
-            left = begun + self.patience - time.monotonic()
+            left = start + self._patience - time.monotonic()
             try:
-                status, answer = self._exchange(method, path, content, max(0.05, min(seconds, left)))
+                status, reply = self._exchange(path, content, max(0.05, min(timeout, left)))
             except TimeoutError:
-                reason = "no answer in time"
-                seconds *= 2
+                reason = "no reply in time"
+                timeout *= 2
             except (OSError, http.client.HTTPException) as error:
                 reason = _short(str(error) or type(error).__name__)
                 nobody = isinstance(error, ConnectionRefusedError)
             else:
+                if status == 200:
+                    return reply
                 broken += status == 500
+                reason = f"HTTP {status}: {_detail(reply)}"
                 if status not in _PASSING and (status != 500 or broken == _BROKEN):
-                    return status, answer
-                reason = f"HTTP {status}: {_detail(answer)}"
+                    refusal = RefusedError(f"{self} refuses {path}", got=reason)
+                    refusal.status, refusal.detail = status, _detail(reply)
+                    raise refusal
             if self._closing.is_set():
-                raise ServerAwayError(f"{self} is not asked any more", why="this side was closed")
+                raise ServerAwayError(f"the connection to {self} was closed")
             self.interruptions += 1
-            passed = time.monotonic() - begun
-            rest = self.patience - passed
+            failures += 1
+            passed = time.monotonic() - start
+            rest = self._patience - passed
             if rest <= 0 or (nobody and not self._wait):
                 raise ServerAwayError(
-                    f"{self} has not answered for {passed:.0f} s",
+                    f"{self} has not replied for {passed:.0f} s",
                     got=reason,
-                    instead="start it again, and then this run: it goes on from its last checkpoint",
+                    instead="start the server again, then the same command: a run resumes from its last checkpoint",
                 )
-            if passed >= self.timeout:
-                self._report(f"{self} has not answered for {passed:.0f} s ({reason}); trying again")
-            self._closing.wait(min(rest, pause * (0.5 + 0.5 * self._jitter())))
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            if passed >= self._timeout:
+                self._report(f"{self} has not replied for {passed:.0f} s ({reason}); retrying")
+            self._closing.wait(min(rest, backoff(failures, first=_FIRST_PAUSE, longest=_LONGEST_PAUSE)))
 
-    def _exchange(self, method: str, path: str, content: bytes | None, seconds: float) -> tuple[int, bytes]:
+    def _exchange(self, path: str, content: bytes | None, seconds: float) -> tuple[int, bytes]:
         """Status and body; a `TimeoutError` after `seconds`, even if single bytes keep coming."""
-        host = self.place.host.strip("[]")
-        connection = http.client.HTTPConnection(host, self.place.port, timeout=seconds)
+        host = self.address.host.strip("[]")
+        connection = http.client.HTTPConnection(host, self.address.port, timeout=seconds)
         late = threading.Event()
         try:
             connection.connect()
@@ -336,15 +321,15 @@ class VllmServer:
             watch.start()
             try:
                 headers = {"Connection": "close"} | ({} if content is None else {"Content-Type": "application/json"})
-                connection.request(method, path, content, headers)
+                connection.request("GET" if content is None else "POST", path, content, headers)
                 with connection.getresponse() as response:
                     status, body = response.status, _body(response)
-                if late.is_set() or self._closing.is_set():  # a cut can look like the end of an answer
+                if late.is_set() or self._closing.is_set():  # a cut can look like the end of a reply
                     raise ConnectionAbortedError("cut off")
                 return status, body
             except (OSError, http.client.HTTPException):
                 if late.is_set():
-                    raise TimeoutError("no answer in time") from None
+                    raise TimeoutError("no reply in time") from None
                 raise
             finally:
                 watch.cancel()
@@ -353,35 +338,17 @@ class VllmServer:
         finally:
             connection.close()
 
-    def _decoded(self, path: str, answer: bytes, kind: type[T]) -> T:
-        decoder = _decoders.get(kind) or _decoders.setdefault(kind, msgspec.json.Decoder(kind))
-        try:
-            found: T = decoder.decode(answer)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise RunError(
-                f"the answer of {self} to {path} cannot be read", got=_short(answer), why=_short(str(error))
-            ) from None
-        return found
-
-    def _refusal(self, path: str, status: int, answer: bytes) -> RefusedError:
-        error = RefusedError(f"{self} refuses {path}", got=f"HTTP {status}: {_detail(answer)}")
-        error.status, error.detail = status, _detail(answer)
-        return error
-
-
-# ---------------------------------------------------------------------------------------------------- helpers
-
 
 def _body(response: http.client.HTTPResponse) -> bytes:
-    pieces, size = [], 0
-    while piece := response.read(_PIECE):
-        size += len(piece)
+    chunks, size = [], 0
+    while chunk := response.read(_CHUNK):
+        size += len(chunk)
         if size > LARGEST:
-            raise RunError("the answer of a vLLM server is too large", got=f"more than {LARGEST >> 20} MiB")
-        pieces.append(piece)
+            raise RunError("the reply of a vLLM server is too large", got=f"more than {LARGEST >> 20} MiB")
+        chunks.append(chunk)
     if response.length:  # read() with a size does not say so itself
         raise http.client.IncompleteRead(b"", response.length)
-    return b"".join(pieces)
+    return b"".join(chunks)
 
 
 def _cut(sock: socket.socket) -> None:
@@ -389,13 +356,13 @@ def _cut(sock: socket.socket) -> None:
         sock.shutdown(socket.SHUT_RDWR)
 
 
-def _detail(answer: bytes) -> str:
-    """What an error says: OpenAI's form, FastAPI's, or the bytes themselves."""
+def _detail(reply: bytes) -> str:
+    """The message of an error: in OpenAI's form, in FastAPI's, or the bytes themselves."""
     with suppress(Exception):
-        found = msgspec.json.decode(answer)
+        found = msgspec.json.decode(reply)
         inner = found.get("error", found)
         return _short(inner.get("message") or inner.get("detail") or inner)
-    return _short(answer)
+    return _short(reply)
 
 
 def _short(what: object) -> str:

@@ -1,4 +1,4 @@
-"""What is known of a model that vLLM computes with, without its weights in this process."""
+"""The files of a model that vLLM computes with: what is known of it without its weights in this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from gatespace.models.load import located
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_PIECE = 1 << 22
 _SMALL = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 """Configuration and tokenizer. Weights are safetensors only: loading a pickle runs whatever code is in it."""
 _WEIGHTS = "*.safetensors"
@@ -24,19 +23,14 @@ _WEIGHTS = "*.safetensors"
 
 @dataclass(frozen=True)
 class VllmSource:
-    """A model as its files tell of it.
-
-    Args:
-        name: What the user has called it.
-        folder: Where its files are.
-        tokenizer: Its tokenizer.
-        config: Its configuration, of the part that reads text.
-    """
+    """A model by its files."""
 
     name: str
+    """As the user calls it."""
     folder: Path
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
     config: Any = field(repr=False)
+    """Of the part that reads text."""
 
     @property
     def vocab_size(self) -> int:
@@ -55,7 +49,7 @@ class VllmSource:
         return reach if isinstance(reach, int) and reach > 0 else None
 
     def fingerprint(self) -> str:
-        """A hash of the files with configuration and weights, wherever they lie.
+        """A hash of the files with configuration and weights, wherever they are.
 
         Unlike `Model.fingerprint` it also changes when the same weights are divided into files in another way.
         """
@@ -73,7 +67,7 @@ def vllm_source(name: str, *, weights: bool, report: Callable[[str], None] | Non
     Args:
         name: As in `load_model`.
         weights: Whether the weights are needed here, because vLLM is started here.
-        report: Is told what takes long.
+        report: Called with a message when something takes long.
     """
     try:
         import transformers
@@ -96,8 +90,5 @@ def vllm_source(name: str, *, weights: bool, report: Callable[[str], None] | Non
 
 
 def _line(file: Path) -> str:
-    digest = hashlib.sha256()
     with file.open("rb") as content:
-        while piece := content.read(_PIECE):
-            digest.update(piece)
-    return f"{file.name} {digest.hexdigest()}\n"
+        return f"{file.name} {hashlib.file_digest(content, 'sha256').hexdigest()}\n"
