@@ -7,6 +7,7 @@ What a file says under `train` and `teach` is kept as it was written and becomes
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, AllowInfNan, BeforeValidator, Field, Strict, model_validator
@@ -100,7 +101,7 @@ class ControlsConfig(Section):
     """Controls: what remains of a gate when something about it is taken away."""
 
     shuffled: Literal["all"] | Labels = ()
-    """The dynamic points that get a shuffled-λ control: the values of λ in every step, dealt out to its tokens at
+    """The dynamic points that get a shuffled-λ control: the values of λ in every step, assigned to its tokens at
     random. What it loses against the gate is due to where the gate puts λ, not to which values it has."""
 
 
@@ -177,7 +178,7 @@ class TeachersConfig(Section):
     section `task` in it names only what differs from the study's, e.g. {split: {teacher: 0.1}}."""
 
     student: Settings | None = None
-    """The same for the student that every run starts from, e.g. to teach it the form of an answer; null: it starts as
+    """The same for the student that every run starts from, e.g. to teach it the form of a response; null: it starts as
     `train.pair.student` is."""
 
 
@@ -185,7 +186,8 @@ Amount = Annotated[float, Strict(), AllowInfNan(False), Field(gt=0)]
 
 
 class ResourcesConfig(Section):
-    """What each run asks of a Ray cluster. It says where a run is computed and never what its numbers are."""
+    """What each run asks of an engine other than local processes. It says where a run is computed and never what its
+    numbers are."""
 
     cpus: Amount | None = None
     """Cores; null: as many as the run has threads."""
@@ -200,7 +202,7 @@ class ResourcesConfig(Section):
     """Resources that the cluster's nodes were started with, e.g. {a100: 1}."""
 
     retries: CountOrZero = 3
-    """How often a run is begun again, from its last checkpoint, after its worker or its node was lost."""
+    """How often a run is resumed from its last checkpoint after its worker or its node was lost."""
 
 
 class StudyConfig(Section):
@@ -244,10 +246,15 @@ class StudyConfig(Section):
     times."""
 
     resources: ResourcesConfig = ResourcesConfig()
-    """What each run asks of a Ray cluster."""
+    """What each run asks of an engine such as a Ray cluster."""
 
     keep_models: Switch = False
     """Keep the trained weights of every run, as large as the student each; false: predictions and records only."""
+
+    plugins: Labels = ()
+    """Python files or modules of your own that every run imports first: signals, objectives or tasks that they register
+    are known by name. A file lies beside the study file or below the working folder. Their source is part of each run's
+    identity, and a command that would import them needs --plugin FILE or --trust-plugins."""
 
     output: Place | None = None
     """The folder of the study; null: studies/NAME."""
@@ -260,6 +267,11 @@ class StudyConfig(Section):
         for key in ("task", "seed", "output"):
             if key in self.train:
                 raise Fault(f"train.{key}", "differs from run to run", instead="tasks, seeds, or the study's output")
+        parts = {"train": self.train, "teach.teacher": self.teach.teacher, "teach.student": self.teach.student}
+        parts |= {f"tasks.{name}.train": task.train for name, task in self.tasks.items()}
+        for place, settings in parts.items():
+            if settings is not None and "plugins" in settings:
+                raise Fault(f"{place}.plugins", "all runs import the same", instead="plugins of the study itself")
         if isinstance(objective := self.train.get("objective"), Mapping):
             for key in ("gate", "method", "params", "shuffle"):
                 if key in objective:
@@ -272,3 +284,14 @@ class StudyConfig(Section):
         if self.selection_seed is not None and self.selection_seed not in self.seeds:
             raise Fault("selection_seed", "is one of the seeds of the sweep", instead=f"one of {list(self.seeds)}")
         return self
+
+    def with_plugins_from(self, folder: Path) -> StudyConfig:
+        """The same study with the full paths of plugins that are files: in `folder`, else below the working folder."""
+
+        def found(plugin: str) -> str:
+            if not plugin.endswith(".py"):
+                return plugin
+            path = Path(plugin).expanduser()
+            return str((folder / path if (folder / path).is_file() else path).absolute())
+
+        return self.model_copy(update={"plugins": tuple(map(found, self.plugins))}) if self.plugins else self

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from gatespace.runs.run_folder import RunFolder, State
+from gatespace.runs.study_folder import Base, StudyFolder
 
-__all__ = ["RunFolder", "State"]
+__all__ = ["Base", "RunFolder", "State", "StudyFolder"]

@@ -1,4 +1,4 @@
-"""Where jobs are done: processes of this machine here, a Ray cluster in `ray_engine`. Both give the same numbers."""
+"""Where jobs are done: processes of this machine here, a Ray cluster in an add-on. All give the same numbers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any, Protocol
 
+from gatespace.config import StudyConfig
 from gatespace.errors import RunError
-from gatespace.study.jobs import Job, Outcome, execute
+from gatespace.runs import StudyFolder
+from gatespace.study.jobs import Job, Outcome, Perform, execute, failed, perform
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -35,6 +37,50 @@ class Engine(Protocol):
         """Stop whatever is still going on."""
 
 
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine is opened with: an entry point of the group `engines` is called with this and gives an `Engine`.
+
+    Args:
+        config: The study file.
+        folder: The study's folder.
+        workers: How many jobs at once.
+        threads: Of each job. Two processes that both use all cores slow each other many times over.
+        address: Of a cluster; None: this machine.
+        perform: What a worker does with a job; None: it works in the study's folder, which every worker must see.
+        note: Called with a message that a user should see.
+    """
+
+    config: StudyConfig
+    folder: StudyFolder
+    workers: int
+    threads: int
+    address: str | None = None
+    perform: Perform | None = None
+    note: Callable[[str], None] = lambda text: None
+
+
+class Results(Protocol):
+    """A place beside the study's folder that results go through: an entry point of the group `results` gives it.
+
+    It is called as ``opened(url, folder, config)`` with the study's folder and file, before anything is written.
+    """
+
+    @property
+    def threads(self) -> int | None:
+        """Threads of each run as the study was begun there; None where it was not."""
+
+    @property
+    def perform(self) -> Perform:
+        """What a worker does with a job. It may be on a machine that does not see the study's folder."""
+
+    def publish(self) -> None:
+        """The study has begun: put there what another machine needs to resume it."""
+
+    def through(self, engine: Engine) -> Engine:
+        """An engine whose outcomes come when the results are in the study's folder."""
+
+
 @dataclass
 class _Worker:
     process: Any
@@ -47,12 +93,13 @@ class LocalEngine:
 
     Args:
         workers: How many.
-        threads: Of each. Two processes that both use all cores slow each other many times over.
+        threads: Of each.
+        perform: What they do with a job.
     """
 
-    def __init__(self, workers: int, threads: int) -> None:
+    def __init__(self, workers: int, threads: int, perform: Perform = perform) -> None:
         self.slots = workers
-        self._threads = threads
+        self._threads, self._perform = threads, perform
         self._workers: list[_Worker] = []
 
     def start(self, name: str, job: Job) -> None:
@@ -77,7 +124,7 @@ class LocalEngine:
                 outcome = worker.pipe.recv()
             except (EOFError, OSError):
                 worker.process.join()
-                outcome = {"state": "failed", "error": _death(worker.process.exitcode), "details": ""}
+                outcome = failed(_death(worker.process.exitcode))
                 worker.pipe.close()
                 self._workers.remove(worker)
             ended.append((worker.job, outcome))
@@ -98,15 +145,15 @@ class LocalEngine:
     def _spawn(self) -> _Worker:
         context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        process = context.Process(target=_serve, args=(theirs, self._perform), daemon=True)
         with _environment(dict.fromkeys(THREAD_VARIABLES, str(self._threads))):
             process.start()  # libraries read these when they are loaded
         theirs.close()
         return _Worker(process, ours)
 
 
-def _serve(pipe: connection.Connection) -> None:
-    """The life of a worker: one job after the other, until the study's process is gone."""
+def _serve(pipe: connection.Connection, perform: Perform) -> None:
+    """A worker: one job after the other, until the study's process is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the study, which then stops its workers
     threading.Thread(target=_die_with_parent, daemon=True).start()
     while True:
@@ -114,7 +161,7 @@ def _serve(pipe: connection.Connection) -> None:
             job = pipe.recv()
         except (EOFError, OSError):
             return
-        outcome = execute(job)
+        outcome = execute(job, perform)
         with suppress(OSError):
             pipe.send(outcome)
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import fsum
-from pathlib import Path
 from typing import Any
 
 from gatespace.config import StudyConfig, TeachConfig, TrainConfig, dump_config
+from gatespace.runs import RunFolder, State, StudyFolder
 from gatespace.study.plan import (
     ROLES,
     Plan,
@@ -20,9 +20,7 @@ from gatespace.study.plan import (
     teach_config,
     train_config,
 )
-from gatespace.study.points import Point
-from gatespace.study.records import RunSpec, State
-from gatespace.study.store import Store, progress_of, seconds_of
+from gatespace.study.records import RunSpec
 
 Job = dict[str, Any]
 """A piece of work as plain data: what to do, and a whole configuration. `gatespace.study.jobs` does it."""
@@ -38,10 +36,10 @@ class Work:
     name: str
     title: str
     task: str
-    folder: Path
+    folder: RunFolder
     needs: tuple[str, ...]
     job: Callable[[], Job | None]
-    """What to do; None where that hangs on something still open."""
+    """What to do; None where that depends on something still open."""
     run: RunSpec | None = None
     steps: int = 0
 
@@ -55,106 +53,110 @@ class Outlook:
     blocked: dict[str, str] = field(default_factory=dict)
     """Work that cannot be done → why."""
 
-    def count(self, state: State) -> int:
+    def of(self, state: State) -> list[Work]:
         """Pieces of work in a state."""
-        return sum(1 for other in self.states.values() if other == state)
+        return [work for work in self.work if self.states[work.name] == state]
+
+    def count(self, state: State) -> int:
+        """How many pieces of work are in a state."""
+        return len(self.of(state))
+
+    def errors(self) -> dict[str, str]:
+        """Work that failed → why."""
+        return {work.name: work.folder.error() for work in self.of("failed")}
 
     def seconds_left(self, workers: int) -> float | None:
         """How long the rest will take by what was done so far; None where nothing was."""
-        runs = [work for work in self.work if work.run is not None]
-        took = [seconds_of(work.folder) for work in runs if self.states[work.name] == "done"]
+        took = [work.folder.seconds() for work in self.of("done") if work.run is not None]
         known = [seconds for seconds in took if seconds is not None]
         if not known:
             return None
-        each = fsum(known) / len(known)
-        left = fsum(
-            each * (1 - progress_of(work.folder) / work.steps if self.states[work.name] == "running" else 1)
-            for work in runs
-            if self.states[work.name] in ("running", "waiting") and work.name not in self.blocked
-        )
-        return left / workers
+        left = [1.0 for work in self.of("waiting") if work.run is not None and work.name not in self.blocked]
+        left += [1 - work.folder.last_step() / work.steps for work in self.of("running") if work.run is not None]
+        return fsum(known) / len(known) * fsum(left) / workers
 
 
-def look(store: Store, work: list[Work] | None = None) -> Outlook:
+def look(folder: StudyFolder, work: list[Work] | None = None) -> Outlook:
     """How a study stands, seen from outside. `work` is that of `outline`, for those who look often."""
     if work is None:
-        _, work = outline(store, store.config())
-    running = store.running()
-    states = {one.name: store.state(one.folder) for one in work}
+        _, work = outline(folder, folder.config())
+    running = folder.running()
+    states = {one.name: one.folder.state for one in work}
     for name, state in states.items():
         if state == "waiting" and name in running:  # on another machine, whose hold on a folder does not show here
             states[name] = "running"
-    return Outlook(work, states, blocked(store, work, states))
+    return Outlook(work, states, blocked(work, states))
 
 
-def outline(store: Store, config: StudyConfig, threads: int | None = None) -> tuple[Plan, list[Work]]:
-    """The plan as it stands and all its pieces of work, models and baselines first."""
-    plan = make_plan(config, {task: base.point for task, base in store.bases().items()})
-    work: list[Work] = []
-    for task in config.tasks:
-        runs = [run for run in plan.runs.values() if run.task == task]
-        if runs:
-            work += _prepare(store, config, task, threads)
-            work += [_run(store, plan, run, threads) for run in runs]
-    return plan, work
-
-
-# ---------------------------------------------------------------------------------------------------- work
-
-
-def blocked(store: Store, work: list[Work], states: Mapping[str, State]) -> dict[str, str]:
-    """Work that waits for something that failed."""
-    blocked: dict[str, str] = {}
-    hopeless = {task: error for task in {one.task for one in work} if (error := _hopeless(store, work, states, task))}
+def blocked(work: list[Work], states: Mapping[str, State]) -> dict[str, str]:
+    """Work that waits for something that failed → why it cannot be done."""
+    found: dict[str, str] = {}
+    hopeless = {task: error for task in {one.task for one in work} if (error := _hopeless(work, states, task))}
     for one in work:  # needs stand before what needs them
         if states[one.name] != "waiting":
             continue
         for need in one.needs:
             if states[need] == "failed":
-                blocked[one.name] = f"{need} failed"
-            elif need in blocked:
-                blocked[one.name] = blocked[need]
+                found[one.name] = f"{need} failed"
+            elif need in found:
+                found[one.name] = found[need]
         if one.run is not None and one.task in hopeless:
-            blocked.setdefault(one.name, f"the first runs of {one.task} all failed: {hopeless[one.task]}")
-    return blocked
+            found.setdefault(one.name, f"the first runs of {one.task} all failed: {hopeless[one.task]}")
+    return found
 
 
-def _hopeless(store: Store, work: list[Work], states: Mapping[str, State], task: str) -> str:
+def _hopeless(work: list[Work], states: Mapping[str, State], task: str) -> str:
+    """The error that all runs of a task have failed with so far; "" where there is no such error."""
     runs = [one for one in work if one.task == task and one.run is not None]
     failed = [one for one in runs if states[one.name] == "failed"]
     if len(failed) < _SAME_FAILURES or any(states[one.name] == "done" for one in runs):
         return ""
-    errors = {store.error(one.folder) for one in failed}
+    errors = {one.folder.error() for one in failed}
     return errors.pop().splitlines()[0] if len(errors) == 1 else ""
 
 
-def _prepare(store: Store, config: StudyConfig, task: str, threads: int | None) -> list[Work]:
+# ---------------------------------------------------------------------------------------------------- work
+
+
+def outline(folder: StudyFolder, config: StudyConfig, threads: int | None = None) -> tuple[Plan, list[Work]]:
+    """The plan as it stands and all its pieces of work, models and baselines first."""
+    plan = make_plan(config, {task: base.point for task, base in folder.bases().items()})
+    work: list[Work] = []
+    for task in config.tasks:
+        runs = [run for run in plan.runs.values() if run.task == task]
+        if runs:
+            work += _models_and_baselines(folder, config, task, threads)
+            work += [_run(folder, plan, run, threads) for run in runs]
+    return plan, work
+
+
+def _models_and_baselines(folder: StudyFolder, config: StudyConfig, task: str, threads: int | None) -> list[Work]:
     """Models to be made for a task, and the evaluation of both models before anything is distilled."""
-    common = train_config(config, task, config.seeds[0], {}, models=_models(store, config, task), threads=threads)
+    common = train_config(config, task, config.seeds[0], {}, models=_models(folder, config, task), threads=threads)
     work: list[Work] = []
     for role in ROLES:
         needs: tuple[str, ...] = ()
         if (name := model_name(config, task, role)) is not None:
-            setting = teach_config(config, task, role, output=store.model(name), threads=threads)
-            assert setting is not None
-            title = f"teach the {role} of {task}"
-            work.append(
-                Work(name, title, task, store.model(name), (), partial(teach_job, setting), steps=setting.steps)
-            )
+            place = folder.model(name)
+            settings = teach_config(config, task, role, output=place.path, threads=threads)
+            assert settings is not None
+            title, job = f"teach the {role} of {task}", partial(_job, "teach", settings)
+            work.append(Work(name, title, task, place, (), job, steps=settings.steps))
             needs = (name,)
         name = baseline_name(config, task, role)
-        job = partial(baseline_job, common, role, store.baseline(name))
-        work.append(Work(name, f"evaluate the {role} of {task}", task, store.baseline(name), needs, job))
+        place = folder.baseline(name)
+        title, job = f"evaluate the {role} of {task}", partial(_job, "baseline", common, role=role, folder=str(place))
+        work.append(Work(name, title, task, place, needs, job))
     return work
 
 
-def _models(store: Store, config: StudyConfig, task: str) -> dict[str, str]:
+def _models(folder: StudyFolder, config: StudyConfig, task: str) -> dict[str, str]:
     names = {role: model_name(config, task, role) for role in ROLES}
-    return {role: str(store.model(name) / "model") for role, name in names.items() if name is not None}
+    return {role: str(folder.model(name).model) for role, name in names.items() if name is not None}
 
 
-def _run(store: Store, plan: Plan, run: RunSpec, threads: int | None) -> Work:
-    config, point = plan.config, plan.points[run.task, run.point]
+def _run(folder: StudyFolder, plan: Plan, run: RunSpec, threads: int | None) -> Work:
+    config, point, place = plan.config, plan.points[run.task, run.point], folder.run(run.id)
 
     def whole(lam: float | None) -> TrainConfig:
         return train_config(
@@ -162,47 +164,32 @@ def _run(store: Store, plan: Plan, run: RunSpec, threads: int | None) -> Work:
             run.task,
             run.seed,
             objective(point, lam=lam),
-            models=_models(store, config, run.task),
-            cache=str(store.scores),
-            output=store.run(run.id),
+            models=_models(folder, config, run.task),
+            cache=str(folder.scores),
+            output=place.path,
             threads=threads,
         )
 
     def job() -> Job | None:
-        if point.kind == "twin":
-            return train_job(whole(_twin_lam(store, plan, run, point)))
+        if point.match is not None:
+            return _job("train", whole(_twin_lam(folder, config, run, point.match)))
         if point.gate is None and point.method is None:
             return None  # its base is not chosen yet
-        return train_job(whole(None))
+        return _job("train", whole(None))
 
     needs = (*(baseline_name(config, run.task, role) for role in ROLES), *run.needs)
     title = f"{run.task} {run.point} seed {run.seed}"
-    return Work(run.id, title, run.task, store.run(run.id), needs, job, run, whole(0.5).steps)
+    return Work(run.id, title, run.task, place, needs, job, run, whole(0.5).steps)
 
 
-def _twin_lam(store: Store, plan: Plan, run: RunSpec, point: Point) -> float:
+def _twin_lam(folder: StudyFolder, config: StudyConfig, run: RunSpec, match: str) -> float:
     """The constant that a dynamic run had on average."""
-    found = store.summary(store.run(run.needs[0]))
+    found = folder.run(run.needs[0]).summary()
     assert found is not None, "a twin waits for its dynamic run"
-    lam = float(found["run"]["lam_mean" if point.match == "lam" else "lam_rkl_mean"])
-    isolation = plan.config.axes.isolation
-    decimals = None if isolation is None else isolation.decimals
+    lam = float(found["run"]["lam_mean" if match == "lam" else "lam_rkl_mean"])
+    decimals = None if config.axes.isolation is None else config.axes.isolation.decimals
     return lam if decimals is None else round(lam, decimals)
 
 
-# ---------------------------------------------------------------------------------------------------- jobs
-
-
-def teach_job(config: TeachConfig) -> Job:
-    """Make a model."""
-    return {"do": "teach", "config": dump_config(config)}
-
-
-def baseline_job(config: TrainConfig, role: str, folder: Path) -> Job:
-    """Evaluate the student or the teacher of `config` as it is."""
-    return {"do": "baseline", "config": dump_config(config), "role": role, "folder": str(folder)}
-
-
-def train_job(config: TrainConfig) -> Job:
-    """Train a student at a point."""
-    return {"do": "train", "config": dump_config(config)}
+def _job(do: str, config: TeachConfig | TrainConfig, **more: str) -> Job:
+    return {"do": do, "config": dump_config(config), **more}

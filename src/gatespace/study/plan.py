@@ -17,6 +17,7 @@ from typing import Any
 from gatespace.config import StudyConfig, TaskConfig, TeachConfig, TrainConfig, dump_config, identity, parse_config
 from gatespace.errors import UsageError, unknown_name
 from gatespace.gating.coefficients import Gate, NotApplicable
+from gatespace.plugins import plugins_digest
 from gatespace.study.points import CANDIDATES, Catalogue, Point, base_of
 from gatespace.study.records import Axis, Comparison, Kind, RunSpec
 
@@ -108,7 +109,7 @@ def make_plan(config: StudyConfig, bases: Mapping[str, str] | None = None) -> Pl
         planner.expand()
         runs |= planner.runs
         comparisons += planner.comparisons
-        points |= {(task, label): planner.catalogue[label] for label in planner.used}
+        points |= {(task, label): planner.catalogue[label] for label in planner.seeds}
     return Plan(config, runs, tuple(comparisons), points, known)
 
 
@@ -118,9 +119,9 @@ class _TaskPlanner:
     def __init__(self, config: StudyConfig, task: str, catalogue: Catalogue) -> None:
         self.config, self.task, self.catalogue = config, task, catalogue
         self.comparisons: list[Comparison] = []
-        self.used: dict[str, None] = {}
-        self._seeds: dict[str, dict[int, None]] = {}
         self.runs: dict[str, RunSpec] = {}
+        self.seeds: dict[str, dict[int, None]] = {}
+        """Label of a point that is run → its seeds, in order."""
 
     def expand(self) -> None:
         study, seeds = self.config, self.config.seeds
@@ -133,11 +134,11 @@ class _TaskPlanner:
                     self._compare(axis, left, right, seed, restriction=restriction)
         if study.replication is not None:
             self._replicate()
-        order = sorted(self._seeds, key=lambda label: _ORDER.index(self.catalogue[label].kind))
+        order = sorted(self.seeds, key=lambda label: _ORDER.index(self.catalogue[label].kind))
         ids: dict[tuple[str, int], str] = {}
         for label in order:
             point = self.catalogue[label]
-            for seed in self._seeds[label]:
+            for seed in self.seeds[label]:
                 run = self._run(point, seed, ids)
                 ids[label, seed] = run.id
                 self.runs[run.id] = run
@@ -212,7 +213,7 @@ class _TaskPlanner:
                 for seed in fresh:
                     if old.status == "comparable":
                         for label in (old.left, old.right):
-                            if label in self._seeds:
+                            if label in self.seeds:
                                 self._want(label, [seed])
                     values = {**vars(old), "seed": seed, "role": "replication"}
                     self.comparisons.append(Comparison(**values))
@@ -249,8 +250,7 @@ class _TaskPlanner:
 
     def _want(self, label: str, seeds: Iterable[int]) -> None:
         point = self.catalogue[label]
-        self.used[label] = None
-        self._seeds.setdefault(label, {}).update(dict.fromkeys(seeds))
+        self.seeds.setdefault(label, {}).update(dict.fromkeys(seeds))
         if point.of is not None:
             self._want(point.of, [self._source_seed(point, seed) for seed in seeds])
 
@@ -268,7 +268,7 @@ class _TaskPlanner:
         elif point.d is not None or (point.kind == "control" and point.gate is None):
             needs = [ids[name, s] for name in CANDIDATES for s in self.config.seeds if (name, s) in ids]
         config = train_config(self.config, self.task, seed, objective(point, lam=0.5))
-        recipe: dict[str, Any] = {"identity": identity(config), "models": teach_identities(self.config, self.task)}
+        recipe: dict[str, Any] = {"identity": _identity(config), "models": _model_identities(self.config, self.task)}
         if point.match is not None:
             isolation = self.config.axes.isolation
             recipe |= {"twin": needs, "match": point.match, "decimals": isolation and isolation.decimals}
@@ -344,6 +344,7 @@ def train_config(
     settings["checkpoint"] = {**settings.get("checkpoint", {}), "model": study.keep_models}
     if threads is not None:
         settings["engine"] = {"threads": threads, **settings.get("engine", {})}
+    settings["plugins"] = list(study.plugins)
     config = parse_config(TrainConfig, settings, where=f"{study.name}: train")
     for split in ("val", "test"):
         if split not in config.evaluation.final:
@@ -368,19 +369,25 @@ def teach_config(
         settings["output"] = str(output)
     if threads is not None:
         settings["engine"] = {"threads": threads, **settings.get("engine", {})}
+    settings["plugins"] = list(study.plugins)
     return parse_config(TeachConfig, settings, where=f"{study.name}: teach.{role}")
-
-
-def teach_identities(study: StudyConfig, task: str) -> dict[str, str]:
-    """Role → hash of what makes its model, where the study makes one."""
-    configs = {role: teach_config(study, task, role) for role in ROLES}
-    return {role: identity(config) for role, config in configs.items() if config is not None}
 
 
 def model_name(study: StudyConfig, task: str, role: str) -> str | None:
     """The name of a model that the study makes; None where it makes none."""
-    config = teach_config(study, task, role)
-    return None if config is None else f"{task}-{role}-{identity(config)[:8]}"
+    found = _model_identities(study, task).get(role)
+    return None if found is None else f"{task}-{role}-{found[:8]}"
+
+
+def _model_identities(study: StudyConfig, task: str) -> dict[str, str]:
+    """Role → hash of what makes its model, where the study makes one."""
+    configs = {role: teach_config(study, task, role) for role in ROLES}
+    return {role: _identity(config) for role, config in configs.items() if config is not None}
+
+
+def _identity(config: TrainConfig | TeachConfig) -> str:
+    """The identity that a configuration has before models and data are there. Plugins count by their source."""
+    return identity(config, content={"plugins": plugins_digest(config.plugins)} if config.plugins else {})
 
 
 def baseline_name(study: StudyConfig, task: str, role: str) -> str:
@@ -392,19 +399,16 @@ def baseline_name(study: StudyConfig, task: str, role: str) -> str:
         "evaluation": config["evaluation"],
         "precision": config["engine"]["precision"],
     }
+    if study.plugins:
+        recipe["plugins"] = plugins_digest(study.plugins)
     return f"{task}-{'start' if role == 'student' else role}-{_digest(recipe)}"
-
-
-def task_settings(study: StudyConfig, task: str) -> TaskConfig:
-    """The section `task` of a study's task."""
-    return parse_config(TaskConfig, study.tasks[task].task, where=f"{study.name}: tasks.{task}.task")
 
 
 def check(study: StudyConfig) -> Plan:
     """The plan of a file, with every configuration that it implies."""
     plan = make_plan(study)
-    for task in study.tasks:
-        task_settings(study, task)
+    for name, task in study.tasks.items():
+        parse_config(TaskConfig, task.task, where=f"{study.name}: tasks.{name}.task")
     if not plan.runs:
         raise UsageError(f"{study.name}: there is nothing to run", why="no task has a sweep or a replication")
     return plan

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from gatespace.config.study import BEST, PublishedConfig, StudyConfig
 from gatespace.errors import UsageError, unknown_name
@@ -51,7 +49,7 @@ class Point:
 
 
 class Catalogue:
-    """The points of a task. A gate has one label, whoever asks for it."""
+    """The points of a task. A gate has one label, wherever it comes from."""
 
     def __init__(self, config: StudyConfig, task: str, base: str | None) -> None:
         self._study, self._task = config, task
@@ -79,7 +77,7 @@ class Catalogue:
             grid: dict[str, Gate | None] = {name: Gate.named(name) for name in (*GRID, "H1", "H2", "H3", "H4")}
             return grid | self._on_base()
         if isinstance(wanted, dict):
-            return {name: _gate(value) for name, value in wanted.items()}
+            return {name: Gate.of(value) for name, value in wanted.items()}
         points: dict[str, Gate | None] = {}
         for text in wanted:
             gate = Gate.parse(text)
@@ -104,7 +102,7 @@ class Catalogue:
         return self._known.get(label) or self._add(Point(label, kind, gate=gate))
 
     def restriction(self, label: str, name: str) -> Point | NotApplicable | None:
-        """The restriction ``entropy-only`` or ``gap-only`` of a point; None where it hangs on a base still open."""
+        """The restriction ``entropy-only`` or ``gap-only`` of a point; None where it depends on a base still open."""
         point = self._known[label]
         if point.gate is None:
             if name == "entropy-only":
@@ -189,12 +187,3 @@ def base_of(config: StudyConfig, task: str) -> str | None:
 
 def _is_restriction(gate: Gate) -> bool:
     return not gate.extra and (gate.abcd == (gate.a, 0, 0, 0) or gate.abcd == (0, 0, 0, gate.d))
-
-
-def _gate(value: Any) -> Gate:
-    if isinstance(value, str):
-        return Gate.parse(value)
-    if isinstance(value, Mapping):
-        own = {name: part for name, part in value.items() if name in ("a", "b", "c", "d")}
-        return Gate(**own, extra={name: part for name, part in value.items() if name not in own})
-    return Gate(*value)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from gatespace.config.study import StudyConfig
+from gatespace.runs import Base, RunFolder, State
 
 Kind = Literal["point", "restriction", "static", "twin", "control", "published"]
 Axis = Literal["restriction", "isolation", "control", "static", "published", "gap"]
-State = Literal["done", "failed", "running", "waiting"]
 Coefficients = tuple[float, float, float, float]
 
 
@@ -149,15 +148,15 @@ class Cost:
     steps: int
     response_tokens: int
     teacher_tokens: int
-    """Tokens that the teacher's network read for this run."""
+    """Tokens in the teacher's forward passes for this run."""
     scores_asked: int
-    """Response tokens for which a score was wanted,"""
+    """Response tokens that were scored,"""
     scores_cached: int
-    """and those of them that another step or run had asked for before."""
+    """and those of them whose scores an earlier step or run had left in the cache."""
 
 
 class Predicted(NamedTuple):
-    """One row of a split; `label` is None where the answer had no legal one."""
+    """One row of a split; `label` is None where the response had no legal one."""
 
     gold: str
     label: str | None
@@ -183,16 +182,16 @@ class RunResult:
     """Of the trained weights."""
 
     def predictions(self, split: str) -> list[Predicted]:
-        """What it said about every row, in the order of the rows."""
-        return [Predicted(row["gold"], row["label"]) for row in _lines(self.folder / f"predictions-{split}.jsonl")]
+        """The label of every row, in the order of the rows."""
+        return [Predicted(row["gold"], row["label"]) for row in RunFolder(self.folder).predictions(split)]
 
     def curve(self) -> list[dict[str, Any]]:
         """One record per step: loss, lam_mean, lam_sd, h, u, gap, forward_kl, reverse_kl and more."""
-        return list(_lines(self.folder / "metrics.jsonl"))
+        return RunFolder(self.folder).log("metrics")
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The evaluations on the way: step, split, accuracy, macro_f1."""
-        return list(_lines(self.folder / "evaluations.jsonl"))
+        return RunFolder(self.folder).log("evaluations")
 
 
 @dataclass(frozen=True)
@@ -205,16 +204,6 @@ class TaskBaseline:
     start: Mapping[str, Score]
     """The student before training, by split."""
     teacher: Mapping[str, Score]
-
-
-class Base(NamedTuple):
-    """The point that the HG points of a task are built on."""
-
-    point: str
-    chosen_by: str
-    """``the study file``, or how it was chosen."""
-    val: Mapping[str, float]
-    """Candidate → mean validation accuracy; empty where nothing was chosen."""
 
 
 class SplitRead(NamedTuple):
@@ -264,12 +253,3 @@ class StudyResults:
         """Labels of a task's points in the order of the plan."""
         specs = [result.spec for result in self.runs.values()]
         return list(dict.fromkeys(s.point for s in specs if s.task == task and kind in (None, s.kind)))
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):  # a run that is under way may be in the middle of one
-                yield json.loads(line)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from math import fsum
 from pathlib import Path
 from typing import Any
 
-from gatespace.files import read
 from gatespace.gating.coefficients import Gate
+from gatespace.runs import Base, RunFolder, StudyFolder
 from gatespace.study.plan import Plan, baseline_name, make_plan
 from gatespace.study.points import base_of
 from gatespace.study.records import (
-    Base,
     Cost,
     LamStats,
     RunResult,
@@ -23,68 +21,60 @@ from gatespace.study.records import (
     StudyResults,
     TaskBaseline,
 )
-from gatespace.study.store import READS, Store, as_reads
 
 
-def read_results(folder: Path) -> StudyResults:
-    """The study in `folder` as it stands, done or not."""
-    store = Store.open(folder)
-    config = store.config()
-    chosen = store.bases()
+def read_results(path: Path) -> StudyResults:
+    """The study in the folder `path` as it stands, done or not. Nothing of the user's own code is imported."""
+    folder = StudyFolder.open(path)
+    config = folder.config()
+    chosen = folder.bases()
     plan = make_plan(config, {task: base.point for task, base in chosen.items()})
-    runs = {spec.id: _result(store, spec) for spec in plan.runs.values()}
+    runs = {spec.id: _result(folder.run(spec.id), spec) for spec in plan.runs.values()}
     bases = {
         task: chosen.get(task) or Base(str(base_of(config, task)), "the study file", {})
         for task in config.tasks
         if task in plan.bases
     }
-    replication = config.replication.seeds if config.replication is not None else ()
     return StudyResults(
         name=config.name,
-        folder=store.folder,
+        folder=folder.path,
         config=config,
         seeds=config.seeds,
-        replication_seeds=replication,
+        replication_seeds=config.replication.seeds if config.replication is not None else (),
         selection_seed=config.seeds[0] if config.selection_seed is None else config.selection_seed,
         tasks=tuple(config.tasks),
         runs=runs,
         comparisons=plan.comparisons,
-        baselines=_baselines(store, plan),
-        test_reads=tuple(_reads(store, plan)),
+        baselines=_baselines(folder, plan),
+        test_reads=tuple(_reads(folder, plan)),
         bases=bases,
         problems=tuple(_problems(plan, runs)),
     )
 
 
-def _result(store: Store, spec: RunSpec) -> RunResult:
-    folder = store.run(spec.id)
-    state = store.state(folder)
+def _result(run: RunFolder, spec: RunSpec) -> RunResult:
+    state = run.state
     if state != "done":
-        return RunResult(spec, state, folder, error=store.error(folder), gate=spec.gate)
-    summary = store.summary(folder)
+        return RunResult(spec, state, run.path, error=run.error(), gate=spec.gate)
+    summary = run.summary()
     assert summary is not None
-    gate = _gate(json.loads((folder / "identity.json").read_text())["content"].get("gate"))
-    static = gate is not None and gate.is_static
+    gate = _gate(run.identity()["content"].get("gate"))
     return RunResult(
         spec,
         state,
-        folder,
+        run.path,
         gate=None if gate is None else gate.abcd,
-        lam=gate.lam() if static and gate is not None else None,
-        scores=_scores(summary["evaluation"]),
+        lam=gate.lam() if gate is not None and gate.is_static else None,
+        scores={split: Score.from_json(record) for split, record in summary["evaluation"].items()},
         lam_stats=_lam(summary["run"]),
-        cost=_cost(folder, summary["run"]),
-        environment=json.loads((folder / "environment.json").read_text()),
+        cost=_cost(run, summary["run"]),
+        environment=run.environment(),
         fingerprint=summary["fingerprint"],
     )
 
 
 def _gate(text: str | None) -> Gate | None:
     return None if text is None or text == "None" else Gate.parse(text)
-
-
-def _scores(evaluations: Mapping[str, Any]) -> dict[str, Score]:
-    return {split: Score.from_json(record) for split, record in evaluations.items()}
 
 
 def _lam(run: Mapping[str, Any]) -> LamStats | None:
@@ -100,8 +90,8 @@ def _lam(run: Mapping[str, Any]) -> LamStats | None:
     )
 
 
-def _cost(folder: Path, run: Mapping[str, Any]) -> Cost:
-    timings = read(folder / "timings.jsonl")
+def _cost(folder: RunFolder, run: Mapping[str, Any]) -> Cost:
+    timings = folder.log("timings")
     hits = sum(record.get("cache_hits", 0) for record in timings)
     misses = sum(record.get("cache_misses", 0) for record in timings)
     return Cost(
@@ -115,47 +105,35 @@ def _cost(folder: Path, run: Mapping[str, Any]) -> Cost:
     )
 
 
-def _baselines(store: Store, plan: Plan) -> dict[str, TaskBaseline]:
+def _baselines(folder: StudyFolder, plan: Plan) -> dict[str, TaskBaseline]:
     found: dict[str, TaskBaseline] = {}
     for task in plan.config.tasks:
-        scores: dict[str, dict[str, Score]] = {}
+        scores: dict[str, dict[str, Score]] = {"student": {}, "teacher": {}}
         about: dict[str, Any] = {}
-        for role in ("student", "teacher"):
-            folder = store.baseline(baseline_name(plan.config, task, role))
-            if store.state(folder) != "done":
-                continue
-            about = json.loads((folder / "baseline.json").read_text())
-            records = [json.loads(path.read_text()) for path in sorted(folder.glob("evaluation-*.json"))]
-            scores[role] = {record["split"]: Score.from_json(record) for record in records}
+        for role in scores:
+            baseline = folder.baseline(baseline_name(plan.config, task, role))
+            if baseline.is_done:
+                about = baseline.baseline()
+                scores[role] = {record["split"]: Score.from_json(record) for record in baseline.evaluations()}
         if about:
-            found[task] = TaskBaseline(
-                about["task"], about["digest"], scores.get("student", {}), scores.get("teacher", {})
-            )
+            found[task] = TaskBaseline(about["task"], about["digest"], scores["student"], scores["teacher"])
     return found
 
 
-def _reads(store: Store, plan: Plan) -> list[SplitRead]:
-    reads: list[SplitRead] = []
+def _reads(folder: StudyFolder, plan: Plan) -> list[SplitRead]:
+    """Every model that was evaluated on a test split, and how often."""
     places = [
-        (name := baseline_name(plan.config, task, role), task, store.baseline(name), purpose)
+        (name := baseline_name(plan.config, task, role), task, folder.baseline(name), purpose)
         for task in plan.config.tasks
         for role, purpose in (("student", "the student before training"), ("teacher", "the teacher"))
     ]
-    places += [(run.id, run.task, store.run(run.id), "final evaluation") for run in plan.runs.values()]
-    for name, task, folder, purpose in places:
-        records = [json.loads(line) for line in _whole_lines(folder / READS)]
-        rows, often = as_reads(records)
-        if often:
-            reads.append(SplitRead(name, task, rows, purpose, often))
+    places += [(run.id, run.task, folder.run(run.id), "final evaluation") for run in plan.runs.values()]
+    reads: list[SplitRead] = []
+    for name, task, run, purpose in places:
+        tests = [record for record in run.log("reads") if record.get("split") == "test"]
+        if tests:
+            reads.append(SplitRead(name, task, int(tests[-1]["rows"]), purpose, len(tests)))
     return reads
-
-
-def _whole_lines(path: Path) -> list[str]:
-    try:
-        text = path.read_text()
-    except FileNotFoundError:
-        return []
-    return [line for line in text.split("\n")[:-1] if line]
 
 
 def _problems(plan: Plan, runs: Mapping[str, RunResult]) -> list[str]:

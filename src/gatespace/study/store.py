@@ -26,7 +26,7 @@ from gatespace.config import StudyConfig, dump_yaml, load_config
 from gatespace.config.text import read_yaml
 from gatespace.errors import UsageError
 from gatespace.files import atomic_write, is_claimed
-from gatespace.study.records import Base, State
+from gatespace.runs import Base, State
 
 STUDY = "study.yaml"
 STORE, BASES, _RUNNING, _PROGRESS = "store.json", "bases.json", "running.json", "progress.json"

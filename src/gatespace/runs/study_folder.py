@@ -1,0 +1,221 @@
+"""The folder of a study: every file name, who may write, and every reader.
+
+study.yaml           the study file with every default written out
+store.json           what must stay the same when the study is resumed
+running.json         what is being run, while a process works on the study
+bases.json           bases that were chosen on validation
+plugins/HASH/…       the user's own code that the runs import
+models/NAME/         runs of `teach`, one per task and role
+baselines/NAME/      student before training and teacher, evaluated
+runs/ID/             one folder per run
+scores/              the teacher's scores, shared by all runs
+report.html, tables/, figures/
+
+Folders of models, baselines and runs are `RunFolder`s.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gatespace.errors import UsageError
+from gatespace.files import atomic_write, claim, is_claimed
+from gatespace.plugins import plugin_hash
+from gatespace.runs.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from gatespace.config import StudyConfig
+
+
+class Base(NamedTuple):
+    """The point that the HG points of a task are built on."""
+
+    point: str
+    chosen_by: str
+    """``the study file``, or how it was chosen."""
+    val: Mapping[str, float]
+    """Candidate → mean validation accuracy; empty where nothing was chosen."""
+
+
+class StudyFolder:
+    """A study on disk. To look at one changes nothing; `claim` it to write."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path).expanduser().absolute()
+
+    @classmethod
+    def open(cls, path: Path | str) -> StudyFolder:
+        """The folder of a study that exists."""
+        folder = cls(path)
+        if not folder.exists:
+            raise UsageError(
+                "this is not the folder of a study",
+                got=str(path),
+                why=f"it has no {folder.study_file.name}",
+                instead="the folder that `gatespace run` has written, e.g. studies/demo",
+            )
+        return folder
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    # ------------------------------------------------------------------ places
+
+    @property
+    def study_file(self) -> Path:
+        """The study file with every default written out."""
+        return self.path / "study.yaml"
+
+    @property
+    def store_file(self) -> Path:
+        """What must stay the same when the study is resumed."""
+        return self.path / "store.json"
+
+    @property
+    def bases_file(self) -> Path:
+        """Bases that were chosen on validation."""
+        return self.path / "bases.json"
+
+    @property
+    def plugins(self) -> Path:
+        """Copies of the user's own code."""
+        return self.path / "plugins"
+
+    @property
+    def models(self) -> Path:
+        """The folders of all models that the study makes."""
+        return self.path / "models"
+
+    @property
+    def scores(self) -> Path:
+        """The cache of the teacher's scores."""
+        return self.path / "scores"
+
+    def run(self, name: str) -> RunFolder:
+        """The folder of a run."""
+        return RunFolder(self.path / "runs" / name)
+
+    def model(self, name: str) -> RunFolder:
+        """The run folder of a model that the study makes."""
+        return RunFolder(self.models / name)
+
+    def baseline(self, name: str) -> RunFolder:
+        """The folder of a model's evaluation before anything is distilled."""
+        return RunFolder(self.path / "baselines" / name)
+
+    # ------------------------------------------------------------------ readers
+
+    @property
+    def exists(self) -> bool:
+        """Whether this is the folder of a study."""
+        return self.study_file.is_file()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a process of this machine works on the study."""
+        return is_claimed(self.path)
+
+    def config(self) -> StudyConfig:
+        """The study file."""
+        from gatespace.config import StudyConfig, load_config
+
+        return load_config(StudyConfig, self.study_file).with_plugins_from(self.path)
+
+    @property
+    def workers(self) -> int:
+        """How many runs go on at once."""
+        return int(self._read(self.store_file).get("workers", 1))
+
+    def bases(self) -> dict[str, Base]:
+        """Task → base that was chosen on validation."""
+        return {task: Base(**value) for task, value in self._read(self.bases_file).items()}
+
+    def running(self) -> set[str]:
+        """Names of what is being run, on any machine; none where no process works on the study."""
+        return set(self._read(self.path / "running.json")) if self.is_running else set()
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        try:
+            found = json.loads(path.read_text())
+        except FileNotFoundError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    # ------------------------------------------------------------------ writers
+
+    @contextmanager
+    def claim(self) -> Iterator[StudyFolder]:
+        """Hold the folder, made if it is not there; an error where another process holds it."""
+        with claim(self.path):
+            yield self
+
+    def begin(self, config: StudyConfig, *, workers: int, threads: int | None, usual: int | None = None) -> int:
+        """Make the folder this study's, and return the threads of each run, see `threads_of_runs`."""
+        from gatespace.config import dump_yaml
+
+        chosen = self.threads_of_runs(config, workers=workers, threads=threads, usual=usual)
+        own = config.model_copy(update={"plugins": tuple(self._copy_plugin(plugin) for plugin in config.plugins)})
+        atomic_write(self.study_file, dump_yaml(own))
+        atomic_write(self.store_file, json.dumps({"threads": chosen, "workers": workers}) + "\n")
+        return chosen
+
+    def threads_of_runs(
+        self, config: StudyConfig, *, workers: int, threads: int | None, usual: int | None = None
+    ) -> int:
+        """The threads of each run; an error where the folder holds another study.
+
+        Threads show in the last bits of a sum: a study that is resumed keeps those it began with, unless it is told
+        otherwise.
+
+        Args:
+            config: The study file.
+            workers: Runs at once.
+            threads: Of each run, as the user has it.
+            usual: Threads of a study that begins, where the user says nothing; None: its share of this machine's cores.
+        """
+        self._check_owner(config)
+        kept = self._read(self.store_file).get("threads")
+        cores = os.process_cpu_count() if hasattr(os, "process_cpu_count") else len(os.sched_getaffinity(0))
+        return int(threads or kept or usual or max(1, (cores or 1) // workers))
+
+    def _check_owner(self, config: StudyConfig) -> None:
+        from gatespace.config.text import read_yaml
+
+        if not self.exists:
+            return
+        other = read_yaml(self.study_file.read_text("utf-8"), where=self.study_file.name)
+        name = other.get("name") if isinstance(other, dict) else None
+        if name != config.name:
+            raise UsageError(
+                "this folder holds another study",
+                got=str(self.path),
+                why=f"it is {name!r}, not {config.name!r}",
+                instead="another --output",
+            )
+
+    def _copy_plugin(self, plugin: str) -> str:
+        """Keep a plugin that is a file, by its hash; how this folder's study file spells it."""
+        if not plugin.endswith(".py"):
+            return plugin  # a module, which has to be installed where runs are done
+        source = Path(plugin)
+        copy = self.plugins / plugin_hash(plugin)[:12] / source.name
+        if copy != source:
+            atomic_write(copy, source.read_bytes())
+        return str(copy.relative_to(self.path))
+
+    def choose(self, task: str, base: Base) -> None:
+        """Write down the base that was chosen for a task."""
+        chosen = {name: value._asdict() for name, value in (self.bases() | {task: base}).items()}
+        atomic_write(self.bases_file, json.dumps(chosen, indent=2, sort_keys=True) + "\n")
+
+    def now_running(self, names: Iterable[str]) -> None:
+        """Write down what is being run."""
+        atomic_write(self.path / "running.json", json.dumps(dict.fromkeys(sorted(names), True)) + "\n")
