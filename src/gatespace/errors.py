@@ -14,6 +14,8 @@ class GatespaceError(Exception):
     """Base of every error that gatespace raises on purpose."""
 
     exit_code = 1
+    raised_by: int | None = None
+    """The rank of the process in which it arose, where all processes of a run raise it; None: this one alone does."""
 
     def __init__(self, what: str, *, got: object = None, why: str = "", instead: str = "") -> None:
         # All four go to Exception.args through __reduce__, so that an error survives a trip between processes.

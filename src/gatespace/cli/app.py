@@ -12,15 +12,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from gatespace.addons.pages import explore_command as explore
-from gatespace.addons.pages import watch_command as watch
-from gatespace.addons.paper import command as paper
-from gatespace.addons.parallel.launched import is_first, is_joint
-from gatespace.addons.publish import command as export
-from gatespace.addons.service import command as teacher
 from gatespace.cli import doctor, evaluate, gate, init, plan, predict, report, run, status, teach, train
 from gatespace.cli.console import gatespace_version, print_error
 from gatespace.errors import GatespaceError, unknown_name
+from gatespace.plugins import provided
+from gatespace.training.processes import is_first
 
 _EXIT_INTERRUPTED = 130
 
@@ -32,7 +28,7 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except GatespaceError as error:
-            if is_first() or not is_joint(error):
+            if is_first() or error.raised_by is None:
                 print_error(error)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
@@ -93,19 +89,28 @@ def _root(
 app.command("gate", cls=gate.PointCommand)(gate.gate)
 app.command("teach")(teach.teach)
 app.command("train")(train.train)
-app.add_typer(teacher.teacher, name="teacher", cls=_Group)
 app.command("evaluate")(evaluate.evaluate)
 app.command("predict")(predict.predict)
-app.command("export")(export.export)
 app.command("init")(init.init)
 app.command("plan")(plan.plan)
 app.command("run")(run.run)
 app.command("status")(status.status)
-app.command("watch")(watch.watch)
 app.command("report")(report.report)
-app.command("explore")(explore.explore)
-app.command("paper")(paper.paper)
 app.command("doctor")(doctor.doctor)
+
+
+def _add(name: str, command: Any) -> None:
+    if isinstance(command, typer.Typer):
+        app.add_typer(command, name=name, cls=_Group)
+    else:
+        app.command(name)(command)
+
+
+for _name, _point in provided("commands").items():
+    try:
+        _add(_name, _point.load())
+    except Exception as error:  # a package that is broken must not cost the other commands
+        sys.stderr.write(f"note: the command {_name} of {_point.value} cannot be loaded: {error}\n")
 
 
 def main() -> None:

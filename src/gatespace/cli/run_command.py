@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gatespace.addons.parallel.launched import is_first
 from gatespace.cli.console import console, print_json
 from gatespace.cli.run_options import task_command
+from gatespace.runs import RunFolder
+from gatespace.training.processes import is_first
 
 if TYPE_CHECKING:
     from gatespace.config import TeachConfig, TrainConfig
@@ -45,30 +46,30 @@ def execute(
         _launch(config, processes, quiet=quiet, as_json=as_json)
         return
 
-    from gatespace.training import run
-    from gatespace.training.setup import run_folder
+    from gatespace.training.train import teach, train
 
-    folder = run_folder(config.output)
+    folder = RunFolder(config.output)
     try:
         with RunProgress(quiet=quiet, job="train" if is_train else "teach") as progress:
             if isinstance(config, TrainConfig):
                 for note in _foreign_teacher(config):
                     progress.note(note)
-                summary = run.train(config, progress)
+                summary = train(config, progress)
             else:
-                summary = run.teach(config, progress)
+                summary = teach(config, progress)
     except KeyboardInterrupt:
         if is_first():
-            sys.stderr.write(f"stopped: {_how_to_go_on(folder)}\n")
+            sys.stderr.write(f"stopped: {_how_to_resume(folder)}\n")
         raise typer.Exit(_INTERRUPTED) from None
     if is_first():
         report(config, folder, summary, as_json=as_json)
 
 
 def _launch(config: TrainConfig | TeachConfig, processes: int, *, quiet: bool, as_json: bool) -> None:
-    from gatespace.addons.parallel.launch import launch
     from gatespace.config import TrainConfig, dump_yaml
+    from gatespace.plugins import provider
 
+    launch = provider("processes", "launch")
     with tempfile.TemporaryDirectory(prefix="gatespace-") as place:
         file = Path(place) / "run.yaml"
         file.write_text(dump_yaml(config), "utf-8")
@@ -78,13 +79,12 @@ def _launch(config: TrainConfig | TeachConfig, processes: int, *, quiet: bool, a
             raise typer.Exit(code)
 
 
-def report(config: TrainConfig | TeachConfig, folder: Path, summary: dict[str, Any], *, as_json: bool) -> None:
+def report(config: TrainConfig | TeachConfig, folder: RunFolder, summary: dict[str, Any], *, as_json: bool) -> None:
     """Print how a run has ended, and what to do next."""
     from gatespace.cli.tables import results_table
 
-    written = summary["model"]
-    model = None if written is None else str(folder / written)
-    after = None if written is None else next_command(config, folder)
+    model = None if summary["model"] is None else str(folder.model)
+    after = None if model is None else next_command(config, folder)
     if as_json:
         print_json({**summary, "output": str(folder), "model": model, "next": after})
         return
@@ -94,18 +94,17 @@ def report(config: TrainConfig | TeachConfig, folder: Path, summary: dict[str, A
     run = summary.get("run")
     if run and run["lam_mean"] is not None:
         saturated = f"{run['lam_saturated']:.1%} of them saturated"
-        out.print(f"E[λ] {run['lam_mean']:.4f} over {run['tokens']} tokens of {run['rows']} answers, {saturated}")
+        out.print(f"E[λ] {run['lam_mean']:.4f} over {run['tokens']} tokens of {run['rows']} responses, {saturated}")
     if model is not None:
         out.print(f"model  {model}", soft_wrap=True)
         out.print(f"next   {after}", soft_wrap=True)
 
 
-def next_command(config: TrainConfig | TeachConfig, folder: Path) -> str:
+def next_command(config: TrainConfig | TeachConfig, folder: RunFolder) -> str:
     """The command that goes on from a run that is done."""
     from gatespace.config import TrainConfig
-    from gatespace.training.run import MODEL
 
-    model = str(_short(folder) / MODEL)
+    model = str(_short(folder.model))
     if isinstance(config, TrainConfig):
         return f"{shlex.join(['gatespace', 'predict', model])} < texts.txt"
     words = ["gatespace", "train", "--teacher", model]
@@ -164,11 +163,12 @@ def _foreign_teacher(config: TrainConfig) -> list[str]:
     return notes
 
 
-def _how_to_go_on(folder: Path) -> str:
-    found = [int(match[1]) for path in folder.glob("checkpoints/*") if (match := _CHECKPOINT.fullmatch(path.name))]
+def _how_to_resume(folder: RunFolder) -> str:
+    names = [path.name for path in folder.checkpoints.glob("*")]
+    found = [int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name))]
     if not found:
         return "there is no checkpoint yet; the same command starts again"
-    return f"the same command goes on from step {max(found)}"
+    return f"the same command resumes from step {max(found)}"
 
 
 def _short(folder: Path) -> Path:

@@ -56,13 +56,19 @@ Seed = Annotated[
 Output = Annotated[
     Path | None,
     typer.Option(
-        "--output", "-o", metavar="DIR", show_default=False, help="The folder of the run. A killed run is taken up."
+        "--output", "-o", metavar="DIR", show_default=False, help="The folder of the run. A killed run resumes."
     ),
 ]
 Sets = Annotated[
     list[str] | None,
     typer.Option(
         "--set", metavar="PATH=VALUE", show_default=False, help="Any other setting, e.g. engine.precision=fp32."
+    ),
+]
+Plugins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--plugin", metavar="FILE", show_default=False, help="Python of your own to import first: signals, tasks, ..."
     ),
 ]
 Processes = Annotated[
@@ -93,11 +99,13 @@ class Flag:
         return f"{self.path}={json.dumps(value, ensure_ascii=False)}"
 
 
-def load(cls: type[Config], file: Path | None, flags: Sequence[Flag], sets: Sequence[str]) -> Config:
+def load(
+    cls: type[Config], file: Path | None, flags: Sequence[Flag], sets: Sequence[str], plugins: Sequence[str] | None
+) -> Config:
     """The configuration: the file's settings, then the options, then what `--set` says."""
     from gatespace.config import load_config
 
-    given = [flag for flag in flags if flag.value is not None]
+    given = [flag for flag in [*flags, Flag("--plugin", "plugins", plugins or None)] if flag.value is not None]
     overrides = [part for flag in given for part in _overrides(flag)]
     try:
         return load_config(cls, file, [*overrides, *sets])

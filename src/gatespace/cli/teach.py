@@ -27,6 +27,7 @@ def teach(
     seed: options.Seed = None,
     output: options.Output = None,
     sets: options.Sets = None,
+    plugins: options.Plugins = None,
     processes: options.Processes = 1,
     settings: options.ListSettings = False,
     dry_run: options.DryRun = False,
@@ -36,7 +37,7 @@ def teach(
     """Make a teacher: fine-tune a model on the right labels of a task.
 
     Only the teacher's share of the training rows is used, so that the texts
-    of a later `gatespace train` are new to it. A run that was stopped goes on
+    of a later `gatespace train` are new to it. A run that was stopped resumes
     with the same command.
 
     \b
@@ -63,5 +64,5 @@ def teach(
         Flag("--seed", "seed", seed),
         Flag("--output", "output", output),
     ]
-    chosen = options.load(TeachConfig, config, flags, sets or [])
+    chosen = options.load(TeachConfig, config, flags, sets or [], plugins)
     execute(chosen, dry_run=dry_run, quiet=quiet, as_json=as_json, processes=processes)

@@ -45,6 +45,7 @@ def train(
     seed: options.Seed = None,
     output: options.Output = None,
     sets: options.Sets = None,
+    plugins: options.Plugins = None,
     processes: options.Processes = 1,
     settings: options.ListSettings = False,
     dry_run: options.DryRun = False,
@@ -55,7 +56,7 @@ def train(
 
     The student answers, the teacher scores every token of the answers, the
     gate mixes forward and reverse KL, and the student learns. Both models
-    need the same tokens. A run that was stopped goes on with the same command.
+    need the same tokens. A run that was stopped resumes with the same command.
 
     \b
     gatespace train --teacher runs/teach --gate G5
@@ -84,5 +85,5 @@ def train(
         Flag("--seed", "seed", seed),
         Flag("--output", "output", output),
     ]
-    chosen = options.load(TrainConfig, config, flags, sets or [])
+    chosen = options.load(TrainConfig, config, flags, sets or [], plugins)
     execute(chosen, dry_run=dry_run, quiet=quiet, as_json=as_json, processes=processes)

@@ -1,4 +1,4 @@
-"""Where a teacher that is a service of its own is found: `zmq://host:port`, or `vllm://host:port/model`."""
+"""The address of a teacher that is not in this process: `zmq://host:port`, or `vllm://host:port/model`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from typing import NamedTuple
 
 from gatespace.config.base import Fault
+from gatespace.plugins import provided
 
-SCHEMES = ("zmq", "vllm")
 _FORM = re.compile(
     r"(?P<scheme>[a-z]+)://(?P<host>\[[0-9A-Fa-f:.]+\]|[\w.-]+):(?P<port>\d{1,5})(?:/(?P<model>[^\s?#]+?)?)?/?"
 )
@@ -44,12 +44,12 @@ def parse_address(name: str, field: str = "") -> Address:
         >>> parse_address("zmq://127.0.0.1:5555").tcp
         'tcp://127.0.0.1:5555'
     """
-    match = _FORM.fullmatch(name)
     scheme = name.partition("://")[0]
-    if scheme not in SCHEMES:
-        known = " or ".join(f"{scheme}://HOST:PORT" for scheme in SCHEMES)
-        raise Fault(field, f"there is no kind of teacher called {scheme}://", instead=known)
-    named = match is not None and match["model"] is not None
-    if match is None or not 0 < int(match["port"]) < 65536 or (named and scheme != "vllm"):
+    known = provided("teachers")
+    if scheme not in known:
+        forms = " or ".join(f"{one}://HOST:PORT" for one in known)
+        raise Fault(field, f"there is no kind of teacher called {scheme}://", instead=forms or "the folder of a model")
+    match = _FORM.fullmatch(name)
+    if match is None or not 0 < int(match["port"]) < 65536:
         raise Fault(field, "is not an address", instead=f"{scheme}://HOST:PORT, e.g. {scheme}://127.0.0.1:5555")
     return Address(match["scheme"], match["host"], int(match["port"]), match["model"])

@@ -19,13 +19,10 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         "engine.device": "where it is computed; recorded with the run's environment",
         "engine.threads": "where it is computed; recorded with the run's environment",
         "engine.parallel": "how several processes divide the work; where there are several, that counts by content",
-        "teacher.cache": "where scores are kept; a score does not depend on being kept",
-        "teacher.cache_mb": "how many scores are kept",
-        "teacher.timeout": "when a question is repeated; its answer is the same",
-        "teacher.patience": "when a run stops, to be taken up again",
-        "teacher.client_key": "how messages are sealed",
-        "teacher.server_key": "how messages are sealed",
-        "rollout.vllm": "where vLLM is; that it writes counts (rollout.engine)",
+        "teacher.cache": "where scores are cached; a score does not depend on it",
+        "teacher.cache_mb": "how many scores are cached",
+        "teacher.options": "how a teacher behind an address is reached; its scores do not depend on that",
+        "rollout.options": "where a sampler is; that it samples counts (rollout.engine)",
         "evaluation.every": "when one looks at the student on the way, which leaves it as it is",
         "evaluation.split": "what one looks at on the way",
         "checkpoint.every": "how much of a killed run is computed again",
@@ -47,6 +44,7 @@ LATER: Mapping[str, Any] = MappingProxyType(
         "rollout.staleness": 0,
         "rollout.engine": "native",
         "evaluation.engine": "native",
+        "plugins": [],
     }
 )
 """Setting → the value with which runs are what they were before there was the setting; their identities stay too."""
@@ -60,6 +58,7 @@ CONTENT: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gate": ("objective.gate",),
         "precision": ("engine.precision",),
         "processes": (),
+        "plugins": ("plugins",),
     }
 )
 """What was found → the settings that only said where or how to find it."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import model_validator
 
-from gatespace.config.address import is_address, parse_address
+from gatespace.config.address import is_address
 from gatespace.config.base import Count, Fault, Name, Place, Section, Seed, Switch
 from gatespace.config.objective import ObjectiveConfig
 from gatespace.config.sections import (
@@ -43,7 +43,7 @@ class TrainConfig(Section):
     """How responses are obtained."""
 
     teacher: TeacherConfig = TeacherConfig()
-    """What the teacher tells, and where its answers are kept."""
+    """What the teacher sends, and where its scores are kept."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its learning rate."""
@@ -69,6 +69,10 @@ class TrainConfig(Section):
     seed: Seed = 42
     """Of the order of the prompts and of sampling. The paper's single runs have 42, its replications 42, 2 and 3."""
 
+    plugins: tuple[Name, ...] = ()
+    """Python files or modules of your own, imported before the run: signals, objectives or tasks that they register are
+    known by name. Their source is part of the run's identity."""
+
     output: Place = Path("runs/train")
     """The folder of the run."""
 
@@ -77,17 +81,13 @@ class TrainConfig(Section):
         if self.rollout.source.teacher > 0 and is_address(self.pair.teacher):
             what = "a teacher that is a service scores responses and writes none"
             raise Fault("rollout.from.teacher", what, instead="0, or a teacher in this process")
-        vllm = is_address(self.pair.teacher) and parse_address(self.pair.teacher).scheme == "vllm"
-        if vllm and self.teacher.payload != "top_k":
-            what = "a vLLM server tells of first choices only"
-            raise Fault("teacher.payload", what, instead="top_k, with objective.support: bucket or hybrid")
         return self
 
     @model_validator(mode="after")
-    def _vllm_answers_where_it_writes(self) -> TrainConfig:
-        if self.evaluation.engine == "vllm" and self.rollout.engine != "vllm":
-            what = "vllm answers only where it writes the responses too"
-            raise Fault("evaluation.engine", what, instead="native, or rollout.engine: vllm")
+    def _one_sampler(self) -> TrainConfig:
+        if self.evaluation.engine not in ("native", self.rollout.engine):
+            what = f"{self.evaluation.engine} evaluates only where it samples the responses too"
+            raise Fault("evaluation.engine", what, instead=f"native, or rollout.engine: {self.evaluation.engine}")
         return self
 
     @model_validator(mode="after")
@@ -159,6 +159,10 @@ class TeachConfig(Section):
 
     seed: Seed = 42
     """Of the order of the rows."""
+
+    plugins: tuple[Name, ...] = ()
+    """Python files or modules of your own, imported before the run: signals, objectives or tasks that they register are
+    known by name. Their source is part of the run's identity."""
 
     output: Place = Path("runs/teach")
     """The folder of the run, in which the teacher is written."""

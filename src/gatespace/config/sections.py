@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, AllowInfNan, BeforeValidator, Field, Strict, model_validator
 
 from gatespace.config.address import is_address, parse_address
-from gatespace.config.base import Count, CountOrZero, Fault, Name, Place, Section, Share, Split, Switch
+from gatespace.config.base import Count, CountOrZero, Fault, Name, Section, Share, Split, Switch
+from gatespace.plugins import provided
 
 Positive = Annotated[float, Strict(), AllowInfNan(False), Field(gt=0)]
 NotNegative = Annotated[float, Strict(), AllowInfNan(False), Field(ge=0)]
@@ -33,6 +36,31 @@ def _device(value: str) -> str:
     if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", value):
         raise ValueError("must be auto, cpu, cuda, cuda:1 and so on, mps or xpu")
     return value
+
+
+def sampler_name(value: str) -> str:
+    """The name of a sampler that is installed."""
+    return _installed(value, "samplers", ["native"])
+
+
+def _trackers(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(_installed(name, "trackers") for name in names)
+
+
+def _installed(name: str, group: str, known: Sequence[str] = ()) -> str:
+    names = [*known, *provided(group)]
+    if name not in names:
+        raise ValueError(f"must be one of {', '.join(names) or 'none: no add-on has one'}")
+    return name
+
+
+def _options(value: object) -> object:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError("must be a mapping of option to value")
+    return {key: str(part) if isinstance(part, Path) else part for key, part in value.items()}
+
+
+Options = Annotated[dict[str, bool | int | float | str | None], BeforeValidator(_options)]
 
 
 class LoraConfig(Section):
@@ -133,28 +161,22 @@ class RolloutConfig(Section):
     """0: responses are written by the student that learns from them. 1: by the student of one update before, so that a
     teacher elsewhere scores the next responses while the student updates. That is another run, with other numbers."""
 
-    engine: Literal["native", "vllm"] = "native"
-    """Who writes the student's responses: native is this process; vllm a vLLM server, which is given the student's
+    engine: Annotated[Name, AfterValidator(sampler_name)] = "native"
+    """What samples the student's responses: native is this process; vllm a vLLM server, which is given the student's
     weights before every step and checked against them. Its numbers are close to the student's, not the same."""
 
-    vllm: Name | None = None
-    """Of the engine vllm: the Python of an environment with vLLM, to be started here; or vllm://HOST:PORT of a server
-    that takes weights and was started from a folder with an untied head."""
+    options: Options = Field(default={})
+    """Settings of an engine other than native, e.g. {server: .venv-vllm/bin/python} for vllm."""
 
     @model_validator(mode="after")
-    def _vllm_is_somewhere(self) -> RolloutConfig:
-        if self.engine == "vllm" and self.vllm is None:
-            what = "is needed with rollout.engine: vllm"
-            raise Fault("vllm", what, instead=".venv-vllm/bin/python, or vllm://HOST:PORT")
-        if self.engine == "native" and self.vllm is not None:
-            raise Fault("vllm", "has no meaning with rollout.engine: native", instead="null, or engine: vllm")
-        if self.vllm is not None and is_address(self.vllm) and parse_address(self.vllm, "vllm").scheme != "vllm":
-            raise Fault("vllm", "is not the address of a vLLM server", instead="vllm://HOST:PORT")
+    def _native_has_no_options(self) -> RolloutConfig:
+        if self.engine == "native" and self.options:
+            raise Fault("options", "has no meaning with rollout.engine: native", instead="{}, or another engine")
         return self
 
 
 class TeacherConfig(Section):
-    """What the teacher tells of its distribution, and where its answers are kept."""
+    """What the teacher sends of its distribution, and where its scores are kept."""
 
     payload: Literal["hidden", "top_k"] = "hidden"
     """hidden: the last hidden state of a position, from which the full distribution follows exactly. top_k: the k most
@@ -169,18 +191,8 @@ class TeacherConfig(Section):
     cache_mb: Count = 4096
     """The largest size of that folder in MiB; the oldest scores go first."""
 
-    timeout: Positive = 60.0
-    """Seconds without an answer after which a teacher that is a service is asked again."""
-
-    patience: Positive = 600.0
-    """Seconds without an answer after which the run writes a checkpoint and stops."""
-
-    client_key: Place | None = None
-    """The file of this client's secret key, from `gatespace teacher keygen`; null: no encryption, on this machine
-    only."""
-
-    server_key: Name | None = None
-    """The public key of the service, or the file that holds it; null: no encryption, on this machine only."""
+    options: Options = Field(default={})
+    """Settings of a teacher behind an address, e.g. {timeout: 60, patience: 600, client_key: ..., server_key: ...}."""
 
 
 class OptimizerConfig(Section):
@@ -238,7 +250,7 @@ class TeachEngineConfig(Section):
     """Threads of the CPU; null: as many as torch takes."""
 
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """How several processes (--processes) train one model: ddp, each with a whole copy; fsdp, each with a piece of its
+    """How several processes (--processes) train one model: ddp, each with a whole copy; fsdp, each with a shard of its
     weights, gradients and optimizer state. Both give the numbers of one process, but for rounding."""
 
     micro_tokens: Count | None = None
@@ -291,9 +303,9 @@ class EvaluationConfig(Section):
 class TrainEvaluationConfig(EvaluationConfig):
     """Evaluation of a student."""
 
-    engine: Literal["native", "vllm"] = "native"
-    """Who answers: native is this process; vllm the server of rollout.vllm, which is given the student's weights and
-    checked against them first. Where two tokens are equally probable but for rounding its answer may be another."""
+    engine: Annotated[Name, AfterValidator(sampler_name)] = "native"
+    """What generates: native is this process; otherwise the sampler of rollout.engine, which is given the student's
+    weights first. Where two tokens are equally probable but for rounding its response may be another."""
 
 
 class TeachEvaluationConfig(EvaluationConfig):
@@ -319,8 +331,8 @@ class CheckpointConfig(Section):
 class TeachTraceConfig(Section):
     """What is written down on the way."""
 
-    trackers: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], AfterValidator(_once)] = ()
-    """Where metrics go beside metrics.jsonl: any of tensorboard, wandb, trackio."""
+    trackers: Annotated[tuple[Name, ...], AfterValidator(_once), AfterValidator(_trackers)] = ()
+    """Where metrics go beside metrics.jsonl: any of tensorboard, wandb, trackio, and what installed packages add."""
 
 
 class TraceConfig(TeachTraceConfig):

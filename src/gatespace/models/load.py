@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 from gatespace.errors import UsageError, missing_extra
 from gatespace.gating.projection import Head, Projection, logits_buffer
 from gatespace.models.cache_root import new_folder, read_record, write_record
-from gatespace.models.fingerprint import network_fingerprint, network_state
 from gatespace.models.hub import first_line, hub_reachable, without_progress_bars
 
 if TYPE_CHECKING:
@@ -33,6 +33,11 @@ TINY = ("tiny", "tiny-student", "tiny-teacher")
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _PROBE = "Probe7"
+# Entries of a configuration that cannot change what a network computes from given weights.
+_WITHOUT_EFFECT = re.compile(
+    r"_.*|transformers_version|architectures|(torch_)?dtype|use_cache|\w+_token_id|id2label|label2id|initializer_range"
+    r"|output_attentions|output_hidden_states|return_dict"
+)
 _ALIGNMENT = 64
 """Bytes; that of torch's own memory."""
 
@@ -113,7 +118,7 @@ class Model:
         return Head(layer.weight, getattr(layer, "bias", None), _scale(config), _softcap(config))
 
     def whole(self) -> AbstractContextManager[None]:
-        """Have all weights in place for passes without gradient, where a model is kept in pieces (`ShardedModel`)."""
+        """Have all weights in place for passes without gradient, where a model is sharded."""
         return nullcontext()
 
     def learning(self) -> AbstractContextManager[None]:
@@ -121,7 +126,7 @@ class Model:
         return nullcontext()
 
     def gathered(self, *, here: bool = True) -> Model | None:
-        """The model in one piece; None where it was in pieces and is not wanted `here`."""
+        """The whole model; None where it is sharded and not wanted `here`."""
         return self
 
     def fingerprint(self) -> str:
@@ -130,9 +135,9 @@ class Model:
         It is the same wherever the files lie and however they are divided, and another one as soon as a single weight
         or the precision of the weights is another.
         """
-        state = network_state(self.network)
+        state = _weight_versions(self.network)
         if self._memo.get("state") != state:
-            self._memo.update(state=state, fingerprint=network_fingerprint(self.network))
+            self._memo.update(state=state, fingerprint=_fingerprint(self.network))
         fingerprint: str = self._memo["fingerprint"]
         return fingerprint
 
@@ -374,3 +379,39 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 def _close(left: Tensor, right: Tensor, tolerance: float) -> bool:
     return bool((left - right).abs().max() <= tolerance * right.abs().max())
+
+
+# ---------------------------------------------------------------------------------------------------- fingerprint
+
+
+def _fingerprint(network: Any) -> str:
+    """SHA-256 over the names, types, shapes and bytes of all weights and over the configuration that has an effect."""
+    config = json.dumps(_with_effect(network.config.to_dict()), sort_keys=True, default=str)
+    digest = hashlib.sha256(b"gatespace model 1\n" + config.encode() + b"\n")
+    weights = sorted(network.state_dict().items())
+    with ThreadPoolExecutor(max_workers=max(1, torch.get_num_threads())) as pool:
+        for line in pool.map(_line, weights):
+            digest.update(line)
+    return digest.hexdigest()
+
+
+def _weight_versions(network: Any) -> list[tuple[str, int, int]]:
+    """A list that differs as soon as a weight was replaced or changed in place, as by an optimizer; cheap to make."""
+    return [
+        (name, weight.data_ptr(), 0 if weight.is_inference() else weight._version)
+        for name, weight in network.state_dict().items()
+    ]
+
+
+def _with_effect(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _with_effect(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if not (isinstance(key, str) and _WITHOUT_EFFECT.fullmatch(key))
+    }
+
+
+def _line(item: tuple[str, Tensor]) -> bytes:
+    name, weight = item
+    raw: Any = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{name} {weight.dtype} {list(weight.shape)} {hashlib.sha256(raw).hexdigest()}\n".encode()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gatespace.errors import UsageError
-from gatespace.models.limits import check_attention, check_positions
 from gatespace.models.load import Model
 
 _NAME = "gatespace"
 _one_pass = threading.Lock()
 """Two threads in one network would reset its attention under each other, and get other numbers without an error."""
+_HARMLESS = {"sliding_window", "position_ids", "cache_position", "use_cache", "output_attentions"}
 _ROOM = 32
 """Rows whose lengths are equal up to this many tokens attend together."""
 
@@ -107,7 +107,7 @@ class PackedBody:
             prefix: What stands before every row: the KV cache from an earlier pass, or ids to include in this pass.
             past: The KV cache of each row from an earlier pass, after the prefix.
             shape: The padded length of row i in attention. The bits of a row's result depend on its shape, not on
-                its companions. None: short rows together, long rows together.
+                the other rows. None: short rows together, long rows together.
         """
         inline = tuple(prefix) if prefix is not None and not isinstance(prefix, KVCache) else ()
         before = len(inline) if not isinstance(prefix, KVCache) else prefix.lengths[0]
@@ -143,13 +143,13 @@ class PackedBody:
         return self.forward([ids]).cache if ids else None
 
     def decoding(self, forward: Forward, room: int) -> Decoding:
-        """Start writing after the rows of `read`, up to `room` tokens each, without gradient."""
+        """Start decoding after the rows of `forward`, up to `room` tokens each, without gradient."""
         return Decoding(self, forward, room)
 
     def _run(self, ids: Sequence[int], positions: Sequence[int], plan: _Plan) -> Tensor:
         body = self.model.body
         config: Any = body.config
-        check_positions(config, plan.longest)
+        _check_positions(config, plan.longest)
         with _one_pass:
             before = config._attn_implementation
             # Set for this pass only: the same network may be saved, generated with or trained elsewhere in between.
@@ -172,7 +172,9 @@ class Decoding:
 
     def __init__(self, body: PackedBody, forward: Forward, room: int) -> None:
         if forward.continued:
-            raise UsageError("writing starts after a pass over whole prompts", got="a pass that continued another")
+            raise UsageError(
+                "decoding starts after a pass over whole prompts", got="a pass that continued another"
+            )
         self._body = body
         prefix, cache = forward.prefix, forward.cache
         before = prefix.lengths[0] if prefix is not None else 0
@@ -285,7 +287,7 @@ class _Rows(_Plan):
             )
         self.order = torch.cat(targets).argsort().to(device)
         time = torch.arange(inline)
-        self.trunk_mask = _mask((time[:, None] >= time)[None], dtype).to(device)
+        self.prefix_mask = _mask((time[:, None] >= time)[None], dtype).to(device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         if layer != len(self.record):
@@ -296,7 +298,7 @@ class _Rows(_Plan):
         if self.inline:
             shared = key[:, : self.inline], value[:, : self.inline]
             first = query[:, : self.inline]
-            before.append(_attention(first[None], shared[0][None], shared[1][None], self.trunk_mask, scale)[0])
+            before.append(_attention(first[None], shared[0][None], shared[1][None], self.prefix_mask, scale)[0])
         outputs = []
         for group in self.groups:
             seen = []
@@ -388,10 +390,58 @@ def _serve(
         raise UsageError(
             "this architecture does not pass keyword arguments to its attention", instead="engine.packed: false"
         )
-    check_attention(module, gatespace_plan.longest, attention_mask, others)
+    _check_attention(module, gatespace_plan.longest, attention_mask, others)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output = gatespace_plan.attend(module.layer_idx, query[0], key[0], value[0], scale)
     return output.transpose(0, 1)[None], None
+
+
+def _check_attention(module: Any, tokens: int, mask: object, arguments: Mapping[str, Any]) -> None:
+    """Raise if a layer asks for more than softmax attention over `tokens` tokens and all that stand before them."""
+    changes = sorted(name for name, value in arguments.items() if value is not None and name not in _HARMLESS)
+    if mask is not None:
+        changes.append("a mask of its own")
+    if changes:  # softcap of Gemma 2, sinks of GPT-OSS: too small to rely on a probe to see them
+        raise UsageError(
+            f"packed passes do not know attention with {', '.join(changes)}",
+            got=type(module).__name__,
+            instead="engine.packed: false",
+        )
+    window = _window(module, arguments)
+    if window is not None and tokens > window:
+        raise UsageError(
+            "packed passes have no sliding window, and these texts are longer than the model's",
+            got=f"{tokens} tokens, window {window}",
+            instead="engine.packed: false",
+        )
+
+
+def _window(module: Any, arguments: Mapping[str, Any]) -> int | None:
+    if "sliding_window" in arguments:
+        passed: int | None = arguments["sliding_window"]
+        return passed
+    # Some architectures write it into their mask only, and no mask is made for packed passes.
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[module.layer_idx] if kinds else "sliding"
+    name = "attention_chunk_size" if "chunk" in kind else "sliding_window" if "sliding" in kind else ""
+    window: int | None = getattr(config, name, None)
+    return window
+
+
+def _check_positions(config: Any, tokens: int) -> None:
+    """Raise if the code of a position depends on the length of the text: its KV cache would then be out of date."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in [ropes, *(value for value in ropes.values() if isinstance(value, Mapping))]:
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            reach = rope.get("original_max_position_embeddings")
+            reach = reach or getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
+            if tokens > reach:
+                raise UsageError(
+                    "the positions of this network change with the length of the text from here on",
+                    got=f"{tokens} tokens, {rope['rope_type']} positions up to {reach}",
+                    instead="engine.packed: false",
+                )
 
 
 def _register() -> None:

@@ -1,6 +1,6 @@
 """The same passes as `packed`, by the network's own forward over whole padded sequences.
 
-It keeps token ids where the packed passes keep keys and values, and reads everything anew. Slow, but it serves every
+It caches token ids where the packed passes have a KV cache, and computes everything anew. Slow, but it serves every
 architecture, and it is what the packed passes are measured against.
 """
 
@@ -32,7 +32,7 @@ class TokenCache:
         return self
 
     def backward(self, leaves: TokenCache) -> None:
-        """Nothing is owed: every pass has read its prefix itself."""
+        """Nothing to do: every pass includes the prefix."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class PlainBody:
         past: TokenCache | None = None,
         shape: Callable[[int], int] | None = None,
     ) -> PlainForward:
-        """Hidden states of all tokens of `rows`; arguments as in `PackedBody.read`."""
+        """Hidden states of all tokens of `rows`; arguments as in `PackedBody.forward`."""
         root = prefix.rows[0] if isinstance(prefix, TokenCache) else tuple(prefix or ())
         before = [root + (past.rows[i] if past is not None else ()) for i in range(len(rows))]
         whole = [[*first, *row] for first, row in zip(before, rows, strict=True)]
@@ -83,7 +83,7 @@ class PlainBody:
         return TokenCache((tuple(ids),)) if ids else None
 
     def decoding(self, forward: PlainForward, room: int) -> PlainDecoding:
-        """Start writing after the rows of `read`."""
+        """Start decoding after the rows of `forward`."""
         return PlainDecoding(self, forward)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -53,6 +54,26 @@ class Rollout:
     drawn, under the model's own."""
     ended: list[bool] = field(default_factory=list)
     """Whether the row came to an end by itself, and not by `max_new_tokens`."""
+
+
+class Sampler(Protocol):
+    """Samples with a copy of the student's weights, in place of the student: vLLM, for one."""
+
+    def sync(self) -> float:
+        """Copy the weights as they are now; an error unless they have arrived. Returns seconds."""
+        ...
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        sampling: Sampling,
+        stop: Callable[[list[int]], bool],
+        seeds: Sequence[int] = (),
+        vocab_size: int | None = None,
+    ) -> Rollout:
+        """Continue whole prompts."""
+        ...
 
 
 @torch.no_grad()

@@ -74,6 +74,11 @@ class RunFolder:
         return self.path / "config.yaml"
 
     @property
+    def done_file(self) -> Path:
+        """What is written last."""
+        return self.path / "done"
+
+    @property
     def reads_file(self) -> Path:
         """The ledger of reads of held-out splits."""
         return self.path / "reads.jsonl"
@@ -144,6 +149,13 @@ class RunFolder:
         except FileNotFoundError:
             return max(0.0, time.time() - began)
 
+    def ended_at(self) -> float | None:
+        """When the run was done or failed, in seconds since 1970; None where it goes on."""
+        for path in (self.done_file, self.path / "error.json"):
+            if path.exists():
+                return path.stat().st_mtime
+        return None
+
     # ------------------------------------------------------------------ readers
 
     def settings(self) -> dict[str, Any]:
@@ -165,9 +177,9 @@ class RunFolder:
         """Versions, machine, threads."""
         return self._json("environment.json")
 
-    def summary(self) -> dict[str, Any] | None:
-        """The summary of a run that is done, else None."""
-        return self._json("summary.json") if self.is_done else None
+    def summary(self, *, before_done: bool = False) -> dict[str, Any] | None:
+        """The summary of a run that is done, else None. `before_done`: as `finish` wrote it, for finishers."""
+        return self._json("summary.json") if before_done or self.is_done else None
 
     def baseline(self) -> dict[str, Any]:
         """What a baseline is an evaluation of."""

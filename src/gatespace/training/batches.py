@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gatespace.addons.parallel.ranks import Ranks
 from gatespace.errors import UsageError
-from gatespace.models.body import Body
 from gatespace.models.encode import Encoder
 from gatespace.seeding import permutation
 from gatespace.tasks import Example
@@ -58,16 +56,3 @@ def micro_batches(rows: Sequence[Row], tokens: int, room: int) -> list[list[Row]
         parts[-1].append(row)
         used += size
     return parts
-
-
-def divided(rows: Sequence[Row], ranks: Ranks, tokens: int, room: int) -> list[list[list[Row]]]:
-    """The micro-batches of every process."""
-    shares = ([rows[place] for place in share] for share in ranks.shares(len(rows)))
-    return [micro_batches(share, tokens, room) for share in shares]
-
-
-def keep_up(body: Body, done: int, all_parts: Sequence[Sequence[object]]) -> None:
-    """After `done` micro-batches, pass through a model in pieces as often as the process that has most of them: every
-    process gives its pieces to the passes of all."""
-    for _ in range(max(map(len, all_parts)) - done):
-        (body.forward([[0]]).hidden.sum() * 0).backward()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gatespace.addons.parallel.ranks import ALONE, Ranks
 from gatespace.config import OptimizerConfig
 from gatespace.errors import RunError
+from gatespace.training.processes import ONE, Processes
 
 
 @dataclass(frozen=True)
@@ -38,24 +37,24 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 class Optimizer:
     """Takes gradients of a sum of losses over tokens from a network, and updates it.
 
-    In bfloat16 the network holds rounded copies of the weights that are kept here in float32. Several processes add up
-    their gradients and make the same update each; of a network in pieces each process updates its own.
+    In bfloat16 the network holds rounded copies of the weights that are kept here in float32. Several processes sum
+    their gradients and make the same update each; of a sharded network each process updates its shard.
 
     Args:
         network: Loaded in float32; its parameters that require gradient are trained.
         config: The settings of AdamW and of the learning rate.
         steps: How many updates there will be.
-        dtype: The precision in which the network computes from now on. A network in pieces sees to that itself.
-        ranks: The processes that train it.
+        dtype: The precision in which the network computes from now on. A sharded network sees to that itself.
+        processes: The processes that train it.
     """
 
     def __init__(
-        self, network: nn.Module, config: OptimizerConfig, *, steps: int, dtype: torch.dtype, ranks: Ranks = ALONE
+        self, network: nn.Module, config: OptimizerConfig, *, steps: int, dtype: torch.dtype, processes: Processes = ONE
     ) -> None:
-        self._config, self._steps, self._ranks = config, steps, ranks
+        self._config, self._steps, self._processes = config, steps, processes
         self._network = network
         self._own = {name: p for name, p in network.named_parameters() if p.requires_grad}
-        self._mixed = dtype != torch.float32 and not ranks.sharded
+        self._mixed = dtype != torch.float32 and not processes.sharded
         if self._mixed:
             self._masters = {name: p.detach().clone().requires_grad_() for name, p in self._own.items()}
             _convert(network, dtype)
@@ -95,9 +94,9 @@ class Optimizer:
             number: The step's number from 0.
             tokens: Of this process; the mean is over those of all.
         """
-        tokens = int(self._ranks.total(tokens))
+        tokens = int(self._processes.total(tokens))
         gradients = self._gradients()
-        total = _norm(gradients) / tokens if gradients else 0.0
+        total = self._norm(gradients) / tokens if gradients else 0.0
         if not math.isfinite(total):
             raise RunError(
                 "the gradient is not finite", got=total, instead="a smaller learning rate, or precision fp32"
@@ -109,7 +108,7 @@ class Optimizer:
         for group in self._adam.param_groups:
             group["lr"] = lr
         self._adam.step()
-        # Fused AdamW changes weights without counting it, and whoever has hashed them would not hear of it.
+        # Fused AdamW changes weights without counting it, which a memoised fingerprint relies on.
         torch.autograd.graph.increment_version(list(self._masters.values()))
         self._adam.zero_grad()
         self._publish()
@@ -121,30 +120,22 @@ class Optimizer:
         self._network.zero_grad()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that the next update depends on. Of a network in pieces the first process alone has it, on the
-        CPU; all others take part in gathering."""
+        """Everything that the next update depends on; of a sharded network in the first process only."""
         found = {f"weight/{name}": p.detach() for name, p in self._masters.items()}
         for name, p in self._masters.items():
             found |= {f"{key}/{name}": value for key, value in self._adam.state.get(p, {}).items()}
-        if not self._ranks.sharded:
-            return found
-        gathered: dict[str, Tensor] = {}
-        for key, value in found.items():
-            whole = _whole(value)  # one at a time is whole on the device
-            if self._ranks.first:
-                gathered[key] = whole.cpu()
-        return gathered
+        return self._processes.gather_tensors(found)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from what `tensors` gave."""
         with torch.no_grad():
             for name, p in self._masters.items():
-                p.copy_(_like(p, tensors[f"weight/{name}"]))
+                p.copy_(self._processes.shard_like(p, tensors[f"weight/{name}"]))
         for name, p in self._masters.items():
             state = {key: tensors.get(f"{key}/{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
             self._adam.state[p] = {
                 # fused AdamW counts on the parameter's device, the others on the CPU; both take what they saved
-                key: value.clone() if key == "step" else _like(p, value.to(p.device, copy=True))
+                key: value.clone() if key == "step" else self._processes.shard_like(p, value.to(p.device, copy=True))
                 for key, value in state.items()
                 if value is not None
             }
@@ -160,12 +151,11 @@ class Optimizer:
 
     def _gradients(self) -> list[Tensor]:
         """The gradients of the sum over all processes."""
-        if self._ranks.size > 1 and not self._ranks.sharded:
-            for p in self._masters.values():
-                if p.grad is None:  # nothing here, but perhaps elsewhere
-                    p.grad = torch.zeros_like(p)
-            self._ranks.sum([p.grad for p in self._masters.values() if p.grad is not None])
+        self._processes.sum_gradients(self._masters.values())
         return [p.grad for p in self._masters.values() if p.grad is not None]
+
+    def _norm(self, gradients: list[Tensor]) -> float:
+        return float(self._processes.full(torch.nn.utils.get_total_norm(gradients)))
 
     @torch.no_grad()
     def _publish(self) -> None:
@@ -179,22 +169,3 @@ def _convert(network: nn.Module, dtype: torch.dtype) -> None:
     """Not buffers, as `network.to(dtype)` would: rounded frequencies of a rotary embedding are other positions."""
     for parameter in network.parameters():
         parameter.data = parameter.data.to(dtype)
-
-
-def _norm(gradients: list[Tensor]) -> float:
-    return float(_whole(torch.nn.utils.get_total_norm(gradients)))
-
-
-def _whole(tensor: Any) -> Tensor:
-    """A tensor that may be in pieces (a DTensor), in one."""
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole
-
-
-def _like(parameter: Any, value: Tensor) -> Tensor:
-    """A whole tensor, in pieces as `parameter` is."""
-    if not hasattr(parameter, "full_tensor"):
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)

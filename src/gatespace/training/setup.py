@@ -1,19 +1,15 @@
-"""What a run stands on: device, precision, models, and the task in their tokens."""
+"""What a run needs first: device, precision, models, and the task in their tokens."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from gatespace.addons.parallel.ranks import ALONE, Ranks
-from gatespace.config import LoraConfig, TaskConfig, TeachEngineConfig, TrainConfig, in_setting
-from gatespace.config.address import is_address, parse_address
+from gatespace.config import LoraConfig, TaskConfig, TeachEngineConfig, in_setting
+from gatespace.config.address import is_address
 from gatespace.errors import UsageError
 from gatespace.models import Model, build_tiny, load_model, with_lora
 from gatespace.models.encode import Encoder
@@ -21,12 +17,7 @@ from gatespace.models.load import TINY
 from gatespace.seeding import stream
 from gatespace.tasks import Example, Prompt, Task
 from gatespace.tasks.configured import configured_prompt, configured_rows, load_configured_task
-from gatespace.teacher.cache import ScoreCache
-
-if TYPE_CHECKING:
-    from gatespace.addons.service.client import RemoteTeacher
-    from gatespace.addons.vllm.sampler import VllmSampler
-    from gatespace.addons.vllm.teacher import VllmTeacher
+from gatespace.training.processes import ONE, Processes
 
 _ACTIVATIONS = 6 << 30
 """Bytes that the activations of a micro-batch may take."""
@@ -54,11 +45,11 @@ class Material:
     rows: list[Example]
 
 
-def placement(engine: TeachEngineConfig, ranks: Ranks = ALONE) -> Placement:
+def placement(engine: TeachEngineConfig, processes: Processes = ONE) -> Placement:
     """Resolve ``auto``, and give torch its threads."""
     if engine.threads is not None:
         torch.set_num_threads(engine.threads)
-    device = engine.device if ranks.size == 1 else ranks.device
+    device = processes.device or engine.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -136,130 +127,6 @@ def open_model(
     return model
 
 
-def remote_teacher(
-    config: TrainConfig,
-    student: Model,
-    encoder: Encoder,
-    place: Placement,
-    *,
-    cache: ScoreCache | None = None,
-    report: Callable[[str], None],
-) -> RemoteTeacher | VllmTeacher:
-    """The teacher at the address in `pair.teacher`; an error where it cannot be this student's."""
-    if parse_address(config.pair.teacher, "pair.teacher").scheme == "vllm":
-        return _vllm_teacher(config, student, encoder, place, report)
-    from gatespace.addons.service.client import RemoteTeacher
-    from gatespace.addons.service.keys import client_keys
-    from gatespace.addons.service.wire import vocabulary_digest
-
-    settings = config.teacher
-    with in_setting("teacher"):
-        keys = client_keys(settings.client_key, settings.server_key)
-    with in_setting("pair.teacher"):
-        teacher = RemoteTeacher(
-            config.pair.teacher,
-            encoder.prefix,
-            max_new_tokens=config.rollout.max_new_tokens,
-            payload=settings.payload,
-            k=settings.k,
-            vocab_size=student.vocab_size,
-            tokenizer_digest=vocabulary_digest(student.tokenizer.get_vocab()),
-            cache=cache,
-            timeout=settings.timeout,
-            patience=settings.patience,
-            keys=keys,
-            report=report,
-            device=place.device,
-        )
-    packed = "PackedBody" in teacher.numerics.split("/")
-    if config.engine.packed is not None and config.engine.packed != packed:
-        teacher.close()
-        raise UsageError(
-            "engine.packed: the teacher's passes are others",
-            got=f"{str(config.engine.packed).lower()}, and {str(packed).lower()} at {config.pair.teacher}",
-            instead="null, or a teacher in this process",
-        )
-    if teacher.dtype != place.dtype:
-        report(f"the teacher computes in {str(teacher.dtype).removeprefix('torch.')}, this run in {place.precision}")
-    return teacher
-
-
-def _vllm_teacher(
-    config: TrainConfig, student: Model, encoder: Encoder, place: Placement, report: Callable[[str], None]
-) -> VllmTeacher:
-    from gatespace.addons.vllm.teacher import VllmTeacher
-
-    # Nothing is kept of its scores: other weights under the same name would find them.
-    with in_setting("pair.teacher"):
-        return VllmTeacher(
-            config.pair.teacher,
-            encoder.prefix,
-            max_new_tokens=config.rollout.max_new_tokens,
-            k=config.teacher.k,
-            tokenizer=student.tokenizer,
-            vocab_size=student.vocab_size,
-            timeout=config.teacher.timeout,
-            patience=config.teacher.patience,
-            report=report,
-            device=place.device,
-        )
-
-
-@contextmanager
-def vllm_sampler(
-    config: TrainConfig,
-    student: Model,
-    encoder: Encoder,
-    data: Material,
-    folder: Path,
-    place: Placement,
-    report: Callable[[str], None],
-) -> Iterator[VllmSampler]:
-    """The sampler of `rollout.vllm`; a server that is started here ends with it."""
-    from gatespace.addons.vllm.process import VllmProcess
-    from gatespace.addons.vllm.sampler import VllmSampler
-    from gatespace.addons.vllm.untied import save_untied
-
-    where = config.rollout.vllm
-    assert where is not None
-    options: dict[str, Any] = {
-        "dtype": place.dtype,
-        "timeout": config.teacher.timeout,
-        "patience": config.teacher.patience,
-        "report": report,
-    }
-    weights = folder / "vllm"
-    with ExitStack() as stack:
-        stack.callback(shutil.rmtree, weights, ignore_errors=True)
-        with in_setting("rollout.vllm"):
-            if is_address(where):
-                address = where
-            else:
-                save_untied(student, weights / "start", dtype=place.dtype)
-                rows, cap = list(data.rows), config.rollout.max_new_tokens
-                if config.evaluation.engine == "vllm":
-                    for split in {*config.evaluation.final, config.evaluation.split}:
-                        rows += data.task.rows(split)
-                    cap = max(cap, config.evaluation.max_new_tokens)
-                longest = len(encoder.prefix) + max(len(encoder.suffix(row.text)) for row in rows)
-                plain = (config.rollout.temperature, config.rollout.top_p) in ((1.0, 1.0), (0.0, 1.0))
-                report("starting vLLM")
-                process = VllmProcess(
-                    Path(where).expanduser(),
-                    weights / "start",
-                    log=folder / "vllm.log",
-                    dtype=str(place.dtype).removeprefix("torch."),
-                    max_model_len=max(64, longest + cap + 1),
-                    weights=True,
-                    options=() if plain else ("--logprobs-mode", "processed_logprobs"),
-                )
-                address = stack.enter_context(process).address
-                stack.enter_context(process.watched())
-                options["wait"] = False  # it does not come back by itself
-            sampler = stack.enter_context(VllmSampler(address, student, weights, **options))
-        yield sampler
-
-
 def encoder_for(material: Material, model: Model, splits: tuple[str, ...], *, share: bool) -> Encoder:
     """The task in the model's tokens. The prefix is what all training rows and all rows of `splits` share."""
     texts = [row.text for row in material.rows]
@@ -284,8 +151,3 @@ def activation_bytes(config: Any) -> int:
     hidden = int(config.hidden_size)
     inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
     return int(config.num_hidden_layers) * (34 * hidden + 6 * inner) * 2
-
-
-def run_folder(path: Path) -> Path:
-    """The folder of a run, by its full name."""
-    return path.expanduser().absolute()

@@ -1,74 +1,145 @@
-"""One step of supervised fine-tuning on gold responses: how a teacher is made."""
+"""Supervised fine-tuning on gold responses: how a teacher is made."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from gatespace.addons.parallel.ranks import ALONE, Ranks
+from gatespace.config import TeachConfig
 from gatespace.errors import RunError
-from gatespace.models.body import Body
-from gatespace.models.encode import Encoder
-from gatespace.training.batches import Row, divided, keep_up
+from gatespace.models.body import body_of
+from gatespace.runs import RunFolder
+from gatespace.training.batches import Batches, Row, micro_batches
 from gatespace.training.clock import Clock
-from gatespace.training.optimizer import Optimizer, Update
-from gatespace.training.step import whole_logits
+from gatespace.training.job import Job
+from gatespace.training.optimizer import Update
+from gatespace.training.processes import Processes
+from gatespace.training.progress import Progress
+from gatespace.training.setup import encoder_for, material, micro_tokens, open_model
 
 
 @dataclass(frozen=True)
-class Learned:
-    """What a step of fine-tuning saw."""
+class SupervisedOutput:
+    """The loss of a micro-batch."""
 
-    update: Update
-    loss: float
-    """Mean cross-entropy of a response token, in nats."""
+    loss: Tensor
+    """The sum of the cross-entropies of its response tokens, in nats."""
     tokens: int
     right: int
-    """Tokens that the model would have written itself."""
+    """Tokens that the model would have chosen itself."""
 
 
-@dataclass(frozen=True)
-class Supervised:
-    """A model and the right answers it learns; prompts are read but not learned."""
+class SupervisedTrace:
+    """Sums of a step."""
 
-    body: Body
-    encoder: Encoder
-    optimizer: Optimizer
-    vocab_size: int
-    micro_tokens: int
-    ranks: Ranks = ALONE
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+        self.begin(0)
 
-    def step(self, number: int, rows: Sequence[Row], clock: Clock) -> Learned:
-        """Update the model with the right responses to `rows`, those of all processes; `number` counts from 0."""
-        end = self.body.model.turn_end
-        total, tokens, right = 0.0, 0, 0
-        with clock("update"), self.body.model.learning():
-            longest = max(len(self.encoder.gold(label, end)) for label in self.encoder.prompt.labels)
-            parts = divided(rows, self.ranks, self.micro_tokens, longest)
-            for part in parts[self.ranks.rank]:
-                responses = [self.encoder.gold(row.example.label, end) for row in part]
-                whole = [[*row.prompt, *ids[:-1]] for row, ids in zip(part, responses, strict=True)]
-                forward = self.body.forward(whole, prefix=self.encoder.prefix)
-                pieces = zip(forward.hidden.split([len(row) for row in whole]), part, strict=True)
-                hidden = torch.cat([states[len(row.prompt) - 1 :] for states, row in pieces])
-                logits = whole_logits(hidden, self.body.model.head)[:, : self.vocab_size]
-                target = torch.tensor([token for ids in responses for token in ids], device=logits.device)
-                loss = cross_entropy(logits, target, reduction="sum")
-                if not bool(torch.isfinite(loss)):
-                    raise RunError(
-                        "the loss is not finite", got=float(loss.detach()), instead="a smaller learning rate, or fp32"
-                    )
-                loss.backward()
-                self.optimizer.collect()
-                total += float(loss.detach())
-                tokens += target.numel()
-                right += int((logits.argmax(-1) == target).sum())
-            if self.ranks.sharded:
-                keep_up(self.body, len(parts[self.ranks.rank]), parts)
-        with clock("optimizer"):
-            update = self.optimizer.step(number, tokens)
-        all_tokens, all_right = int(self.ranks.total(tokens)), int(self.ranks.total(right))
-        return Learned(update, self.ranks.total(total) / all_tokens, all_tokens, all_right)
+    def begin(self, step: int) -> None:
+        """Start a step."""
+        self._step, self._loss, self.tokens, self._right = step, 0.0, 0, 0
+
+    def add(self, batch: list[Row], out: SupervisedOutput) -> None:
+        """Add a micro-batch."""
+        self._loss += float(out.loss.detach())
+        self.tokens += out.tokens
+        self._right += out.right
+
+    def record(self, update: Update, clock: Clock) -> dict[str, list[dict[str, Any]]]:
+        """Log → its new lines."""
+        total = self._processes.total
+        tokens, right = int(total(self.tokens)), int(total(self._right))
+        metrics = {
+            "step": self._step + 1,
+            "loss": total(self._loss) / tokens,
+            "tokens": tokens,
+            "token_accuracy": right / tokens,
+            "grad_norm": update.grad_norm,
+            "lr": update.lr,
+        }
+        timing = {"step": self._step + 1, "wall": clock.wall, "cpu": clock.cpu}
+        return {"metrics": [metrics], "timings": [timing]}
+
+
+class Supervised(Job):
+    """The job of `gatespace teach`: the loss is on responses, prompts are context."""
+
+    config: TeachConfig
+    trace: SupervisedTrace
+
+    def __init__(
+        self, config: TeachConfig, run: RunFolder, processes: Processes, progress: Progress, stack: ExitStack
+    ) -> None:
+        super().__init__(config, run, processes, progress, stack)
+        self.data = material(config.task, "teacher")
+        with processes.in_turn():
+            self.model = open_model(
+                config.model,
+                "model",
+                role="teacher",
+                task=self.data.task,
+                device=self.place.device,
+                revision=config.revision,
+                trust_remote_code=config.trust_remote_code,
+                lora=config.lora,
+                seed=config.seed,
+                report=progress.note,
+            )
+        self.content = {
+            "task": self.data.task.digest,
+            "model": self.model.fingerprint(),
+            "precision": self.place.precision,
+        }
+
+    def prepare(self) -> None:
+        """Make what training needs beside the model."""
+        super().prepare()
+        config = self.config
+        self.encoder = encoder_for(self.data, self.model, self.splits, share=config.engine.share_prefix)
+        self.body = body_of(self.model, packed=config.engine.packed)
+        self._batches = Batches(self.data.rows, self.encoder, batch_size=config.batch_size, seed=config.seed)
+        self._micro_tokens = micro_tokens(self.model, config.engine.micro_tokens)
+        self._rows: list[Row] = []
+        self.trace = SupervisedTrace(self.processes)
+
+    @contextmanager
+    def micro_batches(self, step: int, clock: Clock) -> Iterator[Iterator[list[Row]]]:
+        """The rows of this process, divided."""
+        self._rows = rows = self._batches.at(step)
+        longest = max(len(self._gold(label)) for label in self.encoder.prompt.labels)
+        shares = [[rows[i] for i in share] for share in self.processes.shares(len(rows))]
+        parts = [micro_batches(share, self._micro_tokens, longest) for share in shares]
+        own = parts[self.processes.rank]
+        with self.processes.update(self.body, len(own), max(map(len, parts))):
+            yield iter(own)
+
+    def loss(self, step: int, batch: list[Row]) -> SupervisedOutput:
+        """Cross-entropy of the gold responses."""
+        responses = [self._gold(row.example.label) for row in batch]
+        fed = [[*row.prompt, *ids[:-1]] for row, ids in zip(batch, responses, strict=True)]
+        forward = self.body.forward(fed, prefix=self.encoder.prefix)
+        parts = zip(forward.hidden.split([len(row) for row in fed]), batch, strict=True)
+        hidden = torch.cat([states[len(row.prompt) - 1 :] for states, row in parts])
+        logits = self.model.head.logits(hidden)[:, : self.model.vocab_size]
+        target = torch.tensor([token for ids in responses for token in ids], device=logits.device)
+        loss = cross_entropy(logits, target, reduction="sum")
+        if not bool(torch.isfinite(loss)):
+            raise RunError(
+                "the loss is not finite", got=float(loss.detach()), instead="a smaller learning rate, or fp32"
+            )
+        return SupervisedOutput(loss, target.numel(), int((logits.argmax(-1) == target).sum()))
+
+    def evidence(self) -> dict[str, Any]:
+        """The rows of the step."""
+        rows = [{"index": row.index, "text": row.example.text, "gold": row.example.label} for row in self._rows]
+        return {"rows": rows}
+
+    def _gold(self, label: str) -> list[int]:
+        return self.encoder.gold(label, self.model.turn_end)

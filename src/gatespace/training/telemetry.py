@@ -1,87 +1,61 @@
-"""What is written down about a step: its record, single tokens on some steps, and where time went."""
+"""What is logged of a step of distillation: its metrics, single tokens on some steps, and where time went."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from gatespace.config import TraceConfig
-from gatespace.errors import GatespaceError
-from gatespace.gating.coefficients import Gate
+from gatespace.gating.configured import build_gate
+from gatespace.gating.loss import LossInputs, LossOutput
 from gatespace.gating.tokens import TeacherTopK
-from gatespace.teacher.cache import ScoreCache
 from gatespace.training.clock import Clock
-from gatespace.training.loop import Outcome
 from gatespace.training.optimizer import Update
-from gatespace.training.step import Distillation, Scored, whole_logits
+from gatespace.training.rollouts import MicroBatch
 from gatespace.training.token_records import due, token_record
 from gatespace.training.trace import Trace, kappa_share
 
+if TYPE_CHECKING:
+    from gatespace.training.distill import Distillation
 
-class Telemetry:
-    """Watches the steps of a distillation."""
 
-    def __init__(
-        self, distillation: Distillation, gate: Gate | None, config: TraceConfig, cache: ScoreCache | None
-    ) -> None:
-        self._distillation, self._gate, self._config, self._cache = distillation, gate, config, cache
+class DistillationTrace:
+    """The numbers of a distillation's steps, over all its processes."""
+
+    def __init__(self, job: Distillation) -> None:
+        self._job = job
+        self._gate = build_gate(job.config.objective)
         self._trace = Trace()
-        self._step = 0
-        self._seen: list[Scored] = []
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        """Start step `step`, counted from 0."""
+        self._step = step + 1
+        self.tokens = 0
+        self._seen: list[MicroBatch] = []
+        self._losses: list[float] = []
         self._sample: list[dict[str, Any]] = []
         self._kappa: float | None = None
-        self._before: dict[str, int] = {}
-
-    def begin(self, number: int) -> None:
-        """A step begins; `number` counts from 0."""
-        self._step = number + 1
-        self._seen, self._sample, self._kappa = [], [], None
         self._trace.begin(self._step)
         self._before = self._counts()
 
-    def watch(self, scored: Scored) -> None:
+    def add(self, batch: MicroBatch, out: LossOutput) -> None:
         """Take in a micro-batch."""
-        first = scored.part.places[0]
-        self._trace.add(scored.output, rows=scored.part.segments + first)
-        if first == 0 and due(self._step, every=self._config.tokens_every):
-            self._look_closely(scored)
-        self._seen.append(_without_tensors(scored))
+        first = batch.places[0]
+        self.tokens += out.tokens
+        self._trace.add(out, rows=batch.segments + first)
+        if first == 0 and due(self._step, every=self._job.config.trace.tokens_every):
+            self._look_closely(batch)
+        self._seen.append(batch)
+        self._losses.append(float(out.loss.detach()))
+        batch.hidden = batch.scores = None  # tensors of a whole step need not stay
 
-    @contextmanager
-    def evidence(self) -> Iterator[None]:
-        """If the step fails, let the error carry what was seen of it."""
-        try:
-            yield
-        except GatespaceError as error:
-            parts = [scored.part for scored in self._seen]
-            parts += [part for part in [getattr(error, "part", None)] if part is not None]
-            # The last one may not have got as far as responses.
-            responses = [part.rollout.responses or [[]] * len(part.rows) for part in parts]
-            pairs = zip(parts, responses, strict=True)
-            rows = [(row, ids) for part, written in pairs for row, ids in zip(part.rows, written, strict=True)]
-            encoder = self._distillation.encoder
-            error.evidence = {  # type: ignore[attr-defined]
-                "rows": [
-                    {
-                        "index": row.index,
-                        "text": row.example.text,
-                        "gold": row.example.label,
-                        "response": encoder.decode(ids),
-                    }
-                    for row, ids in rows
-                ],
-                "losses": [float(scored.output.loss.detach()) for scored in self._seen],
-            }
-            raise
-
-    def outcome(self, update: Update, clock: Clock) -> Outcome:
-        """The step is done, in all processes."""
-        rollouts = [scored.part.rollout for scored in self._seen]
-        sources = [source for scored in self._seen for source in scored.part.sources]
+    def record(self, update: Update, clock: Clock) -> dict[str, list[dict[str, Any]]]:
+        """Log → its new lines, when the step is done in all processes."""
+        rollouts = [batch.rollout for batch in self._seen]
+        sources = [source for batch in self._seen for source in batch.sources]
         log_probs = [row for rollout in rollouts for row in rollout.log_probs]
         own = {
             "lengths": [len(ids) for rollout in rollouts for ids in rollout.responses],
@@ -89,23 +63,46 @@ class Telemetry:
             "log_probs": [row if source == "student" else None for row, source in zip(log_probs, sources, strict=True)],
         }
         counts = {name: count - self._before[name] for name, count in self._counts().items()}
-        ranks = self._distillation.ranks
-        found = ranks.gather((own, counts, self._trace.tokens() if ranks.size > 1 else None))
+        processes = self._job.processes
+        found = processes.gather((own, counts, self._trace.tokens() if processes.size > 1 else None))
         for rank, (_, _, tokens) in enumerate(found):
-            if rank != ranks.rank:
+            if rank != processes.rank:
                 self._trace.take(tokens)
         rows = {name: [value for one, _, _ in found for value in one[name]] for name in own}
         self._trace.rollout(**rows)
-        record = self._trace.record(grad_norm=update.grad_norm, lr=update.lr, kappa_share=self._kappa)
+        metrics = self._trace.record(grad_norm=update.grad_norm, lr=update.lr, kappa_share=self._kappa)
         seconds = sum(clock.wall.values())
         timing = {
             "step": self._step,
             "wall": clock.wall,
             "cpu": clock.cpu,
-            "tokens_per_second": record["tokens"] / seconds if seconds else None,
+            "tokens_per_second": metrics["tokens"] / seconds if seconds else None,
             **{name: sum(one[name] for _, one, _ in found) for name in counts},
         }
-        return Outcome(record, timing, self._sample)
+        return {"tokens": self._sample, "metrics": [metrics], "timings": [timing]}
+
+    def evidence(self, current: MicroBatch | None) -> dict[str, Any]:
+        """What a step that failed had seen; `current` is the micro-batch that it was at."""
+        encoder = self._job.encoder
+        batches = self._seen if current is None or current in self._seen else [*self._seen, current]
+        # The last one may not have got as far as responses.
+        rows = [
+            (row, ids)
+            for batch in batches
+            for row, ids in zip(batch.rows, batch.rollout.responses or [[]] * len(batch.rows), strict=True)
+        ]
+        return {
+            "rows": [
+                {
+                    "index": row.index,
+                    "text": row.example.text,
+                    "gold": row.example.label,
+                    "response": encoder.decode(ids),
+                }
+                for row, ids in rows
+            ],
+            "losses": self._losses,
+        }
 
     def state(self) -> dict[str, Any]:
         """The sums of the run, for a checkpoint."""
@@ -116,21 +113,23 @@ class Telemetry:
         return self._trace.summary()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Resume from what `state` gave."""
         self._trace.restore(state)
 
     # ------------------------------------------------------------------ single tokens
 
-    def _look_closely(self, scored: Scored) -> None:
-        distillation, part = self._distillation, scored.part
-        rows = min(self._config.rollouts, len(part.rows))
-        lengths = [len(ids) for ids in part.rollout.responses[:rows]]
-        count = sum(lengths)
-        size = distillation.vocab_size
+    def _look_closely(self, batch: MicroBatch) -> None:
+        """Record the tokens of the first rows, and how much of their gradient flows through the gate."""
+        job, responses = self._job, batch.rollout.responses
+        rows = min(job.config.trace.rollouts, len(batch.rows))
+        lengths = [len(ids) for ids in responses[:rows]]
+        count, size = sum(lengths), job.vocab_size
+        assert batch.hidden is not None
+        assert batch.scores is not None
+        payload, head = batch.scores.payload, batch.scores.head
         with torch.no_grad():
-            student = whole_logits(scored.hidden[:count], distillation.student.model.head)[:, :size]
+            student = job.model.head.logits(batch.hidden[:count])[:, :size]
             teacher: Tensor | TeacherTopK
-            payload, head = scored.scores.payload, scored.scores.head
             if isinstance(payload, TeacherTopK):
                 sampled = payload.sampled_log_probs
                 teacher = TeacherTopK(
@@ -140,33 +139,32 @@ class Telemetry:
                 )
             else:
                 assert head is not None
-                teacher = whole_logits(payload[0, :count], head)[:, :size]
-        settings = distillation.settings
+                teacher = head.logits(payload[0, :count])[:, :size]
+        settings = job.config.objective
         if settings.shuffle:
-            self._kappa = 0.0  # λ that was dealt out is a constant
+            self._kappa = 0.0  # a shuffled λ is a constant
         elif self._gate is not None:
-            responses = [token for ids in part.rollout.responses[:rows] for token in ids]
-            self._kappa = kappa_share(
-                student,
-                teacher,
-                self._gate,
-                segments=part.segments[:count],
+            inputs = LossInputs(
                 top_k=settings.top_k,
                 temperature=settings.temperature,
-                support=settings.support,
-                support_k=settings.support_k,
                 entropy=settings.entropy,
-                sampled=torch.tensor(responses, device=student.device),
+                sampled=torch.tensor([[token for ids in responses[:rows] for token in ids]], device=student.device),
+                segment_ids=batch.segments[:count][None],
+            )
+            self._kappa = kappa_share(
+                student, teacher, self._gate, inputs=inputs, support=settings.support, support_k=settings.support_k
             )
         start = 0
         for row, length in enumerate(lengths):
             span = slice(start, start + length)
             start += length
-            self._sample.append(self._record(part, row, student[span], _part(teacher, span)))
+            self._sample.append(self._token_record(batch, row, student[span], _part(teacher, span)))
 
-    def _record(self, part: Any, row: int, student: Tensor, teacher: Tensor | TeacherTopK) -> dict[str, Any]:
-        encoder = self._distillation.encoder
-        example, ids = part.rows[row].example, part.rollout.responses[row]
+    def _token_record(
+        self, batch: MicroBatch, row: int, student: Tensor, teacher: Tensor | TeacherTopK
+    ) -> dict[str, Any]:
+        encoder = self._job.encoder
+        example, ids = batch.rows[row].example, batch.rollout.responses[row]
         return token_record(
             step=self._step,
             row=row,
@@ -174,19 +172,19 @@ class Telemetry:
             gold=example.label,
             label=encoder.prompt.parse(encoder.decode(ids)),
             response=ids,
-            ended=part.rollout.ended[row],
+            ended=batch.rollout.ended[row],
             values=self._trace.row(row),
             student_logits=student,
             teacher_logits=teacher,
             token_text=lambda token: encoder.tokenizer.decode([token]),
-            more={"source": part.sources[row], "index": part.rows[row].index},
+            more={"source": batch.sources[row], "index": batch.rows[row].index},
         )
 
     def _counts(self) -> dict[str, int]:
-        stats = self._distillation.teacher.stats
+        stats, cache = self._job.teacher.stats, self._job.cache
         counts = {"teacher_tokens": stats.computed_tokens, "teacher_passes": stats.passes}
-        if self._cache is not None:
-            counts |= {"cache_hits": self._cache.stats.hits, "cache_misses": self._cache.stats.misses}
+        if cache is not None:
+            counts |= {"cache_hits": cache.stats.hits, "cache_misses": cache.stats.misses}
         return counts
 
 
@@ -194,9 +192,3 @@ def _part(teacher: Tensor | TeacherTopK, span: slice) -> Tensor | TeacherTopK:
     if isinstance(teacher, Tensor):
         return teacher[span]
     return TeacherTopK(teacher.ids[0, span], teacher.log_probs[0, span])
-
-
-def _without_tensors(scored: Scored) -> Scored:
-    """Hidden states of a whole step need not be kept."""
-    empty = scored.hidden[:0]
-    return Scored(scored.part, scored.output, empty, type(scored.scores)(empty, None))

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from gatespace.errors import UsageError
 from gatespace.gating.coefficients import SATURATION, Gate
-from gatespace.gating.loss import LossOutput, gated_kl
+from gatespace.gating.loss import LossInputs, LossOutput, distillation_loss
+from gatespace.gating.objectives import Gated
 from gatespace.gating.tokens import TeacherTopK
 
 __all__ = ["BINS", "Trace", "kappa_share"]
@@ -262,16 +263,9 @@ def kappa_share(
     teacher_logits: Tensor | TeacherTopK,
     gate: Gate,
     *,
-    segments: Tensor | None = None,
-    top_k: int = 8,
-    temperature: float = 1.0,
+    inputs: LossInputs | None = None,
     support: str = "full",
     support_k: int | None = None,
-    entropy: str = "top_k",
-    sampled: Tensor | None = None,
-    sampled_log_probs: Tensor | None = None,
-    u: Tensor | None = None,
-    vocab_size: int | None = None,
 ) -> float:
     """How much of the gradient at the logits flows through the gate: ‖g - g_stop‖ / ‖g‖ over the given tokens.
 
@@ -282,8 +276,9 @@ def kappa_share(
         student_logits: (N, V) of a few tokens.
         teacher_logits: (N, V), or a `TeacherTopK` of (N, K).
         gate: The point.
-        segments: (N,) the row of each token, its first token first, since u is read there. None: all of one row.
-        sampled: (N,), as `sampled_log_probs` and `u`. These and the rest are arguments of `gated_kl`.
+        inputs: What else the loss needs; its tensors are of shape (1, N).
+        support: As in `Gated`.
+        support_k: As in `Gated`.
     """
     if student_logits.shape[0] == 0:
         return 0.0
@@ -294,22 +289,8 @@ def kappa_share(
 
     def gradient(stop: bool) -> Tensor:
         logits = student_logits.detach().float()[None].requires_grad_()
-        out = gated_kl(
-            logits,
-            teacher,
-            gate=gate,
-            top_k=top_k,
-            temperature=temperature,
-            stop_gradient=stop,
-            support=support,
-            support_k=support_k,
-            entropy=entropy,
-            sampled=_packed(sampled),
-            sampled_log_probs=_packed(sampled_log_probs),
-            segment_ids=_packed(segments),
-            u=_packed(u),
-            vocab_size=vocab_size,
-        )
+        objective = Gated(gate, support, support_k, stop)
+        out = distillation_loss(logits, teacher, objective=objective, inputs=inputs or LossInputs())
         return torch.autograd.grad(out.loss, logits)[0].double()
 
     with torch.enable_grad():
@@ -319,10 +300,6 @@ def kappa_share(
 
 
 # ---------------------------------------------------------------------------------------------------- helpers
-
-
-def _packed(values: Tensor | None) -> Tensor | None:
-    return None if values is None else values.reshape(1, -1)
 
 
 def _numbers(values: Tensor, keep: Tensor | None, dtype: torch.dtype) -> list[Any]:

@@ -22,7 +22,7 @@ def launch(count: int, arguments: Sequence[str]) -> int:
 
     They find each other by the variables that torchrun sets too. If one fails, the others are ended.
     """
-    from gatespace.addons.parallel.launched import launched
+    from gatespace.training.processes import launched
 
     if (others := launched()) is not None:
         raise UsageError(

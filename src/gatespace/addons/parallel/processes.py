@@ -1,8 +1,7 @@
-"""The processes that do one run together: who does which rows, and how they come to one result.
+"""Several processes that do one run (DDP, FSDP2).
 
-Every process has the whole batch's rows and does its own share of them; random numbers are named by a row's place in
-the whole batch, so the same rows get the same numbers in however many processes. What a process tells the others
-travels as tensors or JSON, never as a pickle.
+Messages between processes are tensors or JSON, never pickles. Gradients are summed once per step in float32, without
+the DDP wrapper: a step runs the student several times before one backward pass.
 """
 
 from __future__ import annotations
@@ -10,19 +9,21 @@ from __future__ import annotations
 import atexit
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gatespace.addons.parallel.launched import launched
+from gatespace.config import TeachConfig, TrainConfig
 from gatespace.errors import GatespaceError, RunError, UsageError, missing_extra
+from gatespace.models.body import Body, body_of
+from gatespace.models.load import Model
 from gatespace.teacher.scores import TeacherAwayError
+from gatespace.training.processes import Processes
 
 _BUCKET = 32 << 20
 """Bytes that are summed over processes at once."""
@@ -32,38 +33,28 @@ _KINDS: dict[str, type[GatespaceError]] = {kind.__name__: kind for kind in (Teac
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """One process among those of a run.
+class Distributed(Processes):
+    """One of several processes, each with a whole copy of the student (DDP)."""
 
-    Args:
-        rank: Its number from 0. The first one writes the run's files.
-        size: How many there are.
-        device: Where this process computes.
-        sharded: Whether each keeps a part of the student only (FSDP2) and not a whole copy.
-    """
-
-    rank: int = 0
-    size: int = 1
+    rank: int
+    size: int
     device: str = "cpu"
-    sharded: bool = False
 
     @property
-    def first(self) -> bool:
-        """Whether this one writes files and speaks to the user."""
-        return self.rank == 0
+    def content(self) -> dict[str, str]:  # type: ignore[override]
+        """Sums over processes differ in their last bits from those of one, so the world size is part of the identity."""
+        return {"processes": f"{self.size} {'fsdp' if self.sharded else 'ddp'}"}
 
-    def shares(self, count: int) -> list[range]:
-        """Who does which of `count` things that stand in a row: neighbours together, and nearly as many for each."""
-        return [range(*ends) for ends in pairwise(count * rank // self.size for rank in range(self.size + 1))]
-
-    def share(self, count: int) -> range:
-        """Which of `count` things are this process's."""
-        return self.shares(count)[self.rank]
+    def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Replace each gradient by its sum over all processes."""
+        found = list(parameters)
+        for parameter in found:
+            if parameter.grad is None:  # nothing here, but perhaps elsewhere
+                parameter.grad = torch.zeros_like(parameter)
+        self.sum([parameter.grad for parameter in found if parameter.grad is not None])
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over all processes, which then have the same bits."""
-        if self.size == 1:
-            return
         for bucket in _buckets(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
             torch.distributed.all_reduce(flat)
@@ -72,16 +63,12 @@ class Ranks:
 
     def total(self, number: float) -> float:
         """The sum of a number over all processes; whole numbers up to 2^53 are exact."""
-        if self.size == 1:
-            return number
         found = torch.tensor([number], dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(found)
         return float(found)
 
     def gather(self, value: Any) -> list[Any]:
         """What every process gives, in their order. It has to be something that JSON has a form for."""
-        if self.size == 1:
-            return [value]
         text = json.dumps(value).encode()
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
         torch.distributed.all_gather(sizes, torch.tensor([len(text)], device=self.device))
@@ -112,19 +99,18 @@ class Ranks:
     def together(self) -> Iterator[None]:
         """Work without any message between processes. What one of them raises in here is raised by all, so that none
         waits for another that is gone."""
-        if self.size == 1:
-            yield
-            return
         mine: GatespaceError | None = None
         try:
             yield
         except GatespaceError as error:
             mine = error
-        told = self.gather(mine and [_kind(mine), mine.what, mine.got, mine.why, mine.instead])
-        for name, what, got, why, instead in filter(None, told):
-            told_by_all: Any = mine or _KINDS[name](what, got=got, why=why, instead=instead)
-            told_by_all.joint, told_by_all.elsewhere = True, mine is None
-            raise told_by_all
+        found = self.gather(mine and [_kind(mine), mine.what, mine.got, mine.why, mine.instead])
+        for rank, error in enumerate(found):
+            if error is not None:
+                kind, what, got, why, instead = error
+                shared = mine or _KINDS[kind](what, got=got, why=why, instead=instead)
+                shared.raised_by = self.rank if mine is not None else rank
+                raise shared
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
@@ -137,27 +123,67 @@ class Ranks:
                 pass
             yield
 
+    def update(self, body: Body, done: int, most: int) -> AbstractContextManager[None]:
+        """Each process runs its own micro-batches; an error of one is raised in all."""
+        return self.together()
 
-ALONE = Ranks()
+
+class Sharded(Distributed):
+    """One of several processes that each hold a shard of the student (FSDP2)."""
+
+    sharded = True
+
+    def prepare(self, model: Model, *, dtype: torch.dtype, packed: bool | None) -> Model:
+        """This process's shard of the model."""
+        from gatespace.addons.parallel.sharded import shard
+
+        body_of(model, packed=packed)  # whether packed passes fit is found out on the whole model
+        return shard(model, dtype=dtype)
+
+    @contextmanager
+    def update(self, body: Body, done: int, most: int) -> Iterator[None]:
+        """Every process runs as many passes as the one with most micro-batches: all give their shards to each pass."""
+        with body.model.learning():
+            yield
+            for _ in range(most - done):
+                (body.forward([[0]]).hidden.sum() * 0).backward()
+
+    def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """FSDP2 has summed them in the backward pass."""
+
+    def gather_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors on the CPU of the first process; the others take part."""
+        gathered: dict[str, Tensor] = {}
+        for key, value in tensors.items():
+            whole = self.full(value)  # one at a time is whole on the device
+            if self.first:
+                gathered[key] = whole.cpu()
+        return gathered
+
+    def full(self, tensor: Any) -> Tensor:
+        """A whole tensor."""
+        whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        return whole
+
+    def shard_like(self, parameter: Any, value: Tensor) -> Tensor:
+        """A whole tensor, sharded as `parameter` is."""
+        if not hasattr(parameter, "full_tensor"):
+            return value
+        from torch.distributed.tensor import distribute_tensor
+
+        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 
-def joined(*, device: str, sharded: bool, patience: float = 0.0) -> Ranks:
-    """This process among those that a launcher has started: `gatespace train --processes`, `accelerate launch` or
-    torchrun. `ALONE` where there is none.
+def join(config: TrainConfig | TeachConfig) -> Distributed:
+    """This process among those that `gatespace train --processes`, `accelerate launch` or torchrun has started.
 
-    They stay joined until the process ends: further runs find each other as this one did.
-
-    Args:
-        device: As in the configuration.
-        sharded: As the configuration wants it; `accelerate launch --use_fsdp` wants it too.
-        patience: Seconds for which a process may wait for its teacher.
+    They stay joined until the process ends, so that further runs find the same group.
     """
-    if launched() is None:
-        return ALONE
     try:
         from accelerate import PartialState  # type: ignore[import-untyped]
     except ImportError as error:
         raise missing_extra("a run in several processes", module="accelerate", extra="accelerate") from error
+    device = config.engine.device
     if ":" in device:
         raise UsageError(
             "engine.device: each of several processes has a device of its own", got=device, instead="auto, cpu or cuda"
@@ -167,9 +193,19 @@ def joined(*, device: str, sharded: bool, patience: float = 0.0) -> Ranks:
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if not torch.distributed.is_initialized():
         atexit.register(_part)
+    patience = config.teacher.patience if isinstance(config, TrainConfig) else 0.0
     state = PartialState(cpu=cpu, timeout=timedelta(seconds=patience + _SPARE))
-    sharded = sharded or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    return Ranks(state.process_index, state.num_processes, str(state.device), sharded)
+    sharded = config.engine.parallel == "fsdp" or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    kind = Sharded if sharded else Distributed
+    processes = kind(state.process_index, state.num_processes, str(state.device))
+    with processes.together():
+        if isinstance(config, TrainConfig) and config.rollout.engine != "native":
+            raise UsageError(
+                "rollout.engine: this sampler serves one process only",
+                got=f"{config.rollout.engine} with {processes.size} processes",
+                instead="native",
+            )
+    return processes
 
 
 def _part() -> None:

@@ -1,0 +1,269 @@
+"""On-policy distillation: a student, its teacher, and the loss by which the one learns from the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gatespace.config import TrainConfig
+from gatespace.config.address import is_address, parse_address
+from gatespace.errors import RunError
+from gatespace.gating.configured import build_gate, build_objective
+from gatespace.gating.fused import fused_distillation_loss
+from gatespace.gating.loss import LossInputs, LossOutput, distillation_loss
+from gatespace.models import Model, check_pair
+from gatespace.models.body import body_of
+from gatespace.models.cache_root import cache_root
+from gatespace.plugins import provider
+from gatespace.runs import RunFolder
+from gatespace.seeding import permutation
+from gatespace.teacher.cache import ScoreCache
+from gatespace.teacher.local import LocalTeacher
+from gatespace.teacher.scores import ScoreSpec, Teacher
+from gatespace.training.batches import Batches
+from gatespace.training.clock import Clock
+from gatespace.training.job import Job
+from gatespace.training.processes import Processes
+from gatespace.training.progress import Progress
+from gatespace.training.rollouts import Ahead, MicroBatch, OnPolicy
+from gatespace.training.setup import encoder_for, material, micro_tokens, open_model
+from gatespace.training.telemetry import DistillationTrace
+
+
+class Distillation(Job):
+    """The job of `gatespace train`."""
+
+    config: TrainConfig
+    trace: DistillationTrace
+
+    def __init__(
+        self, config: TrainConfig, run: RunFolder, processes: Processes, progress: Progress, stack: ExitStack
+    ) -> None:
+        super().__init__(config, run, processes, progress, stack)
+        self.objective = build_objective(config.objective)
+        self.data = material(config.task, "distill")
+        pair = config.pair
+        options: dict[str, Any] = {
+            "task": self.data.task,
+            "device": self.place.device,
+            "trust_remote_code": pair.trust_remote_code,
+            "report": progress.note,
+        }
+        local: Model | None = None
+        with processes.in_turn():
+            # The teacher first: it is the one that is most often missing.
+            if not is_address(pair.teacher):
+                local = open_model(
+                    pair.teacher,
+                    "pair.teacher",
+                    role="teacher",
+                    revision=pair.teacher_revision,
+                    dtype=self.place.dtype,
+                    **options,
+                )
+            self.model = open_model(
+                pair.student,
+                "pair.student",
+                role="student",
+                revision=pair.student_revision,
+                lora=pair.lora,
+                seed=config.seed,
+                **options,
+            )
+        self.encoder = encoder_for(self.data, self.model, self.splits, share=config.engine.share_prefix)
+        self.cache = _open_cache(config, progress)
+        if self.cache is not None:
+            stack.enter_context(self.cache)
+        self._local = local
+        if local is not None:
+            report = check_pair(self.model, local)
+            for note in report.notes:
+                progress.note(note)
+            self.vocab_size = report.vocab_size
+        else:
+            self.vocab_size = self.model.vocab_size
+            self.vocab_size = self.teacher.vocab_size
+        self.content = {
+            "task": self.data.task.digest,
+            "student": self.model.fingerprint(),
+            "teacher": local.fingerprint() if local is not None else self.teacher.fingerprint,
+            "gate": str(build_gate(config.objective)),
+            "precision": self.place.precision,
+        }
+        self.about = {} if local is not None else {"teacher": self.teacher.about()}
+
+    @cached_property
+    def teacher(self) -> Teacher:
+        """Scores the responses: in this process, or behind an address."""
+        config = self.config
+        spec = ScoreSpec(
+            tuple(self.encoder.prefix),
+            config.rollout.max_new_tokens,
+            self.vocab_size,
+            config.teacher.payload,
+            config.teacher.k,
+        )
+        if self._local is not None:
+            return LocalTeacher(self._local, spec, cache=self.cache, packed=config.engine.packed)
+        scheme = parse_address(config.pair.teacher, "pair.teacher").scheme
+        teacher: Teacher = provider("teachers", scheme)(
+            config, self.model, spec, place=self.place, cache=self.cache, report=self.progress.note
+        )
+        self.stack.callback(teacher.close)
+        return teacher
+
+    def prepare(self) -> None:
+        """Make what training needs beside the models."""
+        super().prepare()
+        config = self.config
+        self.body = body_of(self.model, packed=config.engine.packed)
+        self.sampler = None
+        if config.rollout.engine != "native":
+            texts = [row.text for row in self.data.rows]
+            if config.evaluation.engine == config.rollout.engine:
+                texts += [row.text for split in {*self.splits} for row in self.data.task.rows(split)]
+            self.sampler = self.stack.enter_context(
+                provider("samplers", config.rollout.engine)(
+                    config,
+                    self.model,
+                    self.encoder,
+                    texts,
+                    run=self.run,
+                    place=self.place,
+                    report=self.progress.note,
+                )
+            )
+        options: dict[str, Any] = {
+            "student": self.body,
+            "teacher": self.teacher,
+            "encoder": self.encoder,
+            "batches": Batches(self.data.rows, self.encoder, batch_size=config.batch_size, seed=config.seed),
+            "settings": config.rollout,
+            "vocab_size": self.vocab_size,
+            "seed": config.seed,
+            "micro_tokens": micro_tokens(self.model, config.engine.micro_tokens),
+            "reuse": config.engine.reuse_rollout,
+            "sampler": self.sampler,
+            "processes": self.processes,
+        }
+        ahead = self.processes.sharded or config.rollout.staleness > 0
+        self.rollouts = Ahead(**options, steps=config.steps) if ahead else OnPolicy(**options)
+        self.trace = DistillationTrace(self)
+
+    # ------------------------------------------------------------------ a step
+
+    @contextmanager
+    def micro_batches(self, step: int, clock: Clock) -> Iterator[Iterator[MicroBatch]]:
+        """The scored rollouts of a step; once they are all learned from, gradient has reached the shared prefix too."""
+        batches = self.rollouts.begin(step, clock)
+        most = max(map(len, self.rollouts.split(step))) if self.processes.sharded else len(batches)
+        with self.processes.update(self.body, len(batches), most):
+            ids = self.encoder.prefix
+            with clock("update"):
+                # One micro-batch has the shared prefix in its own forward pass. Several share the KV cache of one
+                # pass, whose gradient is gathered and goes back once; a sharded model gathers its layers at their
+                # outputs only.
+                root = self.body.prefix_cache(ids) if len(batches) > 1 and not self.processes.sharded else None
+            leaves = None if root is None else root.leaves()
+            yield self.rollouts.scored(step, batches, ids if leaves is None else leaves, clock)
+            if root is not None and leaves is not None:
+                with clock("update"):
+                    root.backward(leaves)
+                    self.optimizer.collect()
+
+    def loss(self, step: int, batch: MicroBatch) -> LossOutput:
+        """The sum of the losses of all response tokens; the optimizer divides it by the tokens of the whole step."""
+        hidden = self._hidden(batch)
+        if not bool(torch.isfinite(hidden).all()):
+            raise RunError("the student's hidden states are not finite", instead="a smaller learning rate, or fp32")
+        batch.hidden = hidden.detach()
+        assert batch.scores is not None
+        payload, teacher_head = batch.scores.payload, batch.scores.head
+        head, inputs = self.model.head, self._loss_inputs(step, batch, hidden.device)
+        if self.config.engine.fused:
+            return fused_distillation_loss(
+                hidden[None], head, payload, teacher_head, objective=self.objective, inputs=inputs
+            )
+        if teacher_head is not None and isinstance(payload, Tensor):
+            payload = teacher_head.logits(payload)
+        return distillation_loss(head.logits(hidden[None]), payload, objective=self.objective, inputs=inputs)
+
+    def _loss_inputs(self, step: int, batch: MicroBatch, device: torch.device) -> LossInputs:
+        rollout, settings, responses = self.config.rollout, self.config.objective, batch.rollout.responses
+        # Responses of the student as it is, drawn from its own distribution, need no importance weights.
+        on_policy = (
+            (rollout.temperature, rollout.top_p, rollout.staleness) == (1, 1, 0)
+            and set(batch.sources) == {"student"}
+            and self.sampler is None
+        )
+        drawn = [value for row in batch.rollout.log_probs for value in row]
+        order = None
+        if settings.shuffle:  # within the micro-batch: λ of the others is not known before their turn
+            order = torch.tensor(permutation(len(drawn), self.config.seed, "shuffle", step, batch.places[0]))
+        return LossInputs(
+            top_k=settings.top_k,
+            temperature=settings.temperature,
+            entropy=settings.entropy,
+            sampled=torch.tensor([[token for row in responses for token in row]], device=device),
+            sampled_log_probs=None if on_policy else torch.tensor([drawn], device=device),
+            segment_ids=batch.segments.to(device)[None],
+            total_tokens=1.0,
+            vocab_size=self.vocab_size,
+            lam_order=order,
+        )
+
+    def _hidden(self, batch: MicroBatch) -> Tensor:
+        """(N, H) the student's hidden states at the positions that predict the response tokens."""
+        responses, forward = batch.rollout.responses, batch.forward
+        if forward is None:
+            fed = [[*prompt, *ids[:-1]] for prompt, ids in zip(batch.prompts, responses, strict=True)]
+            states = self.body.forward(fed, prefix=batch.prefix).hidden.split([len(row) for row in fed])
+            return torch.cat([s[len(p) - 1 :] for s, p in zip(states, batch.prompts, strict=True)])
+        # The last token of a response predicts nothing; a row needs a token all the same.
+        fed = [ids[:-1] or ids for ids in responses]
+        if all(len(ids) == 1 for ids in responses):
+            return forward.last()
+        after = self.body.forward(fed, prefix=forward.prefix, past=forward.cache).hidden.split(
+            [len(ids) for ids in fed]
+        )
+        parts = zip(forward.last().split(1), after, responses, strict=True)
+        return torch.cat([torch.cat([first, rest[: len(ids) - 1]]) for first, rest, ids in parts])
+
+    # ------------------------------------------------------------------ beside the steps
+
+    def evaluation_writer(self) -> Any:
+        """The sampler, where it evaluates too; it is given the weights first."""
+        if self.sampler is None or self.config.evaluation.engine == "native":
+            return None
+        self.sampler.sync()
+        return self.sampler
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside tensors."""
+        return {**self.trace.state(), **self.rollouts.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Resume from what `state` gave."""
+        self.trace.restore(self.rollouts.restore(state))
+
+    def evidence(self) -> dict[str, Any]:
+        """What a step that failed had seen, for its record."""
+        return self.trace.evidence(self.rollouts.current)
+
+    def summary(self) -> dict[str, Any]:
+        """The run's tokens and λ."""
+        return {"run": self.trace.summary()}
+
+
+def _open_cache(config: TrainConfig, progress: Progress) -> ScoreCache | None:
+    where = config.teacher.cache
+    if where is None:
+        return None
+    folder = cache_root() / "scores" if where == "auto" else Path(where).expanduser()
+    return ScoreCache(folder, max_mb=config.teacher.cache_mb, report=progress.note)

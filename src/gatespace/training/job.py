@@ -1,0 +1,187 @@
+"""What the training loop asks of a job: `Distillation` (`gatespace train`) and `Supervised` (`gatespace teach`)."""
+
+from __future__ import annotations
+
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
+
+from gatespace.config import TeachConfig, TrainConfig
+from gatespace.errors import RunError
+from gatespace.evaluation import Evaluation, evaluate
+from gatespace.models import Model
+from gatespace.models.cache_root import remove_leftovers
+from gatespace.models.encode import Encoder
+from gatespace.plugins import copy_plugins, plugins_digest
+from gatespace.rollout import Answer
+from gatespace.runs import RunFolder
+from gatespace.training.clock import Clock
+from gatespace.training.environment import environment
+from gatespace.training.optimizer import Optimizer, Update
+from gatespace.training.processes import Processes
+from gatespace.training.progress import Progress
+from gatespace.training.setup import Material, placement
+
+
+class Loss(Protocol):
+    """Something with a loss to go backward from."""
+
+    @property
+    def loss(self) -> Tensor: ...
+
+
+class StepTrace(Protocol):
+    """The numbers of a step."""
+
+    tokens: int
+    """Response tokens of this process in the step so far."""
+
+    def begin(self, step: int) -> None: ...
+    def add(self, batch: Any, out: Any) -> None: ...
+    def record(self, update: Update, clock: Clock) -> dict[str, list[dict[str, Any]]]:
+        """Log → its new lines: metrics, timings, tokens."""
+        ...
+
+
+class Job(ABC):
+    """A run in the making: opened with its models, then begun, then prepared for its steps.
+
+    Args:
+        config: All settings.
+        run: Its folder.
+        processes: Those that do it.
+        progress: Follows it.
+        stack: Closes what the job opens.
+    """
+
+    model: Model
+    """The one that is trained."""
+    data: Material
+    encoder: Encoder
+    optimizer: Optimizer
+    trace: StepTrace
+    content: dict[str, str]
+    """What was found where the settings pointed; part of the run's identity."""
+    about: ClassVar[dict[str, Any]] = {}
+    """What environment.json says beside versions and machine."""
+
+    def __init__(
+        self,
+        config: TrainConfig | TeachConfig,
+        run: RunFolder,
+        processes: Processes,
+        progress: Progress,
+        stack: ExitStack,
+    ) -> None:
+        self.config, self.run, self.processes, self.progress, self.stack = config, run, processes, progress, stack  # type: ignore[misc]
+        self.place = placement(config.engine, processes)
+        self.splits = (*config.evaluation.final, config.evaluation.split)
+
+    def begin(self) -> dict[str, Any] | None:
+        """Make the folder this run's, or see that it already is; the summary if the run is done."""
+        config, processes = self.config, self.processes
+        content = {**self.content, **processes.content}
+        if config.plugins:
+            content["plugins"] = plugins_digest(config.plugins)
+        for name, value in content.items():
+            processes.agree(
+                value,
+                lambda found, name=name: RunError(  # type: ignore[misc]
+                    f"the processes of this run do not have the same {name}",
+                    got=", ".join(text[:12] for text in found),
+                    instead="the same files on every machine",
+                ),
+            )
+        summary = None
+        with processes.together():
+            if processes.first:
+                summary = self.run.begin(config, content, {**environment(self.place), **self.about})
+                copy_plugins(config.plugins, self.run.plugins)
+        first: dict[str, Any] | None = processes.gather(summary)[0]
+        if first is not None:
+            self.progress.note("this run is done; its summary was read from the folder")
+            if config.checkpoint.model and first["model"] is None:
+                self.progress.note("its model was not kept (checkpoint.model: false); another output trains it again")
+        return first
+
+    def prepare(self) -> None:
+        """Make what training needs beside the models."""
+        config, place = self.config, self.place
+        self.model = self.processes.prepare(self.model, dtype=place.dtype, packed=config.engine.packed)
+        self.optimizer = Optimizer(
+            self.model.network, config.optimizer, steps=config.steps, dtype=place.dtype, processes=self.processes
+        )
+
+    @abstractmethod
+    def micro_batches(self, step: int, clock: Clock) -> AbstractContextManager[Iterator[Any]]:
+        """The micro-batches of a step, ready for their loss."""
+
+    @abstractmethod
+    def loss(self, step: int, batch: Any) -> Loss:
+        """The sum of the losses of a micro-batch's tokens."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside tensors."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Resume from what `state` gave."""
+        return
+
+    @abstractmethod
+    def evidence(self) -> dict[str, Any]:
+        """What a step that failed had seen, for its record."""
+
+    def summary(self) -> dict[str, Any]:
+        """What the run's summary says of its steps."""
+        return {}
+
+    # ------------------------------------------------------------------ evaluation and end
+
+    def evaluation_writer(self) -> Any:
+        """Generates in place of the model; None: the model does."""
+        return None
+
+    def evaluate(self, split: str) -> Evaluation:
+        """Greedy responses to a split, by all processes together."""
+        settings, processes = self.config.evaluation, self.processes
+
+        def share(texts: Sequence[str], answered: Callable[[Sequence[str]], list[Answer]]) -> list[Answer]:
+            found = processes.divide(texts, lambda some: [[one.ids, one.text, one.ended] for one in answered(some)])
+            return [Answer(tuple(ids), text, ended) for ids, text, ended in found]
+
+        with self.model.whole():
+            return evaluate(
+                self.model,
+                self.data.task,
+                self.data.prompt,
+                split=split,
+                limit=settings.limit,
+                max_new_tokens=settings.max_new_tokens,
+                batch_size=settings.batch_size,
+                encoder=self.encoder,
+                progress=lambda done, total: self.progress.evaluating(split, done, total),
+                writer=self.evaluation_writer(),
+                share=share if processes.size > 1 else None,
+            )
+
+    def save_model(self) -> dict[str, Any]:
+        """Write the model with its float32 weights, if it is wanted; what the summary says of it."""
+        processes, run, wanted = self.processes, self.run, self.config.checkpoint.model
+        self.optimizer.widen()
+        whole = self.model.gathered(here=processes.first)
+        fingerprint, *others = processes.gather(None if whole is None else whole.fingerprint())
+        with processes.together():
+            if any(other not in (None, fingerprint) for other in others):
+                raise RunError("the processes of this run have come to different weights")
+            if processes.first and whole is not None:
+                remove_leftovers(run.model)
+                if wanted:
+                    whole.save(run.model)
+                else:  # this very run may have written it, and been killed before it was done
+                    shutil.rmtree(run.model, ignore_errors=True)
+        return {"model": run.model.name if wanted else None, "fingerprint": fingerprint}

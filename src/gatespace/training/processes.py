@@ -1,0 +1,133 @@
+"""The processes that do one run: here a single one; `gatespace.addons.parallel` has several behind the same methods.
+
+Every process has the rows of the whole batch and does its own share of them; random numbers are named by a row's place
+in the whole batch, so the same rows get the same numbers in however many processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from gatespace.errors import GatespaceError, UsageError
+from gatespace.plugins import provider
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from gatespace.config import TeachConfig, TrainConfig
+    from gatespace.models.body import Body
+    from gatespace.models.load import Model
+
+
+def launched() -> tuple[int, int] | None:
+    """(rank, world size) by the variables that torchrun, `accelerate launch` and `--processes` set, or None."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1 or "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
+        return None
+    return int(os.environ["RANK"]), size
+
+
+def is_first() -> bool:
+    """Whether this process writes to the console."""
+    return (launched() or (0, 1))[0] == 0
+
+
+class Processes:
+    """One process that does a run alone."""
+
+    rank: int = 0
+    """The number of this process; the first one writes the run's files."""
+    size: int = 1
+    """World size."""
+    sharded: bool = False
+    """Whether each process holds a shard of the student's weights (FSDP2) and not a whole copy."""
+    device: str | None = None
+    """Where this process computes; None: as the configuration says."""
+    content: Mapping[str, str] = {}
+    """What of this enters the run's identity."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes files."""
+        return self.rank == 0
+
+    # ------------------------------------------------------------------ rows
+
+    def shares(self, count: int) -> list[range]:
+        """The rows of each process, of `count` rows: neighbours together, nearly as many for each."""
+        return [range(*ends) for ends in pairwise(count * rank // self.size for rank in range(self.size + 1))]
+
+    def share(self, count: int) -> range:
+        """The rows of this process."""
+        return self.shares(count)[self.rank]
+
+    def divide(self, items: Sequence[Any], work: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
+        """`work` on all items, each process on its share; the results of all, in order."""
+        return work(items)
+
+    # ------------------------------------------------------------------ messages
+
+    def total(self, number: float) -> float:
+        """The sum of a number over all processes; whole numbers up to 2^53 are exact."""
+        return number
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes, in order of rank; plain data that JSON has a form for."""
+        return [value]
+
+    def agree(self, value: Any, error: Callable[[list[Any]], GatespaceError]) -> None:
+        """Raise `error`, made from the values of all processes, unless they are equal."""
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Work without messages between processes: an error of one is raised in all, so that none waits for it."""
+        yield
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """The first process alone, then all others: what the first one downloads or builds is there for them."""
+        yield
+
+    # ------------------------------------------------------------------ the student's weights
+
+    def prepare(self, model: Model, *, dtype: torch.dtype, packed: bool | None) -> Model:
+        """The model as it is trained: whole, or this process's shard of it."""
+        return model
+
+    @contextmanager
+    def update(self, body: Body, done: int, most: int) -> Iterator[None]:
+        """Forward and backward passes over `done` micro-batches, where the process with most of them has `most`."""
+        yield
+
+    def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Replace each gradient by its sum over all processes."""
+
+    def gather_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors, in the first process, where each process holds shards."""
+        return tensors
+
+    def full(self, tensor: Tensor) -> Tensor:
+        """A whole tensor, where each process holds a shard."""
+        return tensor
+
+    def shard_like(self, parameter: Tensor, value: Tensor) -> Tensor:
+        """A whole tensor, sharded as `parameter` is."""
+        return value
+
+
+ONE = Processes()
+
+
+def join(config: TrainConfig | TeachConfig) -> Processes:
+    """The processes of this run: those that a launcher has started, or this one alone."""
+    processes: Processes = ONE if launched() is None else provider("processes", "distributed")(config)
+    rows = config.batch_size * (config.rollout.per_prompt if hasattr(config, "rollout") else 1)
+    with processes.together():
+        if rows < processes.size:
+            raise UsageError("batch_size: every process needs a row", got=f"{rows} rows for {processes.size} processes")
+    return processes

@@ -1,0 +1,36 @@
+"""Progress of a run, as the command line or a study follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from gatespace.evaluation import Evaluation
+
+
+class Progress(Protocol):
+    """Called as a run goes on."""
+
+    def note(self, text: str) -> None:
+        """Something that a user should know."""
+
+    def step(self, step: int, steps: int, record: Mapping[str, Any], timing: Mapping[str, Any]) -> None:
+        """A step is done."""
+
+    def evaluating(self, split: str, done: int, total: int) -> None:
+        """An evaluation has responses to `done` of `total` rows."""
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """An evaluation is done."""
+
+
+class Silent:
+    """Progress that is not shown."""
+
+    def note(self, text: str) -> None: ...
+    def step(self, step: int, steps: int, record: Mapping[str, Any], timing: Mapping[str, Any]) -> None: ...
+    def evaluating(self, split: str, done: int, total: int) -> None: ...
+    def evaluated(self, step: int, evaluation: Evaluation) -> None: ...
+
+
+SILENT: Progress = Silent()

@@ -1,0 +1,158 @@
+"""Everything that a run writes down on its way: logs, trackers, evaluations, checkpoints, failures, the summary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+from gatespace.config import dump_config
+from gatespace.errors import GatespaceError, RunError
+from gatespace.evaluation import write
+from gatespace.files import JsonLines
+from gatespace.plugins import provided, provider
+from gatespace.teacher.scores import TeacherAwayError
+from gatespace.training import checkpoint
+from gatespace.training.job import Job
+from gatespace.training.trackers import Trackers, open_trackers
+
+
+class Records:
+    """The records of a run, from the step that it starts or resumes at. The first process alone writes."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._writes = job.processes.first
+        self._logs: dict[str, JsonLines] = {}
+        self._trackers: Trackers
+        self.start = self._restore()
+        """How many steps are done."""
+
+    def __enter__(self) -> Self:
+        job, config = self._job, self._job.config
+        with job.processes.together():
+            if self._writes:
+                self._logs = job.run.open_logs(self.start)
+        names = config.trace.trackers if self._writes else ()
+        self._trackers = open_trackers(
+            names, job.run.path, dump_config(config), step=self.start, report=job.progress.note
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._trackers.close()
+        for log in self._logs.values():
+            log.close()
+
+    def log(self, done: int, lines: Mapping[str, list[dict[str, Any]]]) -> None:
+        """Write what a step leaves behind: log → lines."""
+        for name, records in lines.items():
+            for record in records:
+                self._append(name, record)
+        metrics = lines["metrics"][0]
+        self._trackers.log(done, metrics)
+        self._job.progress.step(done, self._job.config.steps, metrics, lines["timings"][0])
+
+    def evaluate(self, done: int) -> None:
+        """Evaluate on the way."""
+        evaluation = self._job.evaluate(self._job.config.evaluation.split)
+        metrics = evaluation.metrics
+        record = {
+            "step": done,
+            "split": evaluation.split,
+            "count": metrics.count,
+            "accuracy": metrics.accuracy,
+            "macro_f1": metrics.macro_f1,
+            "parse_failures": metrics.parse_failures,
+        }
+        self._append("evaluations", record)
+        self._trackers.log(done, {f"eval/{key}": record[key] for key in ("accuracy", "macro_f1", "parse_failures")})
+        self._job.progress.evaluated(done, evaluation)
+
+    def checkpoint(self, done: int) -> None:
+        """Save everything that the next step depends on."""
+        job = self._job
+        for log in self._logs.values():
+            log.sync()
+        tensors, state = job.optimizer.tensors(), job.state()
+        with job.processes.together():
+            if self._writes:
+                checkpoint.save(job.run.checkpoints, done, tensors, state, keep=job.config.checkpoint.keep)
+
+    @contextmanager
+    def failures(self, step: int) -> Iterator[None]:
+        """Where step `step` (from 0) fails: keep what is done if the teacher is away, else record what it had seen."""
+        job = self._job
+        try:
+            yield
+        except TeacherAwayError as error:
+            job.optimizer.discard()
+            keep = step > 0 and job.config.checkpoint.every > 0
+            if keep:
+                self.checkpoint(step)
+            where = f"resumes from step {step}" if keep else "starts again"
+            raise TeacherAwayError(
+                f"step {step + 1} could not be done: {error.what}",
+                got=error.got,
+                why=error.why,
+                instead=f"see to the teacher; the same command then {where}",
+            ) from error
+        except GatespaceError as error:
+            rank = job.processes.rank
+            if error.raised_by not in (None, rank):
+                raise  # the process in which it arose records it
+            evidence = {"error": str(error), **job.evidence()}
+            saved = job.run.failed_step(step + 1, evidence, rank=rank if job.processes.size > 1 else None)
+            failed = RunError(
+                f"step {step + 1} failed: {error.what}",
+                got=error.got,
+                why=f"what the step saw is in {saved.name}; weights and records are those before it",
+                instead=error.instead,
+            )
+            failed.raised_by = error.raised_by
+            raise failed from error
+
+    def finish(self) -> dict[str, Any]:
+        """Evaluate, save the model, write the summary; the run is done."""
+        job, config, run = self._job, self._job.config, self._job.run
+        results: dict[str, Any] = {}
+        for split in config.evaluation.final:
+            evaluation = job.evaluate(split)
+            if self._writes:
+                write(evaluation, run.path)
+            job.progress.evaluated(config.steps, evaluation)
+            self._trackers.log(config.steps, {f"final/{split}/accuracy": evaluation.metrics.accuracy})
+            results[split] = evaluation.as_json()
+        summary = {"steps": config.steps, "evaluation": results, **job.summary(), **job.save_model()}
+        if self._writes:
+            run.finish(summary)
+            for name in provided("finishers"):
+                provider("finishers", name)(run)
+            run.mark_done()
+        return summary
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        if self._writes:
+            self._logs[name].append(record)
+
+    def _restore(self) -> int:
+        """Resume from the latest checkpoint; how many steps it has."""
+        job = self._job
+        found = checkpoint.latest(job.run.checkpoints, report=job.progress.note)
+        start = 0 if found is None else found.step
+        job.processes.agree(
+            start,
+            lambda steps: RunError(
+                "the processes of this run see different checkpoints",
+                got=", ".join(map(str, steps)),
+                instead="an output folder that all machines share",
+            ),
+        )
+        if found is not None:
+            job.optimizer.restore(found.tensors)
+            job.restore(found.state)
+            job.progress.note(f"resuming from step {start} of {job.config.steps}")
+        return start

@@ -1,0 +1,311 @@
+"""The responses of a step and their teacher scores, micro-batch by micro-batch.
+
+`OnPolicy` samples each micro-batch with the student as it is, and the update then goes back through the very forward
+pass over the prompts that sampling began with. `Ahead` samples a whole step first: the responses of the same step
+where the student is sharded, or those of the next step where the run is one step off policy (`rollout.staleness: 1`),
+so that a remote teacher scores them while the student updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gatespace.config import RolloutConfig
+from gatespace.errors import RunError, UsageError
+from gatespace.models.body import Body, Forward, KVCache
+from gatespace.models.encode import Encoder
+from gatespace.rollout import Rollout, Sampler, Sampling, sample
+from gatespace.seeding import generator, stream
+from gatespace.teacher.local import LocalTeacher
+from gatespace.teacher.scores import Scores, Teacher
+from gatespace.training.batches import Batches, Row, micro_batches
+from gatespace.training.clock import Clock
+from gatespace.training.processes import ONE, Processes
+
+
+@dataclass
+class MicroBatch:
+    """Rows on their way through a step; filled in from left to right."""
+
+    rows: list[Row]
+    places: list[int]
+    """Where in the step's batch its rows stand; every row's random numbers are named by its place."""
+    rollout: Rollout = field(default_factory=Rollout)
+    sources: list[str] = field(default_factory=list)
+    """Where each response is from: student, teacher or gold."""
+    scores: Scores | None = None
+    forward: Forward | None = None
+    """The student's forward pass over the prompts, with gradient; None: the update makes one of its own."""
+    prefix: KVCache | Sequence[int] | None = None
+    """The shared prefix: its KV cache, or its ids to be part of the forward pass."""
+    hidden: Tensor | None = None
+    """(N, H) the student's hidden states at the positions that predict the response tokens, detached."""
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        return [row.prompt for row in self.rows]
+
+    @property
+    def segments(self) -> Tensor:
+        """(N,) the row of every response token."""
+        lengths = torch.tensor([len(response) for response in self.rollout.responses])
+        return torch.arange(len(self.rows)).repeat_interleave(lengths)
+
+
+@dataclass
+class OnPolicy:
+    """Responses of the student as it is, one micro-batch after the other.
+
+    Args:
+        student: Samples, unless there is a `sampler`.
+        teacher: Scores.
+        encoder: The task in the student's tokens.
+        batches: The rows of each step.
+        settings: The section `rollout`.
+        vocab_size: Ids from here on are padding.
+        seed: Of the run.
+        micro_tokens: Most tokens in a micro-batch.
+        reuse: Whether the update goes back through the forward pass that sampling began with.
+        sampler: Samples with a copy of the student's weights, in place of the student.
+        processes: Those that do the step together; each has a share of its rows.
+    """
+
+    student: Body
+    teacher: Teacher
+    encoder: Encoder
+    batches: Batches
+    settings: RolloutConfig
+    vocab_size: int
+    seed: int
+    micro_tokens: int
+    reuse: bool = True
+    sampler: Sampler | None = None
+    processes: Processes = ONE
+    current: MicroBatch | None = None
+    """The micro-batch that is being worked on, for the record of a step that fails."""
+
+    # ------------------------------------------------------------------ a step
+
+    def split(self, step: int) -> list[list[MicroBatch]]:
+        """The micro-batches of every process; a function of the rows of all alone."""
+        rows = [row for row in self.batches.at(step) for _ in range(self.settings.per_prompt)]
+        found: list[list[MicroBatch]] = []
+        for share in self.processes.shares(len(rows)):
+            place, own = share.start, []
+            for some in micro_batches([rows[i] for i in share], self.micro_tokens, self.settings.max_new_tokens):
+                own.append(MicroBatch(some, list(range(place, place + len(some)))))
+                place += len(some)
+            found.append(own)
+        return found
+
+    def begin(self, step: int, clock: Clock) -> list[MicroBatch]:
+        """This process's micro-batches of a step."""
+        return self.split(step)[self.processes.rank]
+
+    def scored(
+        self, step: int, batches: list[MicroBatch], prefix: KVCache | Sequence[int], clock: Clock
+    ) -> Iterator[MicroBatch]:
+        """Each micro-batch with its responses and scores."""
+        self._sync(clock)
+        for batch in batches:
+            self.current = batch
+            batch.prefix = prefix
+            with clock("rollout"), torch.set_grad_enabled(self.reuse):
+                forward = self.student.forward(batch.prompts, prefix=prefix)
+                self._respond(step, batch, forward)
+            with clock("score"):
+                batch.scores = self.teacher.score(batch.prompts, batch.rollout.responses)
+            batch.forward = forward if self.reuse else None
+            yield batch
+            batch.forward = None  # its graph is freed by the backward pass
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Resume from what `state` gave; the rest of `state` is returned."""
+        return dict(state)
+
+    # ------------------------------------------------------------------ responses
+
+    def _sync(self, clock: Clock) -> None:
+        if self.sampler is not None and "student" in self.settings.source.shares():
+            with clock("rollout"):
+                self.sampler.sync()
+
+    def _respond(self, step: int, batch: MicroBatch, forward: Forward) -> None:
+        """Fill in the responses: the student's own, the teacher's, or the gold ones."""
+        shares = self.settings.source.shares()
+        batch.sources = [_pick(shares, generator(self.seed, "source", step, place).random()) for place in batch.places]
+        batch.rollout = Rollout([[]] * len(batch.rows), [[]] * len(batch.rows), [True] * len(batch.rows))
+        cap = self.settings.max_new_tokens
+        for source in shares:
+            chosen = [i for i, other in enumerate(batch.sources) if other == source]
+            if not chosen:
+                continue
+            if source == "gold":
+                found = self._gold([batch.rows[i].example.label for i in chosen])
+            else:
+                found = self._sample(source, step, batch, chosen, forward)
+            for i, ids, log_probs, ended in zip(chosen, found.responses, found.log_probs, found.ended, strict=True):
+                batch.rollout.responses[i] = ids[:cap]
+                batch.rollout.log_probs[i] = log_probs[:cap]
+                batch.rollout.ended[i] = ended
+
+    def _gold(self, labels: list[str]) -> Rollout:
+        end = None if self.settings.stop == "json" else self.student.model.turn_end
+        gold = [self.encoder.gold(label, end) for label in labels]
+        fits = [len(ids) <= self.settings.max_new_tokens for ids in gold]
+        return Rollout(gold, [[0.0] * len(ids) for ids in gold], fits)
+
+    def _sample(self, source: str, step: int, batch: MicroBatch, chosen: list[int], forward: Forward) -> Rollout:
+        body = self.student
+        settings = self.settings
+        sampling = Sampling(settings.temperature, settings.top_p, settings.max_new_tokens)
+        closed = self.encoder.closed if settings.stop == "json" else lambda ids: False
+        if source == "student" and self.sampler is not None:
+            own = set(body.model.end_ids)
+            return self.sampler.sample(
+                [[*self.encoder.prefix, *batch.rows[i].prompt] for i in chosen],
+                sampling=sampling,
+                stop=lambda ids: ids[-1] in own or closed(ids),
+                seeds=[stream(self.seed, "rollout", step, batch.places[i]) for i in chosen],
+                vocab_size=self.vocab_size,
+            )
+        draws = [generator(self.seed, "rollout", step, batch.places[i]).random for i in chosen]
+        if source == "teacher":
+            if not isinstance(self.teacher, LocalTeacher):
+                raise UsageError("only a teacher in this process can write responses", got=type(self.teacher).__name__)
+            body = self.teacher.body
+            with torch.no_grad():
+                forward = body.forward([batch.rows[i].prompt for i in chosen], prefix=self.teacher.prefix_cache)
+        elif len(chosen) < len(batch.rows):
+            with torch.no_grad():
+                prefix = None if forward.prefix is None else forward.prefix.detached()
+                forward = body.forward([batch.rows[i].prompt for i in chosen], prefix=prefix)
+        ends = set(body.model.end_ids)
+        return sample(
+            body,
+            forward,
+            vocab_size=self.vocab_size,
+            sampling=sampling,
+            stop=lambda ids: ids[-1] in ends or closed(ids),
+            draws=draws,
+        )
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """The responses of a step, and the scores that the teacher was asked for."""
+
+    step: int
+    batches: list[MicroBatch]
+    scores: list[Callable[[], Scores]]
+
+
+@dataclass
+class Ahead(OnPolicy):
+    """Responses of a whole step, sampled before any of them is learned from.
+
+    One step off policy, step n begins by sampling the responses of step n+1; then it updates on those of step n, which
+    the student sampled before update n-1. What was sampled ahead is part of a checkpoint: the student that sampled it
+    is gone by then. Its scores are asked for again, and are the same.
+    """
+
+    steps: int = 0
+    """How many steps the run has; nothing is sampled for one that will not come."""
+    _now: _Sampled | None = None
+    _next: _Sampled | None = None
+    _following: _Sampled | None = None
+
+    def begin(self, step: int, clock: Clock) -> list[MicroBatch]:
+        """This process's micro-batches of a step. If it fails, `state` is what it was before."""
+        if self.settings.staleness == 0:
+            now = self._sample_step(step, clock)
+        else:
+            if self._next is None or self._next.step != step:
+                if step > 0:
+                    raise RunError(f"the responses of step {step + 1} were not sampled by the step before")
+                self._next = self._sample_step(step, clock)
+            now = self._next
+            self._following = self._sample_step(step + 1, clock) if step + 1 < self.steps else None
+        self._now = now
+        if self.processes.sharded:  # none may fail between the passes, where others wait for it
+            with self.processes.together(), clock("score"):
+                known = [scores() for scores in now.scores]
+            self._now = _Sampled(step, now.batches, [lambda scores=scores: scores for scores in known])  # type: ignore[misc]
+        return now.batches
+
+    def scored(
+        self, step: int, batches: list[MicroBatch], prefix: KVCache | Sequence[int], clock: Clock
+    ) -> Iterator[MicroBatch]:
+        """Each micro-batch with the scores that were asked for."""
+        assert self._now is not None
+        for batch, scores in zip(batches, self._now.scores, strict=True):
+            self.current = batch
+            batch.prefix = prefix
+            with clock("score"):
+                batch.scores = scores()
+            yield batch
+        if self.settings.staleness:
+            self._next = self._following
+
+    @torch.no_grad()
+    def _sample_step(self, step: int, clock: Clock) -> _Sampled:
+        found = _Sampled(step, super().begin(step, clock), [])
+        with self.student.model.whole(), self.processes.together():
+            self._sync(clock)
+            with clock("rollout"):
+                ids = self.encoder.prefix
+                prefix = self.student.prefix_cache(ids) if len(found.batches) > 1 else ids
+            for batch in found.batches:
+                self.current = batch
+                with clock("rollout"):
+                    self._respond(step, batch, self.student.forward(batch.prompts, prefix=prefix))
+                with clock("score"):
+                    found.scores.append(self.teacher.ask(batch.prompts, batch.rollout.responses))
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """What was sampled ahead by all processes."""
+        if self._next is None:
+            return {}
+        batches = self._next.batches
+        own = {
+            "responses": [ids for batch in batches for ids in batch.rollout.responses],
+            "log_probs": [values for batch in batches for values in batch.rollout.log_probs],
+            "ended": [ended for batch in batches for ended in batch.rollout.ended],
+            "sources": [source for batch in batches for source in batch.sources],
+        }
+        found = self.processes.gather(own)
+        whole = {name: [value for one in found for value in one[name]] for name in own}
+        return {"ahead": {"number": self._next.step, **whole}}
+
+    def restore(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Resume from what `state` gave; the rest of `state` is returned."""
+        rest = {name: value for name, value in state.items() if name != "ahead"}
+        self._next = None
+        if "ahead" in state:
+            saved = state["ahead"]
+            batches = super().begin(saved["number"], Clock())
+            for batch in batches:
+                span = slice(batch.places[0], batch.places[-1] + 1)
+                batch.rollout = Rollout(saved["responses"][span], saved["log_probs"][span], saved["ended"][span])
+                batch.sources = saved["sources"][span]
+            asked = [self.teacher.ask(batch.prompts, batch.rollout.responses) for batch in batches]
+            self._next = _Sampled(saved["number"], batches, asked)
+        return rest
+
+
+def _pick(shares: dict[str, float], number: float) -> str:
+    for name, share in shares.items():
+        number -= share
+        if number < 0:
+            return name
+    return list(shares)[-1]

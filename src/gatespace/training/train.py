@@ -1,0 +1,79 @@
+"""The training loop: `train` distils a teacher into a student, `teach` makes a teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from gatespace.config import TeachConfig, TrainConfig
+from gatespace.plugins import load_plugins
+from gatespace.runs import RunFolder
+from gatespace.training.clock import Clock
+from gatespace.training.distill import Distillation
+from gatespace.training.job import Job
+from gatespace.training.processes import join
+from gatespace.training.progress import SILENT, Progress
+from gatespace.training.records import Records
+from gatespace.training.supervised import Supervised
+
+
+def train(config: TrainConfig, progress: Progress = SILENT) -> dict[str, Any]:
+    """Distil a teacher into a student, and return the run's summary. A run that was killed resumes."""
+    with _opened(Distillation, config, progress) as job:
+        return _run(job)
+
+
+def teach(config: TeachConfig, progress: Progress = SILENT) -> dict[str, Any]:
+    """Fine-tune a model on a task's gold labels, and return the run's summary. A run that was killed resumes."""
+    with _opened(Supervised, config, progress) as job:
+        return _run(job)
+
+
+def _run(job: Job) -> dict[str, Any]:
+    """The loop of a run. `Distillation` and `Supervised` say what a micro-batch is, and what its loss is."""
+    if (summary := job.begin()) is not None:  # it was done before
+        return summary
+    job.prepare()
+    config, optimizer, trace = job.config, job.optimizer, job.trace
+    with Records(job) as records:
+        if records.start == 0 and config.evaluation.every:
+            records.evaluate(0)
+        for step in range(records.start, config.steps):
+            clock = Clock()
+            with records.failures(step):
+                trace.begin(step)
+                with job.micro_batches(step, clock) as batches:
+                    for batch in batches:  # prompts → rollout → teacher scores
+                        with clock("update"):
+                            out = job.loss(step, batch)  # hidden states → signals → gate → divergences
+                            out.loss.backward()
+                            optimizer.collect()
+                        trace.add(batch, out)
+                with clock("optimizer"):
+                    update = optimizer.step(step, trace.tokens)
+                lines = trace.record(update, clock)
+            done = step + 1
+            records.log(done, lines)
+            if _due(config.evaluation.every, done) and done < config.steps:
+                records.evaluate(done)
+            if _due(config.checkpoint.every, done) or (config.checkpoint.every and done == config.steps):
+                records.checkpoint(done)
+        return records.finish()
+
+
+def _due(every: int, done: int) -> bool:
+    return every > 0 and done % every == 0
+
+
+@contextmanager
+def _opened(kind: Callable[..., Job], config: TrainConfig | TeachConfig, progress: Progress) -> Iterator[Job]:
+    """The job with its folder claimed and its models loaded; all that it opens is closed."""
+    load_plugins(config.plugins)
+    processes = join(config)
+    run = RunFolder(config.output)
+    with ExitStack() as stack:
+        with processes.together():
+            if processes.first:
+                stack.enter_context(run.claim())
+        yield kind(config, run, processes, progress if processes.first else SILENT, stack)
