@@ -14,8 +14,7 @@ from gatespace.cli.app import app
 from gatespace.config import TeachConfig, parse_config
 from gatespace.models import Model, build_tiny, load_model
 from gatespace.tasks import synthetic_task
-from gatespace.training.run import teach
-from tests.vllm.scripted import Scripted
+from tests.addons.vllm.scripted import Scripted
 
 
 @pytest.fixture(scope="session")
@@ -41,6 +40,8 @@ def vllm_python() -> str:
 @pytest.fixture(scope="session")
 def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of a tiny teacher that has learned a little of the synthetic task."""
+    from gatespace.training.train import teach
+
     folder = tmp_path_factory.mktemp("taught") / "run"
     settings = {
         "task": {"name": "synthetic", "brief": True},

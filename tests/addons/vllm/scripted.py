@@ -1,4 +1,4 @@
-"""A server that answers as vLLM does, with the numbers of a real model, or as a script has it."""
+"""A server that replies as vLLM does, with the numbers of a real model, or by a script."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gatespace.models import Model
+from gatespace.models import Model, load_model
 
 
 @dataclass
@@ -32,13 +32,17 @@ class Reply:
 
 @dataclass
 class Scripted:
-    """The server. `script` maps a path to what is done with the body of a request; other paths answer as vLLM would."""
+    """The server. `script` maps a path to what is done with the body of a request; other paths reply as vLLM would."""
 
     model: Model
     script: dict[str, Callable[[dict[str, Any]], Any]] = field(default_factory=dict)
     max_logprobs: int = 16
     padding: int = 0
-    """Rows of the head that are no tokens, each more probable than any that is."""
+    """Ids that are no tokens, each more probable than any that is."""
+    all_rows: bool = False
+    """Whether probabilities of prompts are over all rows of the head, padding too, as in vLLM."""
+    weights: bool = False
+    """Whether it loads new weights, as in vLLM's development mode."""
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     port: int = 0
     """0: any that is free."""
@@ -56,8 +60,8 @@ class Scripted:
 
             def _serve(self, body: dict[str, Any]) -> None:
                 outer.asked.append((self.path, body))
-                answer = outer.script.get(self.path, outer.usual(self.path))(body)
-                reply = answer if isinstance(answer, Reply) else Reply(json.dumps(answer).encode())
+                found = outer.script.get(self.path, outer.usual(self.path))(body)
+                reply = found if isinstance(found, Reply) else Reply(json.dumps(found).encode())
                 length = len(reply.content) if reply.length is None else reply.length
                 head = f"HTTP/1.1 {reply.status} X\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n".encode()
                 whole = (head if reply.head is None else reply.head) + reply.content
@@ -100,6 +104,8 @@ class Scripted:
     # ------------------------------------------------------------------ as vLLM would
 
     def usual(self, path: str) -> Callable[[dict[str, Any]], Any]:
+        if self.weights and path in ("/collective_rpc", "/reset_prefix_cache"):
+            return self.load
         return {
             "/v1/models": lambda body: {"data": [{"id": "model", "root": "/models/tiny", "max_model_len": 256}]},
             "/health": lambda body: Reply(),
@@ -115,14 +121,20 @@ class Scripted:
             return Reply(json.dumps({"error": {"message": message}}).encode(), 400)
         choices = [
             {"index": index, "finish_reason": "length", "prompt_token_ids": ids}
-            | ({} if k is None else {"prompt_logprobs": self._told(ids, k)})
-            | (self._written(ids, body) if "logprobs" in body else {})
+            | ({} if k is None else {"prompt_logprobs": self._scored(ids, k)})
+            | (self._generated(ids, body) if "logprobs" in body else {})
             for index, ids in enumerate(body["prompt"])
         ]
         return {"choices": choices[::-1], "usage": {"prompt_tokens": sum(map(len, body["prompt"]))}}
 
+    def load(self, body: dict[str, Any]) -> Any:
+        if body:
+            assert body["method"] == "reload_weights"
+            self.model = load_model(body["kwargs"]["weights_path"])
+        return Reply()
+
     @torch.no_grad()
-    def _written(self, ids: list[int], body: dict[str, Any]) -> dict[str, Any]:
+    def _generated(self, ids: list[int], body: dict[str, Any]) -> dict[str, Any]:
         """Greedily, by the network's own forward over the whole text at every token."""
         assert body["temperature"] == 0
         written: list[int] = []
@@ -136,18 +148,19 @@ class Scripted:
         return {"token_ids": written, "logprobs": {"token_logprobs": values}}
 
     @torch.no_grad()
-    def _told(self, ids: list[int], k: int) -> list[Any]:
+    def _scored(self, ids: list[int], k: int) -> list[Any]:
         size = self.model.vocab_size
         network: Any = self.model.network
-        log_probs = torch.log_softmax(network(input_ids=torch.tensor([ids])).logits[0, :-1, :size].float(), -1)
-        told: list[Any] = [None]
+        logits = network(input_ids=torch.tensor([ids])).logits[0, :-1].float()
+        log_probs = torch.log_softmax(logits if self.all_rows else logits[:, :size], -1)
+        scored: list[Any] = [None]
         for position, token in zip(log_probs, ids[1:], strict=True):
             values, top = position.topk(max(0, k - self.padding))
             pairs = [(size + i, -1e-4) for i in range(min(k, self.padding))]
             pairs += [*zip(top.tolist(), values.tolist(), strict=True), (token, position[token].item())]
             # As a map has no order that could be relied on, it comes in a bad one.
-            told.append({str(id): {"logprob": value, "rank": 1, "decoded_token": "x"} for id, value in pairs[::-1]})
-        return told
+            scored.append({str(id): {"logprob": value, "rank": 1, "decoded_token": "x"} for id, value in pairs[::-1]})
+        return scored
 
 
 def later(seconds: float, work: Callable[[], object]) -> threading.Thread:

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from gatespace.addons.vllm.process import VllmProcess
-from gatespace.addons.vllm.sampler import VllmSampler
+from gatespace.addons.vllm.sampler import VllmSampler, save_untied
 from gatespace.addons.vllm.server import RefusedError, VllmServer
 from gatespace.addons.vllm.teacher import VllmTeacher
-from gatespace.addons.vllm.untied import save_untied
 from gatespace.errors import RunError, UsageError
 from gatespace.gating.tokens import TeacherTopK
 from gatespace.models import Model, build_tiny, load_model
@@ -26,7 +25,7 @@ from gatespace.rollout import Sampling
 from gatespace.seeding import stream
 from gatespace.tasks import synthetic_task
 from gatespace.teacher.local import LocalTeacher
-from gatespace.teacher.scores import TeacherAwayError
+from gatespace.teacher.scores import ScoreSpec, TeacherAwayError
 
 pytestmark = pytest.mark.slow
 
@@ -60,6 +59,10 @@ def log_probs(model: Model, whole: list[int]) -> Tensor:
     return torch.log_softmax(network(input_ids=torch.tensor([whole])).logits[0, :-1].float(), -1)
 
 
+def spec(prefix: list[int], model: Model, k: int = K) -> ScoreSpec:
+    return ScoreSpec(tuple(prefix), 32, model.vocab_size, "top_k", k)
+
+
 def members(group: int) -> list[str]:
     """The processes of a group that are not just waiting to be forgotten."""
     found = []
@@ -76,7 +79,7 @@ def members(group: int) -> list[str]:
 
 def test_scores_equal_transformers(served: VllmProcess, student: Model, rows: Any) -> None:
     prefix, prompts, responses = rows
-    with VllmTeacher(served.address, prefix, k=K, tokenizer=student.tokenizer) as teacher:
+    with VllmTeacher(served.address, spec(prefix, student), student.tokenizer) as teacher:
         found = teacher.score(prompts, responses).payload
         assert teacher.vocab_size == student.vocab_size
     assert isinstance(found, TeacherTopK)
@@ -93,13 +96,13 @@ def test_scores_equal_transformers(served: VllmProcess, student: Model, rows: An
             outside += token not in ids.tolist()
             place += 1
     assert place == found.ids.shape[1]
-    assert outside > 0  # tokens that are told of although they are no first choices
+    assert outside > 0  # tokens that are scored although they are not in the top-k
 
 
 def test_scores_equal_the_teacher_in_this_process(served: VllmProcess, student: Model, rows: Any) -> None:
     prefix, prompts, responses = rows
-    local = LocalTeacher(student, prefix, payload="top_k", k=K).score(prompts, responses).payload
-    with VllmTeacher(served.address, prefix, k=K, tokenizer=student.tokenizer) as teacher:
+    local = LocalTeacher(student, spec(prefix, student)).score(prompts, responses).payload
+    with VllmTeacher(served.address, spec(prefix, student), student.tokenizer) as teacher:
         found = teacher.score(prompts, responses).payload
     assert isinstance(local, TeacherTopK)
     assert isinstance(found, TeacherTopK)
@@ -111,12 +114,12 @@ def test_scores_equal_the_teacher_in_this_process(served: VllmProcess, student: 
 def test_another_tokenizer_is_refused(served: VllmProcess, tmp_path: Path) -> None:
     tiny = load_model(str(build_tiny(synthetic_task(size=600), tmp_path).teacher))
     with pytest.raises(UsageError, match="another tokenizer"):
-        VllmTeacher(served.address, [5], k=4, tokenizer=tiny.tokenizer)
+        VllmTeacher(served.address, spec([5], tiny, 4), tiny.tokenizer)
 
 
-def test_too_many_choices_name_the_flag(served: VllmProcess, student: Model) -> None:
+def test_a_larger_k_names_the_flag(served: VllmProcess, student: Model) -> None:
     with pytest.raises(UsageError, match="--max-logprobs 17"):
-        VllmTeacher(served.address, [5], k=17, tokenizer=student.tokenizer)
+        VllmTeacher(served.address, spec([5], student, 17), student.tokenizer)
 
 
 # ---------------------------------------------------------------------------------------------------- weights
@@ -153,10 +156,10 @@ def test_new_weights_are_seen(untied: VllmProcess, student: Model, smollm2: Path
             learner.network.model.layers[3].mlp.down_proj.weight.mul_(1.5)  # type: ignore[union-attr, index]
         assert sampler.sync() < 2e-3
         after = sampler.sample(asked, sampling=greedy, stop=lambda ids: False)
-        for prompt, ids, told in zip(asked, after.responses, after.log_probs, strict=True):
+        for prompt, ids, found in zip(asked, after.responses, after.log_probs, strict=True):
             expected = log_probs(learner, [*prompt, *ids])[-len(ids) :]
             assert expected.argmax(-1).tolist() == ids
-            torch.testing.assert_close(torch.tensor(told), expected.max(-1).values, atol=2e-3, rtol=0)
+            torch.testing.assert_close(torch.tensor(found), expected.max(-1).values, atol=2e-3, rtol=0)
         assert after.log_probs != before.log_probs
 
 
@@ -169,14 +172,11 @@ def test_a_server_that_lost_the_weights_is_not_sampled_from(
         with torch.no_grad():
             other.head.weight.mul_(1.1)
         save_untied(other, tmp_path / "other")
-        server = VllmServer(untied.address)
-        try:
+        with VllmServer(untied.address) as server:
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path / "other")}}
-            server.tell("/collective_rpc", body)
-        finally:
-            server.close()
+            server.command("/collective_rpc", body)
         with pytest.raises(RunError, match="does not have the weights of"):
-            sampler._verify(student, 2e-3)
+            VllmSampler(untied.address, student)
         assert sampler.sync() < 2e-3
 
 
@@ -211,10 +211,10 @@ def test_samples_have_the_log_probs_they_were_drawn_with(
     assert plain.responses != other.responses
     assert len({tuple(ids) for ids in plain.responses}) > 3  # rows of one prompt have numbers of their own
     for rollout, temperature in ((plain, 1.0), (warm, 0.7)):
-        for prompt, ids, told in zip(asked, rollout.responses, rollout.log_probs, strict=True):
+        for prompt, ids, found in zip(asked, rollout.responses, rollout.log_probs, strict=True):
             expected = torch.log_softmax(log_probs(student, [*prompt, *ids])[-len(ids) :] / temperature, -1)
             expected = expected.gather(1, torch.tensor(ids)[:, None])[:, 0]
-            torch.testing.assert_close(torch.tensor(told), expected, atol=5e-3, rtol=0)
+            torch.testing.assert_close(torch.tensor(found), expected, atol=5e-3, rtol=0)
 
 
 def test_responses_end_where_they_are_said_to(untied: VllmProcess, student: Model, tmp_path: Path, rows: Any) -> None:
@@ -233,7 +233,7 @@ def test_responses_end_where_they_are_said_to(untied: VllmProcess, student: Mode
 
 
 def test_log_probs_before_temperature_are_refused(vllm_python: str, student: Model, tmp_path: Path, rows: Any) -> None:
-    """And, with the same server: one that is killed, and one that gives no weights away."""
+    """And, with the same server: one that is killed."""
     prefix, prompts, responses = rows
     save_untied(student, tmp_path / "model")
     with VllmProcess(
@@ -243,10 +243,10 @@ def test_log_probs_before_temperature_are_refused(vllm_python: str, student: Mod
             with pytest.raises(UsageError, match="processed_logprobs"):
                 sampler.sample([prefix], sampling=Sampling(temperature=0.5), stop=lambda ids: False, seeds=[1])
             sampler.sample([prefix], sampling=Sampling(max_new_tokens=2), stop=lambda ids: False, seeds=[1])
-        with VllmTeacher(process.address, prefix, k=4, tokenizer=student.tokenizer, patience=2.0) as teacher:
+        with VllmTeacher(process.address, spec(prefix, student, 4), student.tokenizer, patience=2.0) as teacher:
             teacher.score(prompts, responses)
             process.kill()
-            with pytest.raises(TeacherAwayError, match="has not answered"):
+            with pytest.raises(TeacherAwayError, match="has not replied"):
                 teacher.score(prompts, responses)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from gatespace.addons.publish.export import export_model
 from gatespace.config import TeachConfig, parse_config
-from gatespace.training.run import teach
+from gatespace.training.train import teach
 
 pytestmark = pytest.mark.slow
 _CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)

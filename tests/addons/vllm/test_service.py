@@ -26,8 +26,8 @@ from gatespace.gating.tokens import TeacherTopK
 from gatespace.models import Model, load_model
 from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.local import LocalTeacher
-from tests.teacher.raw_client import Brake, until
-from tests.vllm.scripted import Reply, Scripted, later
+from tests.addons.service.raw_client import Brake, until
+from tests.addons.vllm.scripted import Reply, Scripted, later
 
 ROOT = Path(__file__).resolve().parents[2]
 PREFIX = [5, 9, 11]

@@ -1,4 +1,4 @@
-"""The client of a vLLM teacher, against servers that answer well, badly, slowly or not at all."""
+"""A vLLM teacher, against servers that reply well, badly, slowly or not at all."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from gatespace.addons.vllm.server import VllmServer, parse_place
+from gatespace.addons.vllm.server import VllmServer, server_address
 from gatespace.addons.vllm.teacher import VllmTeacher
 from gatespace.errors import GatespaceError, RunError, UsageError
 from gatespace.gating.tokens import TeacherTopK
 from gatespace.models import Model
 from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.local import LocalTeacher
-from gatespace.teacher.scores import TeacherAwayError
-from tests.vllm.scripted import Reply, Scripted, later
+from gatespace.teacher.scores import ScoreSpec, TeacherAwayError
+from tests.addons.vllm.scripted import Reply, Scripted, later
 
 PREFIX = [5, 9, 11]
 PROMPTS = [[7, 8], [21, 22, 23, 24], [40]]
@@ -27,9 +27,16 @@ RESPONSES = [[3, 4, 5], [60], [17, 18]]
 TOKENS = 6
 
 
-def teacher(server: Scripted, model: Model, **settings: Any) -> VllmTeacher:
-    options: dict[str, Any] = {"max_new_tokens": 4, "k": 5, "timeout": 5.0, "patience": 10.0} | settings
-    return VllmTeacher(server.address, PREFIX, tokenizer=model.tokenizer, **options)
+def spec(model: Model, *, max_new_tokens: int = 4, k: int = 5) -> ScoreSpec:
+    return ScoreSpec(tuple(PREFIX), max_new_tokens, model.vocab_size, "top_k", k)
+
+
+def teacher(
+    server: Scripted, model: Model, *, model_name: str = "", max_new_tokens: int = 4, k: int = 5, **options: Any
+) -> VllmTeacher:
+    options = {"timeout": 5.0, "patience": 10.0} | options
+    asked = spec(model, max_new_tokens=max_new_tokens, k=k)
+    return VllmTeacher(f"{server.address}{model_name}", asked, model.tokenizer, **options)
 
 
 def payload(scores: Any) -> TeacherTopK:
@@ -42,7 +49,7 @@ def payload(scores: Any) -> TeacherTopK:
 
 
 def test_scores_are_those_of_the_model_itself(scripted: Scripted, tiny: Model) -> None:
-    local = payload(LocalTeacher(tiny, PREFIX, max_new_tokens=4, payload="top_k", k=5).score(PROMPTS, RESPONSES))
+    local = payload(LocalTeacher(tiny, spec(tiny)).score(PROMPTS, RESPONSES))
     with teacher(scripted, tiny) as remote:
         found = payload(remote.score(PROMPTS, RESPONSES))
         assert remote.stats.rows == 3
@@ -52,7 +59,7 @@ def test_scores_are_those_of_the_model_itself(scripted: Scripted, tiny: Model) -
     torch.testing.assert_close(found.log_probs, local.log_probs, atol=1e-4, rtol=0)
     assert local.sampled_log_probs is not None
     torch.testing.assert_close(found.sampled_log_probs, local.sampled_log_probs, atol=1e-4, rtol=0)
-    # the sampled tokens are arbitrary, so that some are outside the first choices, where only the map has them
+    # the sampled tokens are arbitrary, so that some are outside the top-k, where only the map has them
     assert not bool((found.ids[0] == torch.tensor([t for row in RESPONSES for t in row])[:, None]).any(1).all())
 
 
@@ -70,12 +77,12 @@ def test_equal_log_probs_are_in_the_order_of_ids(scripted: Scripted, tiny: Model
     def equal(body: dict[str, Any]) -> Any:
         choices = []
         for index, ids in enumerate(body["prompt"]):
-            told: list[Any] = [None]
-            told += [
+            scored: list[Any] = [None]
+            scored += [
                 {str(id): {"logprob": -2.0} for id in (90, 30, 70, 50, 10)} | {str(t): {"logprob": -9.0}}
                 for t in ids[1:]
             ]
-            choices.append({"index": index, "prompt_token_ids": ids, "prompt_logprobs": told})
+            choices.append({"index": index, "prompt_token_ids": ids, "prompt_logprobs": scored})
         return {"choices": choices, "usage": {"prompt_tokens": sum(map(len, body["prompt"]))}}
 
     with teacher(scripted, tiny) as remote:
@@ -86,8 +93,8 @@ def test_equal_log_probs_are_in_the_order_of_ids(scripted: Scripted, tiny: Model
     assert found.sampled_log_probs.tolist() == [[-9.0]]
 
 
-def test_padding_among_the_first_choices_is_replaced_by_tokens(tiny: Model) -> None:
-    local = payload(LocalTeacher(tiny, PREFIX, max_new_tokens=4, payload="top_k", k=5).score(PROMPTS, RESPONSES))
+def test_padding_in_the_top_k_is_replaced_by_tokens(tiny: Model) -> None:
+    local = payload(LocalTeacher(tiny, spec(tiny)).score(PROMPTS, RESPONSES))
     with Scripted(tiny, padding=3) as server, teacher(server, tiny) as remote:
         found = payload(remote.score(PROMPTS, RESPONSES))
     torch.testing.assert_close(found.ids, local.ids)
@@ -137,7 +144,7 @@ def test_a_server_that_hides_its_tokenizer_is_refused(scripted: Scripted, tiny: 
         teacher(scripted, tiny)
 
 
-def test_too_many_choices_name_the_flag(scripted: Scripted, tiny: Model) -> None:
+def test_a_larger_k_names_the_flag(scripted: Scripted, tiny: Model) -> None:
     with pytest.raises(UsageError, match="--max-logprobs 17"):
         teacher(scripted, tiny, k=17)
 
@@ -146,10 +153,11 @@ def test_models_are_chosen_by_name(scripted: Scripted, tiny: Model) -> None:
     scripted.script["/v1/models"] = lambda body: {"data": [{"id": "org/a"}, {"id": "org/b"}]}
     with pytest.raises(UsageError, match="org/a, org/b"):
         teacher(scripted, tiny)
-    with VllmTeacher(f"{scripted.address}/org/b", PREFIX, k=5, tokenizer=tiny.tokenizer) as remote:
-        assert remote.model_name == "org/b"
+    with teacher(scripted, tiny, model_name="/org/b") as remote:
+        assert remote.about()["model"] == "org/b"
+        assert remote.about()["address"] == f"{scripted.address}/org/b"
     with pytest.raises(UsageError, match="org/a, org/b"):
-        VllmTeacher(f"{scripted.address}/org/c", PREFIX, k=5, tokenizer=tiny.tokenizer)
+        teacher(scripted, tiny, model_name="/org/c")
 
 
 def test_rows_that_do_not_fit_are_named(scripted: Scripted, tiny: Model) -> None:
@@ -165,19 +173,19 @@ def test_rows_that_do_not_fit_are_named(scripted: Scripted, tiny: Model) -> None
 @pytest.mark.parametrize("address", ["vllm://host", "vllm://host:0", "vllm://host:70000", "http://a:1", "vllm://a b:1"])
 def test_what_is_no_address(address: str) -> None:
     with pytest.raises(UsageError, match="address"):
-        parse_place(address)
+        server_address(address)
 
 
-# ---------------------------------------------------------------------------------------------------- bad answers
+# ---------------------------------------------------------------------------------------------------- bad replies
 
 
 def _edited(change: Callable[[dict[str, Any]], None]) -> Callable[[Scripted, dict[str, Any]], Any]:
-    def answer(server: Scripted, body: dict[str, Any]) -> Any:
+    def reply(server: Scripted, body: dict[str, Any]) -> Any:
         found = server.complete(body)
         change(found)
         return found
 
-    return answer
+    return reply
 
 
 def _raw(content: bytes) -> Callable[[Scripted, dict[str, Any]], Any]:
@@ -230,7 +238,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", list(BAD))
-def test_a_bad_answer_is_an_error_and_never_a_number(name: str, scripted: Scripted, tiny: Model) -> None:
+def test_a_bad_reply_is_an_error_and_never_a_number(name: str, scripted: Scripted, tiny: Model) -> None:
     with teacher(scripted, tiny) as remote:
         scripted.script["/v1/completions"] = lambda body: BAD[name](scripted, body)
         with pytest.raises(RunError):
@@ -239,7 +247,7 @@ def test_a_bad_answer_is_an_error_and_never_a_number(name: str, scripted: Script
         assert payload(remote.score(PROMPTS, RESPONSES)).ids.shape == (1, TOKENS, 5)
 
 
-def test_answers_are_not_larger_than_we_take(scripted: Scripted, tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replies_are_not_larger_than_we_take(scripted: Scripted, tiny: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     with teacher(scripted, tiny) as remote:
         monkeypatch.setattr("gatespace.addons.vllm.server.LARGEST", 100)
         with pytest.raises(RunError, match="too large"):
@@ -265,7 +273,7 @@ PASSING = {
 
 
 @pytest.mark.parametrize("name", list(PASSING))
-def test_what_passes_is_asked_again(name: str, scripted: Scripted, tiny: Model) -> None:
+def test_what_passes_is_retried(name: str, scripted: Scripted, tiny: Model) -> None:
     with teacher(scripted, tiny) as remote:
         expected = payload(remote.score(PROMPTS, RESPONSES))
         scripted.script["/v1/completions"] = _once(PASSING[name], scripted)
@@ -273,23 +281,23 @@ def test_what_passes_is_asked_again(name: str, scripted: Scripted, tiny: Model) 
     assert torch.equal(found.log_probs, expected.log_probs)
 
 
-def test_a_slow_answer_is_waited_for_longer(scripted: Scripted, tiny: Model) -> None:
+def test_a_slow_reply_is_waited_for_longer(scripted: Scripted, tiny: Model) -> None:
     notes: list[str] = []
     with teacher(scripted, tiny, timeout=0.4, patience=60.0, report=notes.append) as remote:
         slow = json.dumps(scripted.complete({"prompt": [[*PREFIX, 7, 3]], "prompt_logprobs": 5})).encode()
-        answers = [Reply(slow, before=0.6)]  # longer than the first deadline, shorter than the second
+        replies = [Reply(slow, before=0.6)]  # longer than the first deadline, shorter than the second
         scripted.script["/v1/completions"] = lambda body: (
-            answers[0] if len(body["prompt"][0]) == 5 else (scripted.complete(body))
+            replies[0] if len(body["prompt"][0]) == 5 else (scripted.complete(body))
         )
         assert payload(remote.score([[7]], [[3]])).ids.shape == (1, 1, 5)
-    assert any("has not answered" in note for note in notes)
+    assert any("has not replied" in note for note in notes)
 
 
 @pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nX-Long: ", None])
 def test_single_bytes_do_not_put_off_the_deadline(head: bytes | None, scripted: Scripted, tiny: Model) -> None:
     with teacher(scripted, tiny, timeout=0.3, patience=0.8) as remote:
         scripted.script["/v1/completions"] = lambda body: Reply(b" " * 10_000, head=head, every=0.05)
-        with pytest.raises(TeacherAwayError, match="has not answered"):
+        with pytest.raises(TeacherAwayError, match="has not replied"):
             remote.score(PROMPTS, RESPONSES)
 
 
@@ -302,7 +310,7 @@ def test_a_server_that_goes_away_for_good(scripted: Scripted, tiny: Model) -> No
 
 def test_a_server_that_was_never_there(tiny: Model) -> None:
     with pytest.raises(TeacherAwayError, match=r"vllm://127\.0\.0\.1:9"):
-        VllmTeacher("vllm://127.0.0.1:9", PREFIX, tokenizer=tiny.tokenizer, patience=0.5)
+        VllmTeacher("vllm://127.0.0.1:9", spec(tiny), tiny.tokenizer, patience=0.5)
 
 
 def test_500_is_believed_in_the_end(scripted: Scripted, tiny: Model) -> None:
@@ -346,13 +354,10 @@ def test_closing_ends_what_is_under_way(scripted: Scripted, tiny: Model) -> None
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("gatespace-vllm")]
 
 
-def test_many_threads_get_their_own_answers(scripted: Scripted, tiny: Model) -> None:
-    server = VllmServer(scripted.address)
-    try:
+def test_many_threads_get_their_own_replies(scripted: Scripted, tiny: Model) -> None:
+    with VllmServer(scripted.address) as server:
         body = {"model": "model", "prompt_logprobs": 2}
         asked = [[[i, i + 1, i + 2]] for i in range(20)]
-        begun = [server.later(lambda rows=rows: server.complete(rows, body)) for rows in asked]
-        for rows, part in zip(asked, begun, strict=True):
-            assert part.result()[0].prompt_token_ids == rows[0]
-    finally:
-        server.close()
+        running = [server.submit(lambda rows=rows: server.complete(rows, body)) for rows in asked]
+        for rows, request in zip(asked, running, strict=True):
+            assert request.result()[0].prompt_token_ids == rows[0]
