@@ -21,6 +21,8 @@ def plan(
     study: study_file.Study,
     sets: study_file.Sets = None,
     quick: study_file.Quick = False,
+    plugins: options.Plugins = None,
+    trust_plugins: study_file.TrustPlugins = False,
     everything: Annotated[bool, typer.Option("--all", help="List every run and comparison, of all seeds.")] = False,
     estimate: Annotated[
         bool, typer.Option("--estimate/--no-estimate", help="Count tokens and time; needs the models' tokenizers.")
@@ -40,7 +42,7 @@ def plan(
     from gatespace.cli.console import console, print_json
     from gatespace.study.plan import check
 
-    config = study_file.load_study(study, sets or [], quick=quick)
+    config = study_file.load_study(study, sets or [], quick=quick, plugins=plugins, trust_plugins=trust_plugins)
     found = check(config)
     costs = [_cost(config, found, task) for task in config.tasks] if estimate else []
     if as_json:
@@ -127,7 +129,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _cost(config: StudyConfig, plan: Plan, task: str) -> dict[str, Any]:
-    """What the runs of a task need: the teacher's tokens, alone and with shared answers, and a range of time."""
+    """What the runs of a task need: the teacher's tokens, alone and with shared scores, and a range of time."""
     from gatespace.cli.estimate import estimate
     from gatespace.errors import GatespaceError
     from gatespace.study.plan import ROLES, train_config
@@ -168,8 +170,8 @@ def _cost_lines(cost: dict[str, Any]) -> list[str]:
     low, high = cost["teacher_tokens_of_independent_runs"]
     lines = [
         f"{cost['task']}: {cost['runs']} runs of {cost['steps']} steps × {cost['batch_size']} prompts",
-        f"  the teacher reads {low / 1e6:.2f}-{high / 1e6:.2f} M tokens in independent runs; "
-        f"with shared answers at least {cost['teacher_tokens_at_least'] / 1e6:.3f} M",
+        f"  the teacher scores {low / 1e6:.2f}-{high / 1e6:.2f} M tokens in independent runs; "
+        f"with shared scores at least {cost['teacher_tokens_at_least'] / 1e6:.3f} M",
     ]
     seconds = cost["seconds"]
     if isinstance(seconds, dict):

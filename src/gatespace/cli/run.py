@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gatespace.cli import run_options as options
 from gatespace.cli import study_file
-from gatespace.errors import UsageError, unknown_name
+from gatespace.errors import UsageError
+from gatespace.plugins import provider
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from gatespace.runs import StudyFolder
+    from gatespace.study.engines import Engine, EngineSpec, Results
+    from gatespace.study.outlook import Outlook
 
-    from gatespace.config import StudyConfig
-    from gatespace.study.engines import Engine
-    from gatespace.study.runner import Outlook
-    from gatespace.study.store import Store
-
-_ENGINES = ("local", "ray")
 _INTERRUPTED = 130
 
 
@@ -32,9 +31,11 @@ def run(
         int | None,
         typer.Option(metavar="N", min=1, show_default=False, help="CPU threads of each run; else cores / workers."),
     ] = None,
-    engine: Annotated[str, typer.Option(metavar="NAME", help="local processes, or ray.")] = "local",
+    engine: Annotated[
+        str, typer.Option(metavar="NAME", help="local processes, or ray, or one of another package.")
+    ] = "local",
     address: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", show_default=False, help="Of a Ray cluster, e.g. auto.")
+        str | None, typer.Option(metavar="ADDRESS", show_default=False, help="Of the engine's cluster, e.g. auto.")
     ] = None,
     results: Annotated[
         str | None,
@@ -44,12 +45,14 @@ def run(
     quick: study_file.Quick = False,
     report: Annotated[bool, typer.Option("--report/--no-report", help="Write the report at the end.")] = True,
     sets: study_file.Sets = None,
+    plugins: options.Plugins = None,
+    trust_plugins: study_file.TrustPlugins = False,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Train, evaluate and compare all that a study plans, and write its report.
 
-    A study that was stopped or killed goes on with the same command, and
+    A study that was stopped or killed resumes with the same command, and
     ends with the same numbers. A failed run is recorded with its error, and
     the others go on. Test rows are read once per trained model, and every
     read is recorded; what is shown on the way comes from validation.
@@ -57,105 +60,77 @@ def run(
     \b
     gatespace run demo                    minutes, on two cores, no download
     gatespace run my.yaml --workers 2
-    gatespace run studies/demo --retry    take up a study by its folder
+    gatespace run studies/demo --retry    resume a study by its folder
     gatespace run my.yaml --engine ray --address auto --workers 16
     gatespace run my.yaml --engine ray --address auto --results s3://bucket/my
 
     Exit code 0: all runs are done; 1: some failed; 2: a mistake in the call;
     130: stopped by Ctrl-C.
     """
-    import sys
-
-    from gatespace.addons.cluster.depot import Depot
-    from gatespace.addons.cluster.depot_engine import DepotEngine, join, publish
-    from gatespace.addons.cluster.ray_engine import require_ray
     from gatespace.cli.study_view import StudyView
+    from gatespace.study.engines import EngineSpec, SharedFolder
     from gatespace.study.plan import check
     from gatespace.study.runner import run_study
-    from gatespace.study.store import Store
 
-    if engine not in _ENGINES:
-        raise unknown_name("engine", engine, _ENGINES)
-    if address is not None and engine != "ray":
-        raise UsageError("--address is for --engine ray", got=address)
-    config = study_file.load_study(study, sets or [], quick=quick)
+    if engine == "local" and address is not None:
+        raise UsageError("--address is for a cluster", got=address, instead="with --engine ray")
+    open_engine = _local_engine if engine == "local" else provider("engines", engine, kind="engine", known=["local"])
+    config = study_file.load_study(study, sets or [], quick=quick, plugins=plugins, trust_plugins=trust_plugins)
     check(config)
-    if engine == "ray":
-        require_ray()
-        _check_gpus(config)
-    depot = None if results is None else Depot(results)
-    folder = study_file.study_folder(config, study, output)
-    store, count = Store(folder), workers or config.workers
-    if depot is not None:
-        join(depot, store, config)
+    folder, count = study_file.study_folder(config, study, output), workers or config.workers
+    place: Results = SharedFolder()
+    if results is not None:
+        place = provider("results", "url", kind="--results")(results, folder, config)
     # On a cluster, the cores of this machine say nothing about those of its nodes.
-    usual = max(1, int(config.resources.cpus or 1)) if engine == "ray" and address is not None else None
-    chosen = store.begin(config, workers=count, threads=threads, usual=usual)
-    if depot is not None:
-        publish(depot, store)
+    usual = place.threads or (None if address is None else max(1, int(config.resources.cpus or 1)))
+    chosen = folder.threads_of_runs(config, workers=count, threads=threads, usual=usual)
     try:
-        with StudyView(store, count, quiet=quiet) as view:
-            doer = _engine(engine, store, config, count, chosen, address, view.note)
-            if depot is not None:
-                doer = DepotEngine(doer, depot, store)
-            outlook = run_study(config, store, doer, threads=chosen, retry=retry, watch=view.update, note=view.note)
+        with StudyView(count, quiet=quiet) as view:
+            spec = EngineSpec(config, folder, count, chosen, address, place.perform, view.note)
+            with closing(open_engine(spec)) as opened:
+                folder.begin(config, workers=count, threads=chosen)
+                place.publish()
+                outlook = run_study(
+                    folder.config(),
+                    folder,
+                    place.through(opened),
+                    threads=chosen,
+                    retry=retry,
+                    watch=view.update,
+                    note=view.note,
+                )
     except KeyboardInterrupt:
-        here = engine == "local" and depot is None
-        also = f", and so does: gatespace run {folder}" if here else ""
-        sys.stderr.write(f"stopped; the same command goes on{also}\n")
+        also = f", and so does: gatespace run {folder}" if engine == "local" and results is None else ""
+        sys.stderr.write(f"stopped; the same command resumes{also}\n")
         raise typer.Exit(_INTERRUPTED) from None
-    _tell(store, outlook, report=report, as_json=as_json, quiet=quiet)
+    _finish(folder, outlook, report=report, as_json=as_json, quiet=quiet)
     if outlook.count("done") < len(outlook.work):
         raise typer.Exit(1)
 
 
-def _check_gpus(config: StudyConfig) -> None:
-    """A run that computes on a GPU and asks for none would find none, hours later."""
-    device = config.train.get("engine", {}).get("device", "auto")
-    if str(device).startswith("cuda") and not config.resources.gpus:
-        raise UsageError(
-            "resources.gpus: 0, and the runs compute on a GPU",
-            got=f"train.engine.device: {device}",
-            why="Ray hides all GPUs from a run that asks for none",
-            instead="--set resources.gpus=1",
-        )
-
-
-def _engine(
-    name: str,
-    store: Store,
-    config: StudyConfig,
-    workers: int,
-    threads: int,
-    address: str | None,
-    note: Callable[[str], None],
-) -> Engine:
-    from gatespace.addons.cluster.ray_engine import RayEngine
+def _local_engine(spec: EngineSpec) -> Engine:
     from gatespace.study.engines import LocalEngine
+    from gatespace.study.jobs import perform
 
-    if name == "local":
-        return LocalEngine(workers, threads)
-    return RayEngine(workers, threads, address, resources=config.resources, scores=store.scores, note=note)
+    return LocalEngine(spec.workers, spec.threads, spec.perform or perform)
 
 
-def _tell(store: Store, outlook: Outlook, *, report: bool, as_json: bool, quiet: bool) -> None:
+def _finish(folder: StudyFolder, outlook: Outlook, *, report: bool, as_json: bool, quiet: bool) -> None:
     """Write the report, and say how the study has ended."""
     from gatespace.cli.console import console, print_json
     from gatespace.cli.study_view import headline
 
-    failed = {work.name: store.error(work.folder) for work in outlook.work if outlook.states[work.name] == "failed"}
-    runs_done = any(work.run is not None and outlook.states[work.name] == "done" for work in outlook.work)
+    failed, done = outlook.errors(), outlook.of("done")
     written: Any = None
-    if report and runs_done:
+    if report and any(work.run is not None for work in done):
         from gatespace.cli.report import write_report
 
-        written = write_report(store.folder, quiet=quiet or as_json)
+        written = write_report(folder.path, quiet=quiet or as_json)
     if as_json:
-        done = [work.name for work in outlook.work if outlook.states[work.name] == "done"]
         print_json(
             {
-                "folder": str(store.folder),
-                "done": done,
+                "folder": str(folder),
+                "done": [work.name for work in done],
                 "failed": failed,
                 "blocked": outlook.blocked,
                 "report": None if written is None else str(written.html),
@@ -169,4 +144,4 @@ def _tell(store: Store, outlook: Outlook, *, report: bool, as_json: bool, quiet:
     for reason in dict.fromkeys(outlook.blocked.values()):
         out.print(f"not done, because {reason}", soft_wrap=True)
     if failed:
-        out.print(f"try again with: gatespace run {store.folder} --retry", soft_wrap=True)
+        out.print(f"try again with: gatespace run {folder} --retry", soft_wrap=True)

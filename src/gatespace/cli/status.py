@@ -22,35 +22,33 @@ def status(
     """
     from gatespace.cli.console import console, print_json
     from gatespace.cli.study_view import headline, status_table, validation
-    from gatespace.files import is_claimed
-    from gatespace.study.runner import look
-    from gatespace.study.store import Store, progress_of, seconds_of
+    from gatespace.runs import StudyFolder
+    from gatespace.study.outlook import look
 
-    store = Store.open(folder)
-    outlook = look(store)
-    alive = is_claimed(store.folder)
-    failed = {work.name: store.error(work.folder) for work in outlook.work if outlook.states[work.name] == "failed"}
+    study = StudyFolder.open(folder)
+    outlook, alive = look(study), study.is_running
+    failed = outlook.errors()
     if as_json:
         work = [
             {
                 "name": one.name,
                 "title": one.title,
                 "state": outlook.states[one.name],
-                "step": progress_of(one.folder),
+                "step": one.folder.last_step(),
                 "steps": one.steps,
-                "val_accuracy": validation(one, store),
-                "seconds": seconds_of(one.folder),
+                "val_accuracy": validation(one),
+                "seconds": one.folder.seconds(),
                 "error": failed.get(one.name),
             }
             for one in outlook.work
         ]
-        left = outlook.seconds_left(store.workers)
-        print_json({"study": store.config().name, "running": alive, "seconds_left": left, "work": work})
+        left = outlook.seconds_left(study.workers)
+        print_json({"study": study.config().name, "running": alive, "seconds_left": left, "work": work})
         return
     out = console()
-    out.print(status_table(outlook, store))
+    out.print(status_table(outlook))
     for name, error in failed.items():
         out.print(f"{name}: {error}", soft_wrap=True)
-    out.print(headline(outlook, store.workers))
+    out.print(headline(outlook, study.workers))
     if not alive and outlook.count("done") < len(outlook.work):
-        out.print(f"nobody is working on it; go on with: gatespace run {folder}", soft_wrap=True)
+        out.print(f"no process is working on it; resume with: gatespace run {folder}", soft_wrap=True)

@@ -13,6 +13,7 @@ from gatespace.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
     from gatespace.config import StudyConfig
+    from gatespace.runs import StudyFolder
 
 Study = Annotated[
     str,
@@ -25,6 +26,9 @@ Sets = Annotated[
     typer.Option("--set", metavar="PATH=VALUE", show_default=False, help="Any setting, e.g. train.steps=20."),
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="One seed and five points, in a folder of its own.")]
+TrustPlugins = Annotated[
+    bool, typer.Option("--trust-plugins", help="Import the Python files that the study names, without --plugin FILE.")
+]
 Output = Annotated[
     Path | None,
     typer.Option("--output", "-o", metavar="DIR", show_default=False, help="The study's folder; else studies/NAME."),
@@ -38,16 +42,31 @@ def shipped() -> dict[str, str]:
     return {file.name.removesuffix(".yaml"): file.read_text("utf-8") for file in files if file.name.endswith(".yaml")}
 
 
-def load_study(study: str, sets: Sequence[str] = (), *, quick: bool = False) -> StudyConfig:
-    """The study, with single settings set over it."""
-    from gatespace.config import StudyConfig, load_config
-    from gatespace.study.store import STUDY
+def load_study(
+    study: str,
+    sets: Sequence[str] = (),
+    *,
+    quick: bool = False,
+    plugins: Sequence[str] | None = None,
+    trust_plugins: bool = False,
+) -> StudyConfig:
+    """The study, with single settings set over it, and its plugins imported.
 
-    path = Path(study).expanduser()
-    if (path / STUDY).is_file():
-        path = path / STUDY
+    Args:
+        study: A shipped one, a file, or a study's folder.
+        sets: ``path=value`` each.
+        quick: One seed and five points.
+        plugins: Files or modules that the user has named: imported, and added to those of the study.
+        trust_plugins: Import what the study names, too. Without it that is an error, which says what to look at.
+    """
+    from gatespace.config import StudyConfig, load_config
+    from gatespace.runs import StudyFolder
+
+    path, folder = Path(study).expanduser(), StudyFolder(study)
+    if folder.exists:
+        path = folder.study_file
     elif path.is_dir():
-        raise UsageError("this folder holds no study", got=study, why=f"it has no {STUDY}")
+        raise UsageError("this folder holds no study", got=study, why=f"it has no {folder.study_file.name}")
     if path.is_file():
         config = load_config(StudyConfig, path, sets)
     elif study in shipped():
@@ -57,18 +76,36 @@ def load_study(study: str, sets: Sequence[str] = (), *, quick: bool = False) -> 
         raise UsageError("no such file", got=study, instead="`gatespace init demo` writes one to start from")
     else:
         raise unknown_name("study", study, shipped())
+    config = _with_plugins(config.with_plugins_from(path.parent), plugins or (), trusted=trust_plugins)
     return _quick(config) if quick else config
 
 
-def study_folder(config: StudyConfig, study: str, output: Path | None) -> Path:
+def study_folder(config: StudyConfig, study: str, output: Path | None) -> StudyFolder:
     """Where the study lives."""
-    from gatespace.study.store import STUDY
+    from gatespace.runs import StudyFolder
 
-    if output is not None:
-        return output
-    if (Path(study).expanduser() / STUDY).is_file():
-        return Path(study)
-    return config.output or Path("studies") / config.name
+    if output is None and StudyFolder(study).exists:
+        return StudyFolder(study)
+    return StudyFolder(output or config.output or Path("studies") / config.name)
+
+
+def _with_plugins(config: StudyConfig, named: Sequence[str], *, trusted: bool) -> StudyConfig:
+    """The study with plugins of its own and of the command line, imported."""
+    from gatespace.plugins import load_plugins, plugin_hash
+
+    own = {plugin_hash(plugin): plugin for plugin in config.plugins}
+    added = {plugin_hash(plugin): plugin for plugin in named}
+    foreign = [f"{plugin} (sha256 {digest})" for digest, plugin in own.items() if digest not in added]
+    if foreign and not trusted:
+        raise UsageError(
+            "this study imports Python code that you have not named",
+            got=", ".join(foreign),
+            why="such code can do whatever you can do on this machine, so read it first",
+            instead="--plugin FILE for each of them, or --trust-plugins",
+        )
+    plugins = [*own.values(), *(plugin for digest, plugin in added.items() if digest not in own)]
+    load_plugins(plugins)
+    return config.model_copy(update={"plugins": tuple(plugins)}).with_plugins_from(Path())
 
 
 def _quick(config: StudyConfig) -> StudyConfig:

@@ -61,9 +61,9 @@ class EngineSpec:
 
 
 class Results(Protocol):
-    """A place beside the study's folder that results go through: an entry point of the group `results` gives it.
+    """How results come from workers into the study's folder.
 
-    It is called as ``opened(url, folder, config)`` with the study's folder and file, before anything is written.
+    An entry point of the group `results` is called with a URL, the study's folder and the study file, and gives this.
     """
 
     @property
@@ -71,14 +71,26 @@ class Results(Protocol):
         """Threads of each run as the study was begun there; None where it was not."""
 
     @property
-    def perform(self) -> Perform:
-        """What a worker does with a job. It may be on a machine that does not see the study's folder."""
+    def perform(self) -> Perform | None:
+        """What a worker does with a job; None: it works in the study's folder."""
 
     def publish(self) -> None:
         """The study has begun: put there what another machine needs to resume it."""
 
     def through(self, engine: Engine) -> Engine:
         """An engine whose outcomes come when the results are in the study's folder."""
+
+
+class SharedFolder:
+    """Every worker sees the study's folder and works in it."""
+
+    threads: int | None = None
+    perform: Perform | None = None
+
+    def publish(self) -> None: ...
+
+    def through(self, engine: Engine) -> Engine:
+        return engine
 
 
 @dataclass

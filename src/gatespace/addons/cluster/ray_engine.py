@@ -1,24 +1,78 @@
-"""Jobs as tasks of a Ray cluster, begun again where a worker or a node is lost."""
+"""Jobs as tasks of a Ray cluster, resumed elsewhere where a worker or a node is lost."""
 
 from __future__ import annotations
 
 import importlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gatespace import __version__
+from gatespace.addons.cluster.results import relocated, scratch_of
+from gatespace.config import StudyConfig
 from gatespace.config.study import ResourcesConfig
 from gatespace.errors import RunError, UsageError, missing_extra
-from gatespace.study.engines import THREAD_VARIABLES
-from gatespace.study.jobs import Job, Outcome, execute
+from gatespace.files import is_claimed
+from gatespace.study.engines import THREAD_VARIABLES, EngineSpec
+from gatespace.study.jobs import Job, Outcome, Perform, execute, failed, folder_of, perform
 
 _GIB = 2**30
 _PATIENCE_SECONDS = 60.0
 """How long a run waits for its folder: a worker notices within seconds that its node is gone, and ends."""
+
+
+# ---------------------------------------------------------------------------------------------------- on a node
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a worker on another machine has to know beside its job.
+
+    Args:
+        perform: What it does with the job.
+        version: The gatespace that planned the job.
+        cwd: Where relative paths begin, if there is such a folder.
+        scores: The study's cache of scores, in whose place each machine has one of its own: several machines cannot
+            share such a cache, whatever file system it is on.
+    """
+
+    perform: Perform = perform
+    version: str = __version__
+    cwd: str = ""
+    scores: str | None = None
+
+
+def execute_on_node(job: Job, node: Node) -> Outcome:
+    """Do a job on whatever machine Ray has chosen, and say how it went."""
+    return execute(job, partial(_perform_on_node, node=node))
+
+
+def _perform_on_node(job: Job, node: Node) -> None:
+    if node.version != __version__:
+        raise RunError(
+            "this worker has another gatespace than the study",
+            got=f"{__version__} at {os.uname().nodename}",
+            why=f"the study was planned by {node.version}, and two versions need not give the same numbers",
+            instead="the same version on all nodes",
+        )
+    if os.path.isdir(node.cwd):
+        os.chdir(node.cwd)
+    if node.scores is not None:
+        own = scratch_of(node.scores) / "scores"
+        job = {**job, "config": relocated(job["config"], Path(node.scores), own)}
+    # A worker whose node was lost may hold the folder for a while after the cluster has given it up.
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while is_claimed(folder_of(job).path) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    node.perform(job)
+
+
+# ---------------------------------------------------------------------------------------------------- the study's side
 
 
 @dataclass
@@ -29,37 +83,38 @@ class _Started:
 
 
 class RayEngine:
-    """Tasks of a Ray cluster.
+    """Tasks of the cluster at `spec.address`, or of a local one for the time of the study.
 
-    Args:
-        workers: How many jobs at once. What the cluster has no room for waits in it.
-        threads: Of each job.
-        address: Of a cluster that runs; None: a local one for the time of the study.
-        resources: What each job asks of the cluster, and how often one is begun again whose worker or node was lost.
-        scores: The folder of the study's scores, in whose place each machine of a cluster has one of its own: several
-            machines cannot share such a cache, whatever file system it is on.
-        note: Is told what a user should know.
+    What the cluster has no room for waits in it. A job whose worker or node was lost is submitted again, up to
+    `resources.retries` times.
     """
 
-    def __init__(
-        self,
-        workers: int,
-        threads: int,
-        address: str | None = None,
-        *,
-        resources: ResourcesConfig | None = None,
-        scores: Path | None = None,
-        note: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self._ray = require_ray()
-        self._workers, self._note = workers, note
-        self._resources = resources or ResourcesConfig()
-        self._asked = asked(self._resources, threads)
-        # What Ray says on its own would tear the live table apart; an error comes back as an outcome.
+    def __init__(self, spec: EngineSpec) -> None:
+        self._ray = _require_ray()
+        _check_gpus(spec.config)
+        self.slots, self._note, self._resources = spec.workers, spec.note, spec.config.resources
+        self._asked = asked(self._resources, spec.threads)
+        self._connect(spec.address)
+        self._execute = self._ray.remote(
+            num_cpus=self._asked["CPU"],
+            num_gpus=self._asked.get("GPU", 0),
+            memory=self._asked.get("memory"),
+            resources=dict(self._resources.custom) or None,
+            max_retries=0,  # what is lost is submitted again here, where it is counted and reported
+            runtime_env={"env_vars": dict.fromkeys(THREAD_VARIABLES, str(spec.threads))},
+        )(execute_on_node)
+        shared = spec.perform is None and spec.address is not None
+        self._node = Node(
+            perform=spec.perform or perform, cwd=os.getcwd(), scores=str(spec.folder.scores) if shared else None
+        )
+        self._jobs: dict[Any, _Started] = {}
+
+    def _connect(self, address: str | None) -> None:
+        # What Ray prints by itself would tear the live table apart; an error comes back as an outcome.
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if address is None:
             # Beside the cores of each job: whatever else is asked for must be on this machine.
-            options |= {"num_cpus": max(1, round(workers * self._asked["CPU"] + 0.5)), "include_dashboard": False}
+            options |= {"num_cpus": max(1, round(self.slots * self._asked["CPU"] + 0.5)), "include_dashboard": False}
         else:
             options |= {"address": address}
         try:
@@ -76,29 +131,30 @@ class RayEngine:
         except UsageError:
             self._ray.shutdown()
             raise
-        variables = dict.fromkeys(THREAD_VARIABLES, str(threads))
-        self._execute = self._ray.remote(
-            num_cpus=self._asked["CPU"],
-            num_gpus=self._asked.get("GPU", 0),
-            memory=self._asked.get("memory"),
-            resources=dict(self._resources.custom) or None,
-            max_retries=0,  # what is lost is begun again here, where it is counted and told
-            runtime_env={"env_vars": variables},
-        )(execute)
-        self._added: Job = {"version": __version__, "cwd": os.getcwd(), "patience": _PATIENCE_SECONDS}
-        if scores is not None and address is not None:
-            self._added["scores"] = str(scores)
-        self._jobs: dict[Any, _Started] = {}
 
-    @property
-    def slots(self) -> int:
-        return self._workers
+    def _check_room(self, *, local: bool) -> None:
+        """An error, or a note where the cluster may grow, if no node has what a job asks for."""
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        if any(all(node.get(name, 0) >= amount for name, amount in self._asked.items()) for node in nodes):
+            return
+        wanted = _amounts(self._asked)
+        most = _amounts({name: max((node.get(name, 0) for node in nodes), default=0) for name in self._asked})
+        if local:
+            raise UsageError(
+                "resources: a run asks for more than this machine has",
+                got=wanted,
+                why=f"the most that one has is {most}",
+                instead="less of it, or --address of a cluster that has it",
+            )
+        self._note(
+            f"no node of the cluster has what a run asks for ({wanted}): the most that one has is {most}; waiting"
+        )
 
     def start(self, name: str, job: Job) -> None:
-        self._submit(_Started(name, {**job, **self._added}))
+        self._submit(_Started(name, job))
 
     def _submit(self, started: _Started) -> None:
-        self._jobs[self._execute.remote(started.job)] = started
+        self._jobs[self._execute.remote(started.job, self._node)] = started
 
     def wait(self, seconds: float) -> list[tuple[str, Outcome]]:
         if not self._jobs:
@@ -107,7 +163,7 @@ class RayEngine:
             ready, _ = self._ray.wait(list(self._jobs), num_returns=1, timeout=seconds)
         except (self._ray.exceptions.RayError, ConnectionError) as error:
             raise RunError(
-                "the Ray cluster is gone", got=_line(error), instead="start Ray again; the same command then goes on"
+                "the Ray cluster is gone", got=_line(error), instead="start Ray again; the same command then resumes"
             ) from error
         ended = []
         for reference in ready:
@@ -121,36 +177,19 @@ class RayEngine:
         return ended
 
     def _after(self, error: Exception, started: _Started) -> Outcome | None:
-        """What an error of Ray's means for a job; None where it was begun again."""
+        """What an error of Ray's means for a job; None where it was submitted again."""
+        # Errors that are not the job's own: another worker may do it.
+        names = ("WorkerCrashedError", "NodeDiedError", "LocalRayletDiedError", "ObjectLostError", "OutOfMemoryError")
         text, retries = _line(error), self._resources.retries
-        if not isinstance(error, self._losses()):
-            return {"state": "failed", "error": f"its Ray task failed: {text}", "details": str(error)}
+        if not isinstance(error, tuple(getattr(self._ray.exceptions, name) for name in names)):
+            return failed(f"its Ray task failed: {text}", str(error))
         started.losses += 1
         if started.losses <= retries:
-            self._note(f"{started.name}: {text}; begun again ({started.losses} of {retries} times)")
+            self._note(f"{started.name}: {text}; resumed ({started.losses} of {retries} times)")
             self._submit(started)
             return None
         times = "once" if started.losses == 1 else f"{started.losses} times"
-        return {"state": "failed", "error": f"its worker was lost {times}: {text}", "details": str(error)}
-
-    def _losses(self) -> tuple[type[Exception], ...]:
-        """Errors that are not the job's own: another worker may do it."""
-        names = ("WorkerCrashedError", "NodeDiedError", "LocalRayletDiedError", "ObjectLostError", "OutOfMemoryError")
-        return tuple(getattr(self._ray.exceptions, name) for name in names)
-
-    def _check_room(self, *, local: bool) -> None:
-        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-        if any(all(node.get(name, 0) >= amount for name, amount in self._asked.items()) for node in nodes):
-            return
-        wanted = ", ".join(f"{name} {amount:g}" for name, amount in self._asked.items())
-        if local:
-            raise UsageError(
-                "resources: a run asks for more than this machine has",
-                got=wanted,
-                why=_most(nodes, self._asked),
-                instead="less of it, or --address of a cluster that has it",
-            )
-        self._note(f"no node of the cluster has what a run asks for ({wanted}): {_most(nodes, self._asked)}; waiting")
+        return failed(f"its worker was lost {times}: {text}", str(error))
 
     def close(self) -> None:
         self._ray.shutdown()
@@ -166,17 +205,27 @@ def asked(resources: ResourcesConfig, threads: int) -> dict[str, float]:
     return amounts | resources.custom
 
 
-def _most(nodes: list[Mapping[str, float]], wanted: Mapping[str, float]) -> str:
-    most = {name: max((node.get(name, 0) for node in nodes), default=0) for name in wanted}
-    return "the most that one has is " + ", ".join(f"{name} {amount:g}" for name, amount in most.items())
-
-
-def require_ray() -> Any:
-    """The package, or the error that says how to get it."""
+def _require_ray() -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError as error:
         raise missing_extra("--engine ray", module="ray", extra="ray") from error
+
+
+def _check_gpus(config: StudyConfig) -> None:
+    """A run that computes on a GPU and asks for none would find none, hours later."""
+    device = config.train.get("engine", {}).get("device", "auto")
+    if str(device).startswith("cuda") and not config.resources.gpus:
+        raise UsageError(
+            "resources.gpus: 0, and the runs compute on a GPU",
+            got=f"train.engine.device: {device}",
+            why="Ray hides all GPUs from a run that asks for none",
+            instead="--set resources.gpus=1",
+        )
+
+
+def _amounts(amounts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {amount:g}" for name, amount in amounts.items())
 
 
 def _line(error: Exception) -> str:

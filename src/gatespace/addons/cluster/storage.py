@@ -1,12 +1,7 @@
-"""A study's results at a URL: folders that are put there and fetched from there, whole or not at all.
+"""Files and folders behind a URL. A folder is put there and fetched from there whole or not at all.
 
-    study.yaml, store.json            as in the study's folder
-    models/…  baselines/…  runs/ID/…  folders of pieces of work that are done; `done` was put last
-    runs/ID/unfinished/step-N-…/      what a run goes on from, on whatever machine; `whole` was put last
-    runs/ID/reads/…                   every read of a held-out split, put before its result is known
-
-The last file of a folder lists all others with their checksums. So whoever finds it can fetch the folder and know that
-nothing is missing, and what an interrupted `put` has left behind is never taken for a result.
+The last file of a folder lists all others with their checksums. A folder that has it can be fetched with nothing
+missing, and what an interrupted `put_folder` has left behind is never taken for a result.
 """
 
 from __future__ import annotations
@@ -20,24 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from gatespace.errors import RunError, UsageError, missing_extra
+from gatespace.errors import GatespaceError, RunError, UsageError, missing_extra
 from gatespace.files import atomic_write
 
-EXTRA = "remote"
-_PACKAGES = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "abfs": "adlfs",
-    "abfss": "adlfs",
-    "az": "adlfs",
-}
-_OWN_MEMORY = ("memory",)
 _FORMAT = 1
 
 
-class Depot:
+class Storage:
     """A place behind a URL that fsspec knows: ``s3://bucket/path``, ``gs://…``, ``file:///mnt/shared``.
 
     Who may read and write there is a matter of the environment of each machine, as it is for other programs that use
@@ -51,34 +35,31 @@ class Depot:
             raise UsageError(
                 "--results is no URL", got=url, instead="e.g. s3://bucket/path or file:///mnt/shared/study"
             )
-        if scheme in _OWN_MEMORY:
+        if scheme == "memory":
             raise UsageError(
                 "results cannot go there", got=url, why="the memory of a process is seen by no other process"
             )
         try:
             fsspec: Any = importlib.import_module("fsspec")
         except ImportError as error:
-            raise missing_extra("--results", module="fsspec", extra=EXTRA) from error
+            raise missing_extra("--results", module="fsspec", extra="remote") from error
         try:
             # What another machine has put there in the meantime must be seen.
-            self._fs, self._root = fsspec.url_to_fs(self.url, use_listings_cache=False)
+            self._fs, root = fsspec.url_to_fs(self.url, use_listings_cache=False)
         except ImportError as error:
-            package = _PACKAGES.get(scheme)
-            if package == "s3fs":
-                raise missing_extra(f"--results {scheme}://", module=package, extra=EXTRA) from error
-            needed = package or error.name or str(error)
-            raise UsageError(
-                f"--results {scheme}:// needs the package {needed!r}", instead=f"pip install {needed}"
-            ) from error
+            if scheme in ("s3", "s3a"):
+                raise missing_extra(f"--results {scheme}://", module="s3fs", extra="remote") from error
+            # fsspec's own message names the package of the scheme.
+            raise UsageError(f"--results {scheme}:// needs another package", got=url, why=_line(error)) from error
         except (ValueError, OSError) as error:
             raise UsageError("--results cannot be used", got=url, why=_line(error)) from error
-        self._root = self._root.rstrip("/")
+        self._root = root.rstrip("/")
 
     # ------------------------------------------------------------------ single files
 
     def read(self, place: str) -> bytes | None:
         """The file at `place`; None where there is none."""
-        with self._talk(f"{place} could not be read from"):
+        with self._call(f"{place} could not be read from"):
             try:
                 return bytes(self._fs.cat_file(self._path(place)))
             except FileNotFoundError:
@@ -86,19 +67,19 @@ class Depot:
 
     def write(self, place: str, content: bytes) -> None:
         """Make `content` the file at `place`."""
-        with self._talk(f"{place} could not be written to"):
+        with self._call(f"{place} could not be written to"):
             self._make_parent(place)
             self._fs.pipe_file(self._path(place), content)
 
     def has(self, place: str) -> bool:
         """Whether there is such a file."""
-        with self._talk(f"{place} could not be looked for at"):
+        with self._call(f"{place} could not be looked for at"):
             self._fs.invalidate_cache()
             return bool(self._fs.exists(self._path(place)))
 
     def names(self, place: str) -> list[str]:
         """What lies directly under `place`, sorted; nothing where there is no such place."""
-        with self._talk(f"{place} could not be listed at"):
+        with self._call(f"{place} could not be listed at"):
             self._fs.invalidate_cache()
             try:
                 found = self._fs.ls(self._path(place), detail=False)
@@ -108,8 +89,8 @@ class Depot:
             return sorted(names - {PurePosixPath(place).name, ""})
 
     def remove(self, place: str) -> None:
-        """Take away all that lies under `place`."""
-        with self._talk(f"{place} could not be removed from"):
+        """Remove all that lies under `place`."""
+        with self._call(f"{place} could not be removed from"):
             self._fs.invalidate_cache()
             try:
                 self._fs.rm(self._path(place), recursive=True)
@@ -136,7 +117,7 @@ class Depot:
                 continue
             status = path.stat()
             listed[name] = {"size": status.st_size, "sha256": _digest(path), "mtime": status.st_mtime}
-            with self._talk(f"{place}/{name} could not be put at"):
+            with self._call(f"{place}/{name} could not be put at"):
                 self._make_parent(f"{place}/{name}")
                 self._fs.put_file(str(path), self._path(f"{place}/{name}"))
         marker = folder / last
@@ -155,28 +136,33 @@ class Depot:
         when, listed = self._listed(found, f"{place}/{last}")
         for name, known in listed:
             target = folder / name
-            if not (target.is_file() and target.stat().st_size == known["size"] and _digest(target) == known["sha256"]):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                beside = target.with_name(f".{target.name}.tmp")
-                with self._talk(f"{place}/{name} could not be fetched from"):
-                    try:
-                        self._fs.get_file(self._path(f"{place}/{name}"), str(beside))
-                    except FileNotFoundError:
-                        return False
-                if beside.stat().st_size != known["size"] or _digest(beside) != known["sha256"]:
-                    beside.unlink()
-                    raise RunError(
-                        f"{place}/{name} is damaged",
-                        got=self.url,
-                        why=f"its checksum is not the one that {last} gives",
-                        instead=f"remove {place} there; it is then computed again",
-                    )
-                os.replace(beside, target)
+            if not _is_as_listed(target, known) and not self._fetch(f"{place}/{name}", target, known):
+                return False
             # The time that a run took is read from its files.
             os.utime(target, (known["mtime"], known["mtime"]))
         atomic_write(folder / last, "")
         if when is not None:
             os.utime(folder / last, (when, when))
+        return True
+
+    def _fetch(self, place: str, target: Path, known: dict[str, Any]) -> bool:
+        """Fetch one file; False where it is gone."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        beside = target.with_name(f".{target.name}.tmp")
+        with self._call(f"{place} could not be fetched from"):
+            try:
+                self._fs.get_file(self._path(place), str(beside))
+            except FileNotFoundError:
+                return False
+        if not _is_as_listed(beside, known):
+            beside.unlink()
+            raise RunError(
+                f"{place} is damaged",
+                got=self.url,
+                why="its checksum is not the one that its folder's last file gives",
+                instead="remove that folder there; it is then computed again",
+            )
+        os.replace(beside, target)
         return True
 
     def _listed(self, content: bytes, place: str) -> tuple[float | None, list[tuple[str, dict[str, Any]]]]:
@@ -191,8 +177,7 @@ class Depot:
             known = statement["format"] == _FORMAT and (when is None or isinstance(when, float | int))
         except (ValueError, KeyError, TypeError, AttributeError):
             known, when, files = False, None, []
-        inside = all(name and not PurePosixPath(name).is_absolute() and not _climbs(name) for name, _ in files)
-        if not known or not inside:
+        if not known or not all(_is_inside(name) for name, _ in files):
             raise RunError(f"{place} is not what this gatespace writes", got=self.url, instead="another --results")
         return when, files
 
@@ -207,22 +192,27 @@ class Depot:
             self._fs.makedirs(self._path(str(PurePosixPath(place).parent)), exist_ok=True)
 
     @contextmanager
-    def _talk(self, what: str) -> Iterator[None]:
+    def _call(self, what: str) -> Iterator[None]:
         """Whatever a storage's client raises becomes one kind of error."""
         try:
             yield
-        except (RunError, UsageError):
+        except GatespaceError:
             raise
         except Exception as error:
             raise RunError(
                 f"{what} {self.url}",
                 got=_line(error),
-                instead="see to the storage and to this machine's access to it; the same command then goes on",
+                instead="see to the storage and to this machine's access to it; the same command then resumes",
             ) from error
 
 
-def _climbs(name: str) -> bool:
-    return "\\" in name or "\0" in name or any(part in ("..", ".") for part in name.split("/"))
+def _is_inside(name: str) -> bool:
+    """Whether a name that came from outside stays within the folder."""
+    return not ("\\" in name or "\0" in name or any(part in ("", "..", ".") for part in name.split("/")))
+
+
+def _is_as_listed(path: Path, known: dict[str, Any]) -> bool:
+    return path.is_file() and path.stat().st_size == known["size"] and _digest(path) == known["sha256"]
 
 
 def _digest(path: Path) -> str:
