@@ -17,49 +17,45 @@ from huggingface_hub import ModelCard
 from transformers import AutoTokenizer
 
 import gatespace
-from gatespace.addons.publish.card import Evidence, model_card, write_card
-from gatespace.addons.publish.card_objective import PUBLISHED, lam_formula
-from gatespace.addons.publish.card_run import shown_name
-from gatespace.addons.publish.card_use import prompt_of, use
+from gatespace.addons.publish import write_card
+from gatespace.addons.publish.card import Evidence, lam_formula, model_card, shown_name
 from gatespace.config import TaskConfig, parse_config
 from gatespace.config.text import read_yaml, write_yaml
 from gatespace.errors import UsageError
 from gatespace.gating.coefficients import Gate, named_points
 from gatespace.gating.published import OBJECTIVES
-from gatespace.models import TinyPair
 from gatespace.models.smollm2 import HUB_NAME
+from gatespace.runs import RunFolder
+from gatespace.tasks import Prompt
 from gatespace.tasks.configured import configured_prompt, load_configured_task
-from gatespace.training.run import train
+from tests.addons.publish.conftest import ROWS
 
 _CODE = re.compile(r"^(`{3,})python\n(.*?)^\1$", re.DOTALL | re.MULTILINE)
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {"folder": tmp_path_factory.mktemp("card")}
+def card_of(folder: Path, **options: Any) -> str:
+    return model_card(RunFolder(folder), **options)
+
+
+def flat(card: str) -> str:
+    """In one line, as a browser shows a paragraph."""
+    return " ".join(card.split())
+
+
+def rewrite(path: Path, change: Callable[[Any], None]) -> None:
+    found = json.loads(path.read_text())
+    change(found)
+    path.write_text(json.dumps(found))
 
 
 @pytest.fixture
-def run(made: dict[str, Path], train_config: Callable[..., Any]) -> Path:
-    """A short run at G5, made once."""
-    if "run" not in made:
-        final = {"final": ["val", "test"], "limit": 12}
-        config = train_config(
-            output=str(made["folder"] / "run"), steps=3, batch_size=6, evaluation=final, trace={"tokens_every": 0}
-        )
-        train(config)
-        made["run"] = config.output
-    return made["run"]
-
-
-@pytest.fixture
-def changed(run: Path, tmp_path: Path) -> Callable[..., Path]:
+def changed(trained: Path, tmp_path: Path) -> Callable[..., Path]:
     """A copy of the run's records in which settings by dotted path, and what was found, are others."""
 
     def change(settings: dict[str, Any] | None = None, *, source: str | None = None, **content: str) -> Path:
         folder = tmp_path / "changed"
         shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(run, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+        shutil.copytree(trained, folder, ignore=shutil.ignore_patterns("*.safetensors"))
         whole = read_yaml((folder / "config.yaml").read_text(), where="")
         for path, value in (settings or {}).items():
             *sections, last = path.split(".")
@@ -68,9 +64,7 @@ def changed(run: Path, tmp_path: Path) -> Callable[..., Path]:
                 place = place[section]
             place[last] = value
         (folder / "config.yaml").write_text(write_yaml(whole))
-        own = json.loads((folder / "identity.json").read_text())
-        own["content"] |= content
-        (folder / "identity.json").write_text(json.dumps(own))
+        rewrite(folder / "identity.json", lambda own: own["content"].update(content))
         if source is not None:
             (folder / "model" / "gatespace.json").write_text(json.dumps({"source": source}))
         return folder
@@ -95,17 +89,17 @@ def codes(card: str) -> list[str]:
 # ---------------------------------------------------------------------------------------------------- what it says
 
 
-def test_numbers_are_the_run_s(run: Path) -> None:
-    card, summary = model_card(run), json.loads((run / "summary.json").read_text())
+def test_numbers_are_the_run_s(trained: Path) -> None:
+    card, summary = card_of(trained), json.loads((trained / "summary.json").read_text())
     told = rows(card)
     for split in ("val", "test"):
         metrics = summary["evaluation"][split]["metrics"]
         cells = told[f"{split}, first rows"].split(" | ")
-        assert cells[:2] == ["12", str(metrics["correct"])]
-        assert float(cells[2]) == pytest.approx(metrics["correct"] / 12, abs=5e-5)
+        assert cells[:2] == [str(ROWS), str(metrics["correct"])]
+        assert float(cells[2]) == pytest.approx(metrics["correct"] / ROWS, abs=5e-5)
         assert cells[4] == str(metrics["parse_failures"])
-        assert f"Only the first 12 of {summary['evaluation'][split]['available']} {split} rows" in card
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        assert f"Only the first {ROWS} of {summary['evaluation'][split]['available']} {split} rows" in card
+    records = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     tokens = sum(record["tokens"] for record in records)
     mean = sum(record["lam_mean"] * record["tokens"] for record in records) / tokens
     squares = sum((record["lam_sd"] ** 2 + record["lam_mean"] ** 2) * record["tokens"] for record in records) / tokens
@@ -114,32 +108,30 @@ def test_numbers_are_the_run_s(run: Path) -> None:
     assert float(found[1]) == pytest.approx(mean, abs=6e-5)
     assert float(found[2]) == pytest.approx(math.sqrt(squares - mean**2), abs=6e-5)
     assert int(found[3]) == tokens
-    assert json.loads((run / "identity.json").read_text())["identity"] in told["run"]
+    assert json.loads((trained / "identity.json").read_text())["identity"] in told["run"]
     assert told["made with"].startswith(f"gatespace {gatespace.__version__}")
-    assert told["steps"] == "3 × 6 prompts"
+    assert told["steps"] == "25 × 12 prompts"
     assert told["precision"] == "computed in fp32; these weights are fp32"
     assert told["point"] == "G5, (a, b, c, d) = (4, 0, -1, 0)"
     assert "λ = σ(4·h − 1)" in card
-    assert "at the token, over its 8 likeliest tokens renormalised, divided by log 8. Gradient flows through λ." in card
+    assert "entropy at the token, over its top-8 tokens renormalised, divided by log 8.\n- Gradient flows" in card
     assert "One training at one seed. Nothing here says that this point is better" in card
 
 
-def test_metadata_is_what_the_hub_reads(run: Path, changed: Callable[..., Path]) -> None:
-    data = ModelCard(model_card(run)).data.to_dict()
+def test_metadata_is_what_the_hub_reads(trained: Path, changed: Callable[..., Path]) -> None:
+    data = ModelCard(card_of(trained)).data.to_dict()
     assert data["library_name"] == "transformers"
-    assert "gatespace" in data["tags"]
+    assert data["tags"] == ["gatespace", "knowledge-distillation", "on-policy-distillation", "gated-kl"]
     assert {"license", "base_model", "datasets", "model-index"}.isdisjoint(data)
     settings = {"task.name": "tweeteval/emotion", "pair.student": "org/small"}
     folder = changed(settings, source="org/small@0123456789abcdef")
-    data = ModelCard(model_card(folder, license="apache-2.0")).data
+    data = ModelCard(card_of(folder, license="apache-2.0")).data
     assert (data.base_model, data.license, data.datasets) == ("org/small", "apache-2.0", ["cardiffnlp/tweet_eval"])
-    assert data.eval_results is None  # twelve rows are no result
-    summary = json.loads((folder / "summary.json").read_text())
-    summary["evaluation"]["test"]["available"] = 12
-    (folder / "summary.json").write_text(json.dumps(summary))
-    found = ModelCard(model_card(folder)).data.eval_results
+    assert data.eval_results is None  # ten rows are no result
+    rewrite(folder / "summary.json", lambda summary: summary["evaluation"]["test"].update(available=ROWS))
+    found = ModelCard(card_of(folder)).data.eval_results
     assert found is not None
-    metrics = summary["evaluation"]["test"]["metrics"]
+    metrics = json.loads((folder / "summary.json").read_text())["evaluation"]["test"]["metrics"]
     assert [(one.metric_type, one.metric_value) for one in found] == [
         ("accuracy", metrics["accuracy"]),
         ("f1", metrics["macro_f1"]),
@@ -172,19 +164,18 @@ def test_metadata_is_what_the_hub_reads(run: Path, changed: Callable[..., Path])
 def test_where_the_student_came_from(
     changed: Callable[..., Path], student: str, source: str, base: str | None, told: str
 ) -> None:
-    card = model_card(changed({"pair.student": student}, source=source))
+    card = card_of(changed({"pair.student": student}, source=source))
     assert ModelCard(card).data.base_model == base
     assert rows(card)["student"].startswith(told)
     assert "/home/me" not in card
 
 
-def test_nothing_of_the_machine(run: Path, made: dict[str, Path], changed: Callable[..., Path]) -> None:
-    assert str(made["folder"]) not in model_card(run)
+def test_nothing_of_the_machine(trained: Path, changed: Callable[..., Path]) -> None:
+    assert str(trained.parent) not in card_of(trained)
     folder = changed({"pair.teacher": "zmq://10.1.2.3:5555"})
-    environment = json.loads((folder / "environment.json").read_text())
-    environment["teacher"] = {"address": "zmq://10.1.2.3:5555", "model": "/srv/secret/big-teacher/model"}
-    (folder / "environment.json").write_text(json.dumps(environment))
-    card = model_card(folder)
+    served = {"address": "zmq://10.1.2.3:5555", "model": "/srv/secret/big-teacher/model"}
+    rewrite(folder / "environment.json", lambda environment: environment.update(teacher=served))
+    card = card_of(folder)
     assert "10.1.2.3" not in card
     assert "secret" not in card
     assert rows(card)["teacher"].startswith("`big-teacher` (as a service)")
@@ -192,76 +183,101 @@ def test_nothing_of_the_machine(run: Path, made: dict[str, Path], changed: Calla
     assert shown_name("hub:org/name") == "name"
 
 
-def test_equal_runs_have_equal_cards(run: Path, tmp_path: Path) -> None:
-    shutil.copytree(run, tmp_path / "elsewhere")
-    assert model_card(tmp_path / "elsewhere") == model_card(run)
+def test_equal_runs_have_equal_cards(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path / "elsewhere")
+    assert card_of(tmp_path / "elsewhere") == card_of(trained)
 
 
-def test_it_is_written_beside_the_model(run: Path, tmp_path: Path) -> None:
+def test_it_is_written_beside_the_model(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
-    shutil.copytree(run, folder)
-    written = write_card(folder)
-    assert written == folder / "model" / "README.md"
-    assert written.read_text(encoding="utf-8") == model_card(folder)
+    shutil.copytree(trained, folder)
+    card = folder / "model" / "README.md"
+    assert card.read_text(encoding="utf-8") == card_of(folder)  # by the run itself, when it ended
+    card.unlink()
+    (folder / "done").unlink()  # a finisher comes before it
+    write_card(RunFolder(folder))
+    assert card.read_text(encoding="utf-8") == card_of(folder)
     shutil.rmtree(folder / "model")
-    assert write_card(folder) is None
+    write_card(RunFolder(folder))
     assert not (folder / "model").exists()
 
 
-def test_duplicates_and_weak_results_are_told(run: Path, changed: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("package", ["jinja2", "huggingface_hub"])
+def test_without_its_packages_a_run_has_no_card_and_no_error(
+    trained: Path, tmp_path: Path, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(trained, folder)
+    (folder / "model" / "README.md").unlink()
+    code = f"""
+import sys
+sys.modules[{package!r}] = None
+from gatespace.addons.publish import write_card
+from gatespace.runs import RunFolder
+write_card(RunFolder({str(folder)!r}))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert not (folder / "model" / "README.md").exists()
+
+
+def test_duplicates_and_weak_results_are_told(changed: Callable[..., Path]) -> None:
     folder = changed()
-    summary = json.loads((folder / "summary.json").read_text())
-    test = summary["evaluation"]["test"]
-    test |= {"duplicates": 3, "without_duplicates": {**test["metrics"], "count": 9, "correct": 2, "accuracy": 2 / 9}}
-    test["metrics"]["majority"] = {"label": "a|b", "accuracy": 1.0}
-    (folder / "summary.json").write_text(json.dumps(summary))
-    card = model_card(folder)
+
+    def change(summary: Any) -> None:
+        test = summary["evaluation"]["test"]
+        clean = {**test["metrics"], "count": 9, "correct": 2, "accuracy": 2 / 9}
+        test |= {"duplicates": 3, "without_duplicates": clean}
+        test["metrics"]["majority"] = {"label": "a|b", "accuracy": 1.1}
+
+    rewrite(folder / "summary.json", change)
+    card = card_of(folder)
     assert "3 of these test texts also stand in the training rows" in card
     assert rows(card)["test without them"].startswith("9 | 2 | 0.2222")
     assert "On test it is right less often than one label given to all" in card
-    assert "1.0000 (a\\|b)" in card
-    summary["evaluation"] = {}
-    (folder / "summary.json").write_text(json.dumps(summary))
-    assert "test, first rows" in rows(model_card(folder))  # from the evaluation's own file
+    assert "1.1000 (a\\|b)" in card
+    rewrite(folder / "summary.json", lambda summary: summary.update(evaluation={}))
+    assert "test, first rows" in rows(card_of(folder))  # from the evaluation's own file
     for path in folder.glob("evaluation-*.json"):
         path.unlink()
-    assert "It was not evaluated on held-out texts." in model_card(folder)
+    assert "It was not evaluated on held-out texts." in card_of(folder)
+
+
+TODI = {"objective.method": "todi", "objective.gate": None, "objective.params": {"beta": 0.5}}
 
 
 @pytest.mark.parametrize(
-    "settings, content, expected",
+    "settings, gate, expected",
     [
         ({"objective.gate": "static:0.25"}, "0,0,-1.0986122886681098,0", "λ = 0.25"),
         ({"objective.stop_gradient": True}, None, "λ is a constant in the gradient."),
-        ({"objective.shuffle": True}, None, "dealt out to its tokens at random"),
+        ({"objective.shuffle": True}, None, "permuted over its tokens at random"),
         ({"objective.entropy": "full"}, None, "over the full vocabulary, divided by its logarithm"),
-        ({"objective.support": "bucket", "objective.support_k": 5}, None, "teacher's 5 likeliest tokens and the rest"),
+        ({"objective.support": "bucket", "objective.support_k": 5}, None, "teacher's top-5 tokens and the rest"),
         ({"objective.temperature": 2.0}, None, "divided by 2 in the divergences"),
         ({"pair.lora": {"r": 4, "alpha": 8.0, "targets": ["q_proj"]}}, None, "LoRA of rank 4, alpha 8, on `q_proj`"),
         (
             {"rollout.from": {"student": 0.5, "teacher": 0.25, "gold": 0.25}},
             None,
-            "25% by the teacher, 25% from the data",
+            "50% by the student, 25% by the teacher, 25% from the data;",
         ),
         ({"task.split": None}, None, "all training rows"),
-        ({"rollout.per_prompt": 4}, None, "3 × 6 prompts × 4 responses"),
-        (
-            {"objective.method": "todi", "objective.gate": None, "objective.params": {"beta": 0.5}},
-            "None",
-            "ToDi (arXiv:2505.16297), with beta = 0.5, the rest at the published defaults.",
-        ),
+        ({"rollout.per_prompt": 4}, None, "25 × 12 prompts × 4 responses"),
+        (TODI, "None", "`todi`, with beta = 0.5, the rest at the published defaults."),
+        (TODI, "None", f"Published in: {OBJECTIVES['todi'].citation}"),
+        (TODI, "None", OBJECTIVES["todi"].formula),
+        ({**TODI, "objective.params": {}}, "None", "`todi`, with all parameters at the published defaults."),
         ({"objective.method": "static", "objective.gate": None, "objective.params": {"lam": 0.3}}, "None", "λ = 0.3"),
     ],
 )
 def test_settings_in_words(
-    changed: Callable[..., Path], settings: dict[str, Any], content: str | None, expected: str
+    changed: Callable[..., Path], settings: dict[str, Any], gate: str | None, expected: str
 ) -> None:
-    assert expected in model_card(changed(settings, **({} if content is None else {"gate": content})))
+    assert expected in flat(card_of(changed(settings, **({} if gate is None else {"gate": gate}))))
 
 
-def test_evidence_stands_in_place_of_its_absence(run: Path) -> None:
+def test_evidence_stands_in_place_of_its_absence(trained: Path) -> None:
     evidence = Evidence("demo", "All 5 runs are done.", ("About it.",), ("About <all> | of it.",), ("A limit.",))
-    card = model_card(run, evidence=evidence)
+    card = card_of(trained, evidence=evidence)
     part = card.partition("## What the evidence supports")[2].partition("\n## ")[0]
     assert "From the study `demo`. All 5 runs are done." in part
     assert "- About it." in part
@@ -270,33 +286,30 @@ def test_evidence_stands_in_place_of_its_absence(run: Path) -> None:
     assert "One training at one seed" not in card
 
 
-def test_a_teacher_has_a_card_too(taught: Path) -> None:
-    card = model_card(taught)
+def test_a_teacher_has_a_card_too(taught: Any) -> None:
+    card = card_of(taught.folder)
     told = rows(card)
     assert "fine-tuned on the labels of the data" in card
-    assert told["objective"] == "cross-entropy on the right answers"
-    assert told["steps"] == "60 × 24 rows"
+    assert told["objective"] == "cross-entropy on the right labels"
+    assert told["steps"].startswith("30 × ")
     assert "λ" not in card
     assert "supervised-fine-tuning" in ModelCard(card).data.tags
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not the folder of a run that is done"):
-        model_card(tmp_path)
+        card_of(tmp_path)
 
 
-def test_no_torch(run: Path) -> None:
+def test_no_torch(trained: Path) -> None:
     code = f"""
 import sys
-from pathlib import Path
 from gatespace.addons.publish.card import model_card
-model_card(Path({str(run)!r}))
+from gatespace.runs import RunFolder
+model_card(RunFolder({str(trained)!r}))
 assert not [name for name in ("torch", "transformers", "numpy") if name in sys.modules]
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-# ---------------------------------------------------------------------------------------------------- formulas
 
 
 @pytest.mark.parametrize(
@@ -312,54 +325,43 @@ def test_the_formula_is_the_gate(gate: Gate) -> None:
         assert value == pytest.approx(gate.lam(**signals, **more), rel=1e-12)
 
 
-def test_published_methods_are_all_there() -> None:
-    assert set(PUBLISHED) == set(OBJECTIVES) - {"gated", "static"}
-    for name, (_, _, where) in PUBLISHED.items():
-        assert where in OBJECTIVES[name].citation
-
-
 # ---------------------------------------------------------------------------------------------------- the code in it
-
-
-def test_the_code_in_it_gives_the_run_s_predictions(taught: Path) -> None:
-    code, vllm = codes(model_card(taught, name=str(taught / "model")))
-    compile(vllm, "vllm", "exec")
-    scope: dict[str, Any] = {}
-    exec(code, scope)
-    told = [json.loads(line) for line in (taught / "predictions-val.jsonl").read_text().splitlines()[:20]]
-    answers = [scope["answer"](row["text"]) for row in told]
-    # The run stops at the end of the JSON object; what follows it is not part of the answer.
-    prefill = scope["PREFILL"]
-    assert [answer[: len(prefill) + len(row["raw"])] for answer, row in zip(answers, told, strict=True)] == [
-        prefill + row["raw"] for row in told
-    ]
-    assert len({row["raw"] for row in told}) > 2
-
+# That it gives the run's predictions is tested in test_export.py, without gatespace.
 
 THINKING = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}"  # noqa: E501
+
+
+def asks_as(folder: Path, tokenizer: Any, prompt: Prompt, text: str) -> bool:
+    """Whether `encode` of the card in `folder` gives the ids that training with `prompt` gave."""
+    code, vllm = codes(card_of(folder))
+    compile(vllm, "vllm", "exec")
+    scope: dict[str, Any] = {"tokenizer": tokenizer}
+    exec(code[code.index("ASK = ") : code.index("def answer")], scope)  # without the lines that load a model
+    return bool(scope["encode"](text) == prompt.render(tokenizer, text))
 
 
 @pytest.mark.parametrize("prefill", ['{"label": "', ""])
 @pytest.mark.parametrize("template", ["its own", THINKING, None])
 @pytest.mark.parametrize("brief", [True, False])
 def test_the_code_asks_as_the_run_did(
-    tiny: TinyPair, synthetic: Any, prefill: str, template: str | None, brief: bool
+    changed: Callable[..., Path], prefill: str, template: str | None, brief: bool
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny.student)
-    tokenizer.chat_template = tokenizer.chat_template if template == "its own" else template
+    folder = changed({"task.brief": brief, "task.prefill": prefill})
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    if template != "its own":
+        tokenizer.chat_template = template
+        (folder / "model" / "chat_template.jinja").unlink()
+        tokenizer.save_pretrained(folder / "model")
     section = parse_config(TaskConfig, {"name": "synthetic", "brief": brief, "prefill": prefill})
     prompt = configured_prompt(section, load_configured_task(section))
-    text = " where is my coat, you can have the lamp "
-    assert encoder(prompt, tokenizer)(text) == prompt.render(tokenizer, text)
+    assert asks_as(folder, tokenizer, prompt, " where is my coat, you can have the lamp ")
 
 
 HOSTILE = {
-    "table": {
-        "source": "owner/rows:part",
-        "labels": ["yes", "no `way`"],
-        "definitions": {"yes": 'It says """yes""" \\n.', "no `way`": "```\nprint(1)\n```"},
-        "question": "Is it so?",
-    }
+    "source": "owner/rows:part",
+    "labels": ["yes", "no `way`"],
+    "definitions": {"yes": 'It says """yes""" \\n {{ 1 }}.', "no `way`": "```\nprint(1)\n```"},
+    "question": "Is it so? {% endif %}",
 }
 
 
@@ -370,11 +372,11 @@ HOSTILE = {
         ({"name": "tweeteval/hate", "brief": True}, ()),
         ({"name": "tweeteval/hate"}, ("not-hate", "hate")),
         ({"name": "tweeteval/own"}, ("cold", "warm")),
-        (HOSTILE, ()),
+        ({"name": None, "table": HOSTILE}, ()),
     ],
 )
 def test_the_prompt_is_known_without_rows(
-    tiny: TinyPair, tmp_path: Path, section: dict[str, Any], labels: tuple[str, ...]
+    changed: Callable[..., Path], tmp_path: Path, section: dict[str, Any], labels: tuple[str, ...]
 ) -> None:
     whole = section
     if "table" in section:
@@ -393,24 +395,25 @@ def test_the_prompt_is_known_without_rows(
         whole = {**section, "root": str(tmp_path)}
     config = parse_config(TaskConfig, whole)
     expected = configured_prompt(config, load_configured_task(config))
-    found = prompt_of(parse_config(TaskConfig, section), labels)
-    assert found == expected
-    tokenizer = AutoTokenizer.from_pretrained(tiny.student)
-    assert encoder(expected, tokenizer)("the song") == expected.render(tokenizer, "the song")
+    folder = changed({f"task.{key}": value for key, value in {"brief": False, **section}.items()})
+    for path in folder.glob("evaluation-*.json"):
+        path.unlink()
+
+    def change(summary: Any) -> None:
+        if not labels:
+            summary["evaluation"] = {}
+        for found in summary["evaluation"].values():
+            found["metrics"]["per_label"] = [{"label": label} for label in labels]
+
+    rewrite(folder / "summary.json", change)
+    assert asks_as(folder, AutoTokenizer.from_pretrained(folder / "model"), expected, "the song")
 
 
-def test_a_prompt_that_is_not_known_is_left_out() -> None:
-    assert prompt_of(parse_config(TaskConfig, {"name": "tweeteval/unheard-of"}), ()) is None
-    (text,) = use("x", None, chat_template=None, max_new_tokens=8, dtype="fp32")
-    assert "AutoModelForCausalLM" in text
-
-
-def encoder(prompt: Any, tokenizer: Any) -> Callable[[str], list[int]]:
-    """`encode` of a card, without the lines that load a model."""
-    parts = use("x", prompt, chat_template=tokenizer.chat_template, max_new_tokens=8, dtype="fp32")
-    code = codes("\n\n".join(parts))[0]
-    body = code[code.index("ASK = ") : code.index("def answer")]
-    scope: dict[str, Any] = {"tokenizer": tokenizer}
-    exec(body, scope)
-    found: Callable[[str], list[int]] = scope["encode"]
-    return found
+def test_a_prompt_that_is_not_known_is_left_out(changed: Callable[..., Path]) -> None:
+    folder = changed({"task.name": "tweeteval/unheard-of"})
+    for path in folder.glob("evaluation-*.json"):
+        path.unlink()
+    rewrite(folder / "summary.json", lambda summary: summary.update(evaluation={}))
+    card = card_of(folder)
+    assert "The prompt that it was trained with is that of its run." in card
+    assert codes(card) == []

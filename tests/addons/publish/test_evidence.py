@@ -11,7 +11,8 @@ import pytest
 from scipy import stats
 
 from gatespace.addons.publish.card import Evidence
-from gatespace.addons.publish.point import point_evidence, run_in
+from gatespace.addons.publish.evidence import point_evidence, run_in
+from gatespace.runs import RunFolder
 from gatespace.study.records import RunResult, StudyResults
 from tests.sample_study import sample_results
 
@@ -105,12 +106,12 @@ def test_one_seed_has_no_interval(tmp_path: Path) -> None:
 
 def test_a_run_is_found_by_folder_or_identity(results: StudyResults, tmp_path: Path) -> None:
     run = results.done[3]
-    assert run_in(results, run.folder) is run
-    assert run_in(results, tmp_path) is None
+    assert run_in(results, RunFolder(run.folder)) is run
+    assert run_in(results, RunFolder(tmp_path)) is None
     for place, name in ((run.folder, "this"), (results.done[0].folder, "that"), (tmp_path, "this")):
         (place / "identity.json").write_text(json.dumps({"identity": name}))
     try:
-        assert run_in(results, tmp_path) is run
+        assert run_in(results, RunFolder(tmp_path)) is run
     finally:
         for place in (run.folder, results.done[0].folder):
             (place / "identity.json").unlink()

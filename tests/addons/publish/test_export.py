@@ -25,25 +25,11 @@ from transformers import AutoModelForCausalLM
 
 from gatespace.config import StudyConfig, parse_config
 from gatespace.gating.coefficients import Gate
+from gatespace.runs import StudyFolder
 from gatespace.study.plan import make_plan
-from gatespace.study.store import Store
+from tests.addons.publish.conftest import ROWS, TRAIN
 
 _CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-ROWS = 10
-TRAIN = (
-    "train", "--student", "tiny", "--task", "synthetic", "--brief", "--lr", "0.002", "--batch-size", "12",
-    "--set", "engine.precision=fp32", "--set", "evaluation.final=[test]", "--set", f"evaluation.limit={ROWS}",
-    "--set", "rollout.max_new_tokens=8",
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def trained(cli, taught, tmp_path_factory) -> Path:
-    """A student at G5, made once."""
-    folder = tmp_path_factory.mktemp("export") / "run"
-    result = cli(*TRAIN, "--teacher", taught.folder, "--steps", "25", "--gate", "G5", "--output", folder)
-    assert result.exit_code == 0, result.stderr
-    return folder
 
 
 def predictions(run: Path) -> list[dict[str, Any]]:
@@ -64,7 +50,7 @@ def test_its_card_s_code_gives_the_run_s_predictions_without_gatespace(cli, taug
     assert result.exit_code == 0, result.stderr
     assert f"wrote {out}" in result.stdout
     code = _CODE.findall((out / "README.md").read_text(encoding="utf-8"))[0]
-    assert 'name = "student"' in code  # the folder's own name, so that it runs from beside the folder
+    assert "name = 'student'" in code  # the folder's own name, so that it runs from beside the folder
     told = predictions(taught.folder)
     texts = json.dumps([row["text"] for row in told])
     script = f"import sys\nsys.modules['gatespace'] = None\n{code}\nimport json\n"
@@ -218,7 +204,7 @@ RIGHT = {("G5", 42): 8, ("G5", 2): 6, ("G4", 42): 5, ("G4", 2): 5, ("twin(G5)", 
 
 
 @pytest.fixture(scope="module")
-def study(trained, tmp_path_factory) -> Store:
+def study(trained, tmp_path_factory) -> StudyFolder:
     """A study whose run of G5 at 42 is the trained one; the others have its records with other numbers."""
     settings = {
         "name": "small",
@@ -228,10 +214,10 @@ def study(trained, tmp_path_factory) -> Store:
         "train": {"pair": {"teacher": "tiny", "student": "tiny"}},
     }
     config = parse_config(StudyConfig, settings)
-    store = Store(tmp_path_factory.mktemp("studies") / "small")
-    store.begin(config, workers=1, threads=1)
+    folder = StudyFolder(tmp_path_factory.mktemp("studies") / "small")
+    folder.begin(config, workers=1, threads=1)
     for spec in make_plan(config).runs.values():
-        place, is_it = store.run(spec.id), (spec.point, spec.seed) == ("G5", 42)
+        place, is_it = folder.run(spec.id).path, (spec.point, spec.seed) == ("G5", 42)
         shutil.copytree(trained, place, ignore=None if is_it else shutil.ignore_patterns("model"))
         summary = json.loads((place / "summary.json").read_text())
         right = RIGHT.get((spec.point, spec.seed), 4)
@@ -241,7 +227,7 @@ def study(trained, tmp_path_factory) -> Store:
             gate = Gate(*spec.gate) if spec.gate is not None else Gate.static(0.5)
             own = {"identity": spec.id, "content": {"gate": str(gate), "teacher": "t", "task": "t"}}
             (place / "identity.json").write_text(json.dumps(own))
-    return store
+    return folder
 
 
 def section(out: Path) -> str:
@@ -250,7 +236,7 @@ def section(out: Path) -> str:
 
 
 def test_a_run_of_a_study_has_its_evidence(cli, study, trained, tmp_path):
-    (run,) = [path for path in (study.folder / "runs").iterdir() if (path / "model").is_dir()]
+    (run,) = [path for path in (study.path / "runs").iterdir() if (path / "model").is_dir()]
     result = cli("export", run, "--output", tmp_path / "inside", "--json")
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["study"] == "small"
@@ -265,13 +251,13 @@ def test_a_run_of_a_study_has_its_evidence(cli, study, trained, tmp_path):
     assert "- Mean-matched constant: " in told
     assert "No single comparison is claimed." in told
     # The same run elsewhere is the study's by its identity, and has the same evidence.
-    shown = cli("export", trained, "--output", tmp_path / "outside", "--study", study.folder)
+    shown = cli("export", trained, "--output", tmp_path / "outside", "--study", study)
     assert "with the evidence of the study small" in shown.stdout
     assert section(tmp_path / "outside") == told
 
 
 def test_a_run_of_another_study_is_none_of_this_one_s(cli, study, taught, tmp_path):
-    result = cli("export", taught.folder, "--output", tmp_path / "out", "--study", study.folder)
+    result = cli("export", taught.folder, "--output", tmp_path / "out", "--study", study)
     assert result.exit_code == 2
     assert "error: this run is none of the study's\n" in result.stderr
 
@@ -474,7 +460,7 @@ def test_a_push_uploads_the_folder_and_loads_from_there(hub, child, trained, tmp
     assert f"at    {hub.address}/me/student" in done.stdout
     assert f'"pushed": "{hub.address}/me/student"' in done.stdout
     assert "loaded torch.bfloat16" in done.stdout
-    assert b'name = "me/student"' in local["README.md"]
+    assert b"name = 'me/student'" in local["README.md"]
     assert hub.token not in done.stdout + done.stderr
 
 

@@ -14,6 +14,7 @@ from gatespace.cli.console import console, print_json
 
 if TYPE_CHECKING:
     from gatespace.addons.publish.card import Evidence
+    from gatespace.runs import RunFolder
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", show_default=False, help="The folder of a run that is done.")]
 Output = Annotated[
@@ -63,30 +64,29 @@ def export(
 
     Nothing leaves this machine without --push.
     """
-    from gatespace.addons.publish.export import check_export, export_model
+    from gatespace.addons.publish import export as exporting
     from gatespace.cli.progress import RunProgress
     from gatespace.errors import UsageError
+    from gatespace.runs import RunFolder
 
     if private and push is None:
         raise UsageError("--private says how to push, and there is no --push", instead="--push OWNER/NAME --private")
-    folder = _run_folder(run)
+    folder = RunFolder(run)
+    if folder.path.name == "model" and not folder.exists and RunFolder(folder.path.parent).exists:
+        folder = RunFolder(folder.path.parent)  # its model's folder stands for a run
     place = output.expanduser()
-    check_export(folder, place, dtype=dtype)
+    exporting.check_export(folder, place, dtype=dtype)
     if push is not None:
-        from gatespace.addons.publish.push import check_push
-
-        check_push(push, private=private)
+        exporting.check_push(push, private=private)
     evidence = _evidence(folder, study)
     with RunProgress(quiet=quiet, job="export") as progress:
-        written = export_model(
+        written = exporting.export_model(
             folder, place, dtype=dtype, evidence=evidence, name=push, license=license, report=progress.note
         )
         url = None
         if push is not None:
-            from gatespace.addons.publish.push import push as upload
-
             progress.note(f"uploading to {push}")
-            url = upload(place, push, private=private, bars=not quiet and sys.stderr.isatty())
+            url = exporting.push(place, push, private=private, bars=not quiet and sys.stderr.isatty())
     if as_json:
         print_json(
             {
@@ -114,48 +114,23 @@ def export(
         out.print(f"next  {_next(folder, written.folder)}", soft_wrap=True)
 
 
-def _run_folder(run: Path) -> Path:
-    """The run; its model's folder stands for it."""
-    folder = run.expanduser()
-    is_model = folder.name == "model" and not (folder / "identity.json").is_file()
-    return folder.parent if is_model and (folder.parent / "identity.json").is_file() else folder
-
-
-def _evidence(folder: Path, study: Path | None) -> Evidence | None:
+def _evidence(run: RunFolder, study: Path | None) -> Evidence | None:
     """What the study says about the run's point; None where no study is named and the run lies in none."""
-    from gatespace.errors import UsageError, missing_extra
-    from gatespace.study.store import STUDY
+    from gatespace.errors import missing_extra
+    from gatespace.runs import StudyFolder
 
-    place = study.expanduser() if study is not None else _study_of(folder)
-    if place is None:
-        return None
+    if study is None:
+        study = run.path.parent.parent
+        if not StudyFolder(study).exists or StudyFolder(study).run(run.path.name).path != run.path:
+            return None
     try:
-        from gatespace.addons.publish.point import point_evidence, run_in
-        from gatespace.study.results import read_results
+        from gatespace.addons.publish.evidence import evidence_of
     except ModuleNotFoundError as error:
         raise missing_extra("the evidence of a study", module=error.name or "numpy", extra="study") from None
-    results = read_results(place)
-    found = run_in(results, folder)
-    if found is None:
-        raise UsageError(
-            "this run is none of the study's",
-            got=f"{folder}, and {place / STUDY}",
-            why="neither its folder nor its identity is that of a run of the study that is done",
-            instead="a run with the settings of one of the study's, or no --study",
-        )
-    return point_evidence(results, found)
+    return evidence_of(run, study.expanduser())
 
 
-def _study_of(folder: Path) -> Path | None:
-    from gatespace.study.store import STUDY
-
-    place = folder.absolute().parents
-    if len(place) > 1 and place[0].name == "runs" and (place[1] / STUDY).is_file():
-        return place[1]
-    return None
-
-
-def _next(folder: Path, output: Path) -> str:
+def _next(run: RunFolder, output: Path) -> str:
     """The command that uses it."""
-    words = ["gatespace", "predict", str(output), "--config", str(folder / "config.yaml")]
+    words = ["gatespace", "predict", str(output), "--config", str(run.config_file)]
     return f"{shlex.join(words)} < texts.txt"

@@ -1,29 +1,34 @@
-"""A run's model as a folder to be given away: weights, tokenizer and card, nothing of the machine it was made on."""
+"""A run's model as a folder to be given away: weights, tokenizer and card, and from there to the Hugging Face Hub."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gatespace.addons.publish.card import CARD, Evidence, model_card
-from gatespace.errors import UsageError, unknown_name
+from gatespace.addons.publish import CARD
+from gatespace.addons.publish.card import Evidence, model_card
+from gatespace.errors import GatespaceError, RunError, UsageError, missing_extra, unknown_name
 from gatespace.files import atomic_write
 from gatespace.models.cache_root import RECORD, new_folder, read_record, write_record
-from gatespace.models.hub import without_progress_bars
+from gatespace.models.hub import first_line, hub_reachable, without_progress_bars
 from gatespace.models.load import load_model
-from gatespace.training.loop import DONE
-from gatespace.training.run import IDENTITY, MODEL
+from gatespace.runs import RunFolder
 
-__all__ = ["DTYPES", "Exported", "check_export", "export_model"]
+__all__ = ["DTYPES", "Exported", "check_export", "check_push", "export_model", "push"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _MARK = "export"
 """The key of a record that says that a folder is an export, and may be replaced by another one."""
+_REPLACED = ["*.safetensors", "*.safetensors.index.json"]
+"""What an earlier push may have left and this one does not have: a loader would take it for this model's."""
+
+
+# ---------------------------------------------------------------------------------------------------- the folder
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,6 @@ class Exported:
     """An export that was written."""
 
     folder: Path
-    card: Path
     identity: str
     """Of the run."""
     fingerprint: str
@@ -40,30 +44,35 @@ class Exported:
     size: int
     """Bytes of all files."""
 
+    @property
+    def card(self) -> Path:
+        """The file of the model card."""
+        return self.folder / CARD
 
-def check_export(run: Path, output: Path, *, dtype: str = "fp32") -> None:
-    """Raise unless the model of the run in `run` can be exported to `output`."""
+
+def check_export(run: RunFolder, output: Path, *, dtype: str = "fp32") -> None:
+    """Raise unless the model of `run` can be exported to `output`."""
     if dtype not in DTYPES:
         raise unknown_name("precision of weights", dtype, DTYPES)
-    if not (run / IDENTITY).is_file() or not (run / "config.yaml").is_file():
+    if not run.exists:
         raise UsageError(
             "this is not the folder of a run",
             got=str(run),
-            why=f"it has no {IDENTITY}",
+            why="it has no configuration and no identity",
             instead="the folder that `gatespace train` or `teach` has written",
         )
-    if not (run / DONE).exists():
-        raise UsageError("this run is not done", got=str(run), instead="the command that began it, which goes on")
-    if not (run / MODEL).is_dir():
-        job = "train" if "teacher" in json.loads((run / IDENTITY).read_text(encoding="utf-8"))["content"] else "teach"
-        again = f"gatespace {job} --set checkpoint.model=true --output OTHER {run / 'config.yaml'}"
+    if not run.is_done:
+        raise UsageError("this run is not done", got=str(run), instead="the command that began it, which resumes it")
+    if not run.model.is_dir():
+        job = "train" if "teacher" in run.identity()["content"] else "teach"
+        again = f"gatespace {job} --set checkpoint.model=true --output OTHER {run.config_file}"
         raise UsageError(
             "the model of this run was not kept",
             got=str(run),
             why="checkpoint.model is false, as in a study without keep_models: true",
             instead=f"train it once more, to the same numbers: {again}",
         )
-    place, own = output.resolve(), run.resolve()
+    place, own = output.resolve(), run.path.resolve()
     if place == own or own in place.parents:
         raise UsageError("an export is a folder of its own", got=str(output), why="this one lies in the run's folder")
     if (place / RECORD).exists() and _MARK not in read_record(place):
@@ -75,7 +84,7 @@ def check_export(run: Path, output: Path, *, dtype: str = "fp32") -> None:
 
 
 def export_model(
-    run: Path,
+    run: RunFolder,
     output: Path,
     *,
     dtype: str = "fp32",
@@ -89,53 +98,158 @@ def export_model(
     The weights must be those that the run's numbers are about, by their fingerprint.
 
     Args:
-        run: The folder of a run that is done.
+        run: A run that is done.
         output: A new folder, or one of an earlier export.
         dtype: Precision of the written weights: fp32, as they were trained, or bf16.
         evidence: What a study says about the run's point.
         name: What readers of the card load the model by; None: the name of the folder.
         license: Identifier of the model's licence, for the card.
-        report: Is told what takes long.
+        report: Called with a message before what takes long.
     """
     check_export(run, output, dtype=dtype)
-    summary, own = (json.loads((run / file).read_text(encoding="utf-8")) for file in ("summary.json", IDENTITY))
     card = model_card(run, evidence=evidence, name=name or output.name, dtype=dtype, license=license)
     if report is not None:
         report("reading the weights")
-    model = load_model(str(run / MODEL))
-    _check_weights(run, model.fingerprint(), summary)
+    model = load_model(str(run.model))
+    _check_weights(run, model.fingerprint())
     network: Any = model.network
     network.to(DTYPES[dtype])
+    identity, fingerprint = run.identity()["identity"], model.fingerprint()
     with new_folder(output) as fresh:
         with without_progress_bars():
             network.save_pretrained(fresh)
             model.tokenizer.save_pretrained(fresh)
         atomic_write(fresh / CARD, card)
-        fingerprint = model.fingerprint()
-        write_record(fresh, {_MARK: 1, "run": own["identity"], "fingerprint": fingerprint, "dtype": dtype})
+        write_record(fresh, {_MARK: 1, "run": identity, "fingerprint": fingerprint, "dtype": dtype})
     files = sorted(path for path in output.rglob("*") if path.is_file())
-    return Exported(
-        folder=output,
-        card=output / CARD,
-        identity=own["identity"],
-        fingerprint=fingerprint,
-        files=tuple(path.relative_to(output).as_posix() for path in files),
-        size=sum(path.stat().st_size for path in files),
-    )
+    names = tuple(path.relative_to(output).as_posix() for path in files)
+    return Exported(output, identity, fingerprint, names, sum(path.stat().st_size for path in files))
 
 
-def _check_weights(run: Path, fingerprint: str, summary: dict[str, Any]) -> None:
-    """A card tells of accuracies: they must be of these weights."""
-    from gatespace.config.text import read_yaml
-
-    config = read_yaml((run / "config.yaml").read_text(encoding="utf-8"), where="config.yaml")
-    lora = config["pair"]["lora"] if "pair" in config else config["lora"]
-    if lora is not None:  # the fingerprint was taken before the adapters were merged
-        return
+def _check_weights(run: RunFolder, fingerprint: str) -> None:
+    """A card gives accuracies: they must be of these weights."""
+    settings, summary = run.settings(), run.summary()
+    assert summary is not None
+    if settings.get("pair", settings)["lora"] is not None:
+        return  # the fingerprint was taken before the adapters were merged
     if fingerprint != summary["fingerprint"]:
         raise UsageError(
             "the weights of this run are not those that it has evaluated",
-            got=f"{fingerprint[:12]} in {run / MODEL}, {summary['fingerprint'][:12]} in its summary",
+            got=f"{fingerprint[:12]} in {run.model}, {summary['fingerprint'][:12]} in its summary",
             why="something has changed them since, and the run's numbers are not theirs",
             instead="the run's own model, or train it again in another folder",
         )
+
+
+# ---------------------------------------------------------------------------------------------------- the Hub
+
+
+def check_push(repo: str, *, private: bool = False) -> None:
+    """Raise unless `repo` can be pushed to, before anything heavy is done: its name, the Hub, the login.
+
+    Args:
+        repo: ``owner/name``.
+        private: The repository must not be one that everybody can read.
+    """
+    hub = _hub()
+    try:
+        hub.utils.validate_repo_id(repo)
+    except hub.errors.HFValidationError as error:
+        raise UsageError("--push takes the name of a repository", got=repo, why=_reason(error)) from None
+    if repo.count("/") != 1:
+        raise UsageError("--push takes the name of a repository with its owner", got=repo, instead="owner/name")
+    if not hub_reachable():
+        raise RunError(
+            "the Hugging Face Hub is out of reach from here, or HF_HUB_OFFLINE is set",
+            instead="export without --push, and `hf upload` from where the Hub can be reached",
+        )
+    api = hub.HfApi()
+    try:
+        api.whoami()
+    except hub.errors.LocalTokenNotFoundError:
+        raise UsageError("the Hub does not know who is pushing", instead="hf auth login, or HF_TOKEN") from None
+    except Exception as error:  # see `_hub_errors`
+        raise RunError("the Hub refuses this login", got=_reason(error), instead="hf auth login") from error
+    with _hub_errors(repo):
+        _check_private(api, repo, private, missing_ok=True)
+
+
+def push(folder: Path, repo: str, *, private: bool = False, bars: bool = False) -> str:
+    """Upload all files of `folder` in one commit, and return its URL. Weights of an earlier push are replaced.
+
+    Args:
+        folder: A model folder.
+        repo: ``owner/name``; made if it is not there.
+        private: Make it private; an error where it is there and public.
+        bars: Let the Hub's client draw its bars.
+    """
+    api = _hub().HfApi()
+    with _hub_errors(repo), nullcontext() if bars else _without_bars():
+        # Where the user does not say, the owner's own default counts.
+        where = api.create_repo(repo, private=True if private else None, exist_ok=True)
+        _check_private(api, repo, private)
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload a model", delete_patterns=_REPLACED)
+    return str(where)
+
+
+def _check_private(api: Any, repo: str, private: bool, *, missing_ok: bool = False) -> None:
+    if not private:
+        return
+    try:
+        found = api.repo_info(repo)
+    except _hub().errors.RepositoryNotFoundError:
+        if missing_ok:
+            return
+        raise
+    if not found.private:
+        raise UsageError(
+            "--private: this repository is there and everybody can read it",
+            got=repo,
+            instead="another name, or make it private on the Hub first",
+        )
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    utils = _hub().utils
+    if utils.are_progress_bars_disabled():
+        yield
+        return
+    utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        utils.enable_progress_bars()
+
+
+@contextmanager
+def _hub_errors(repo: str) -> Iterator[None]:
+    """The Hub's refusals and the network's failures as errors of ours."""
+    try:
+        yield
+    except GatespaceError:
+        raise
+    except Exception as error:  # the Hub's client raises what its client of HTTP raises, which changes with releases
+        raise RunError(
+            f"the push to {repo} failed",
+            got=_reason(error),
+            why="the Hub has refused it, or the connection broke; the folder here is whole",
+            instead="the same command again, or `hf upload`",
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """The Hub's own message where there is one, else that of its client."""
+    message = getattr(error, "server_message", None)
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return f"HTTP {status}: {message}" if message else first_line(error)
+
+
+def _hub() -> Any:
+    try:
+        import huggingface_hub
+        import huggingface_hub.errors
+        import huggingface_hub.utils
+    except ImportError as error:
+        raise missing_extra("pushing a model", module="huggingface_hub", extra="train") from error
+    return huggingface_hub

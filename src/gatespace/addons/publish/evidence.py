@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 
 from gatespace.addons.publish.card import Evidence
+from gatespace.errors import UsageError
 from gatespace.evidence.analysis import analyse
 from gatespace.evidence.records import ComparisonEvidence
 from gatespace.gating.coefficients import NotApplicable
 from gatespace.report.findings import VERDICTS, find
 from gatespace.report.table import shown
 from gatespace.report.view import View, sd_of
+from gatespace.runs import RunFolder
 from gatespace.study.records import RunResult, StudyResults
+from gatespace.study.results import read_results
 
-__all__ = ["point_evidence", "run_in"]
+__all__ = ["evidence_of", "point_evidence", "run_in"]
 
 _WORDS: Mapping[str, str] = {
     "restriction": "one channel of it alone",
@@ -29,13 +31,27 @@ _WORDS: Mapping[str, str] = {
 """Axis → what the right side is to the left one."""
 
 
-def run_in(results: StudyResults, folder: Path) -> RunResult | None:
-    """The study's run that is in `folder`, or that is the same run as the one there: one identity, one result."""
-    own = _identity(folder)
-    place = Path(folder).resolve()
-    for run in results.done:
-        if run.folder.resolve() == place or (own is not None and _identity(run.folder) == own):
-            return run
+def evidence_of(run: RunFolder, study: Path) -> Evidence:
+    """What the study in the folder `study` supports about the point of `run`; an error where it has no such run."""
+    results = read_results(study)
+    found = run_in(results, run)
+    if found is None:
+        raise UsageError(
+            "this run is none of the study's",
+            got=f"{run}, and the study in {study}",
+            why="neither its folder nor its identity is that of a run of the study that is done",
+            instead="a run with the settings of one of the study's, or no --study",
+        )
+    return point_evidence(results, found)
+
+
+def run_in(results: StudyResults, run: RunFolder) -> RunResult | None:
+    """The study's run that is in the same folder or has the same identity as `run`."""
+    own = _identity(run)
+    for result in results.done:
+        other = RunFolder(result.folder)
+        if other.path.resolve() == run.path.resolve() or (own is not None and _identity(other) == own):
+            return result
     return None
 
 
@@ -87,7 +103,7 @@ def _accuracy(view: View, run: RunResult) -> list[str]:
 
 
 def _chosen(view: View, run: RunResult) -> list[str]:
-    """Whether somebody may have picked this model by the numbers that it is judged by."""
+    """Whether this model may have been picked by the numbers that it is judged by."""
     found = []
     if run.spec.kind == "point" and not isinstance(
         chosen := view.analysis.selection[run.spec.task].chosen, NotApplicable
@@ -120,12 +136,11 @@ def _difference(found: ComparisonEvidence, point: str) -> str:
     return f"{text} over {seeds}, {100 * pair.confidence:.0f} % CI {interval}; described, not claimed."
 
 
-def _identity(folder: Path) -> str | None:
+def _identity(run: RunFolder) -> str | None:
     try:
-        found = json.loads((Path(folder) / "identity.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return str(run.identity()["identity"])
+    except (OSError, ValueError, KeyError):
         return None
-    return str(found["identity"]) if isinstance(found, dict) and "identity" in found else None
 
 
 def _percent(share: float) -> str:
