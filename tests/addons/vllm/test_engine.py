@@ -6,7 +6,6 @@ These need an environment with vLLM (`make test-vllm`) and are skipped, with a w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from gatespace.seeding import stream
 from gatespace.tasks import synthetic_task
 from gatespace.teacher.local import LocalTeacher
 from gatespace.teacher.scores import ScoreSpec, TeacherAwayError
+from tests.addons.vllm.scripted import members
 
 pytestmark = pytest.mark.slow
 
@@ -61,17 +61,6 @@ def log_probs(model: Model, whole: list[int]) -> Tensor:
 
 def spec(prefix: list[int], model: Model, k: int = K) -> ScoreSpec:
     return ScoreSpec(tuple(prefix), 32, model.vocab_size, "top_k", k)
-
-
-def members(group: int) -> list[str]:
-    """The processes of a group that are not just waiting to be forgotten."""
-    found = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            fields = status.read_text().rpartition(")")[2].split()
-            if int(fields[2]) == group and fields[0] not in "ZX":
-                found.append(status.parent.name)
-    return found
 
 
 # ---------------------------------------------------------------------------------------------------- scores

@@ -1,4 +1,4 @@
-"""`gatespace teacher serve --engine vllm`: vLLM behind our wire, against scripted servers and a real one."""
+"""`gatespace teacher serve --engine vllm`: vLLM behind our service, against scripted servers and a real one."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from gatespace.gating.tokens import TeacherTopK
 from gatespace.models import Model, load_model
 from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.local import LocalTeacher
+from gatespace.teacher.scores import ScoreSpec
 from tests.addons.service.raw_client import Brake, until
-from tests.addons.vllm.scripted import Reply, Scripted, later
+from tests.addons.vllm.scripted import Reply, Scripted, later, members
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PREFIX = [5, 9, 11]
 PROMPTS = [[7, 8], [21, 22, 23, 24], [40]]
 RESPONSES = [[3, 4, 5], [60], [17, 18]]
@@ -41,8 +42,8 @@ def source(tiny: Model) -> VllmSource:
 
 
 @pytest.fixture
-def service(scripted: Scripted, source: VllmSource) -> Iterator[TeacherServer]:
-    backend = VllmBackend(source, scripted.address)
+def service(scripted: Scripted, tiny: Model) -> Iterator[TeacherServer]:
+    backend = VllmBackend(tiny.name, scripted.address)
     try:
         with TeacherServer(backend, "tcp://127.0.0.1:0") as server:
             yield server
@@ -50,14 +51,18 @@ def service(scripted: Scripted, source: VllmSource) -> Iterator[TeacherServer]:
         backend.close()
 
 
-def client(address: str, model: Model, **changes: Any) -> RemoteTeacher:
-    settings: dict[str, Any] = {"max_new_tokens": 4, "payload": "top_k", "k": 5, "timeout": 10.0, "patience": 60.0}
-    digest = vocabulary_digest(model.tokenizer.get_vocab())
-    return RemoteTeacher(address, PREFIX, tokenizer_digest=digest, **settings | changes)
+def spec(model: Model, payload: str = "top_k") -> ScoreSpec:
+    return ScoreSpec(tuple(PREFIX), 4, model.vocab_size, payload, 5)
+
+
+def client(address: str, model: Model, *, payload: str = "top_k", digest: str = "", **changes: Any) -> RemoteTeacher:
+    digest = digest or vocabulary_digest(model.tokenizer.get_vocab())
+    options: dict[str, Any] = {"timeout": 10.0, "patience": 60.0} | changes
+    return RemoteTeacher(address, spec(model, payload), tokenizer_digest=digest, **options)
 
 
 def local(model: Model, prompts: Any = PROMPTS, responses: Any = RESPONSES) -> TeacherTopK:
-    found = LocalTeacher(model, PREFIX, max_new_tokens=4, payload="top_k", k=5).score(prompts, responses).payload
+    found = LocalTeacher(model, spec(model)).score(prompts, responses).payload
     assert isinstance(found, TeacherTopK)
     return found
 
@@ -107,7 +112,7 @@ def test_hidden_states_are_refused_at_hello(service: TeacherServer, tiny: Model)
 
 def test_another_tokenizer_is_refused_at_hello(service: TeacherServer, tiny: Model) -> None:
     with pytest.raises(UsageError, match="do not have the same vocabulary"):
-        RemoteTeacher(service.address, PREFIX, payload="top_k", tokenizer_digest="another one")
+        client(service.address, tiny, digest="another one")
 
 
 def test_rows_are_as_long_as_the_server_takes(service: TeacherServer, tiny: Model) -> None:
@@ -117,7 +122,7 @@ def test_rows_are_as_long_as_the_server_takes(service: TeacherServer, tiny: Mode
             remote.score([[7] * 251], [[1, 2]])
 
 
-def test_nothing_is_kept_of_a_server_that_tells_no_hash(
+def test_nothing_is_cached_of_a_server_that_sends_no_hash(
     service: TeacherServer, scripted: Scripted, tiny: Model, tmp_path: Path
 ) -> None:
     with ScoreCache(tmp_path / "scores") as cache, client(service.address, tiny, cache=cache) as remote:
@@ -206,7 +211,7 @@ def test_an_error_of_a_server_that_is_well_is_the_answer(
 
 @contextmanager
 def serving(*words: str, patience: float = 400.0) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any], list[str]]]:
-    """The command in a process of its own: what it said when it was ready, and all it says after that."""
+    """The command in a process of its own: what it printed when it was ready, and all that it prints after that."""
     command = [sys.executable, "-m", "gatespace", "teacher", "serve", "--json", "--bind", "tcp://127.0.0.1:0", *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
@@ -236,15 +241,8 @@ def serving(*words: str, patience: float = 400.0) -> Iterator[tuple[subprocess.P
             process.wait()
 
 
-def group(number: int) -> list[str]:
-    """The processes of a group that have not ended."""
-    found = subprocess.run(["ps", "-e", "-o", "pgid=,stat=,pid="], capture_output=True, text=True, check=True).stdout
-    rows = [line.split() for line in found.splitlines()]
-    return [row[2] for row in rows if row[0] == str(number) and row[1][0] not in "ZX"]
-
-
 @pytest.mark.slow
-def test_a_vllm_that_is_killed_is_started_again(vllm_python: str, taught: Path, tmp_path: Path) -> None:
+def test_a_vllm_that_is_killed_is_restarted(vllm_python: str, taught: Path, tmp_path: Path) -> None:
     model = load_model(str(taught / "model"))
     words = ["--model", str(taught), "--engine", "vllm", "--vllm", vllm_python, "--precision", "fp32"]
     with serving(*words, "--cache", str(tmp_path / "served")) as (process, ready, said):
@@ -262,11 +260,11 @@ def test_a_vllm_that_is_killed_is_started_again(vllm_python: str, taught: Path, 
             os.killpg(ready["vllm_pid"], signal.SIGKILL)
             same(remote.score(PROMPTS, [[9], [8], [7]]), local(model, PROMPTS, [[9], [8], [7]]), atol=0.2)
         events = [json.loads(line)["text"] for line in said]
-        assert "vLLM has ended; starting it again" in events
+        assert "vLLM has ended; restarting it" in events
         assert "vLLM is back" in events
         again = int(subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()[0])
-        assert group(again)
+        assert members(again)
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
-        assert not group(again)
-        assert not group(ready["vllm_pid"])
+        assert not members(again)
+        assert not members(ready["vllm_pid"])
