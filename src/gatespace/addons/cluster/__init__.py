@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def ray_engine(spec: EngineSpec) -> Engine:
     """Tasks of a Ray cluster: ``gatespace run STUDY --engine ray``."""
-    from gatespace.addons.cluster.ray_engine import RayEngine
+    from gatespace.addons.cluster.ray_cluster import RayEngine
 
     return RayEngine(spec)
 
