@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from gatespace.gating import (
         Gate,
         Head,
+        LossInputs,
         LossOutput,
         NotApplicable,
         TeacherTopK,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
         fused_gated_kl,
         gated_kl,
         objective,
+        objectives,
         reverse_kl,
         signals,
     )
@@ -29,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Gate",
     "Head",
+    "LossInputs",
     "LossOutput",
     "NotApplicable",
     "TeacherTopK",
@@ -39,6 +42,7 @@ __all__ = [
     "fused_gated_kl",
     "gated_kl",
     "objective",
+    "objectives",
     "reverse_kl",
     "signals",
 ]

@@ -9,33 +9,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gatespace.gating import signals
+    from gatespace.gating import objectives, signals
     from gatespace.gating.coefficients import Gate, NotApplicable, named_points
     from gatespace.gating.fused import fused_distillation_loss, fused_gated_kl
+    from gatespace.gating.inputs import LossInputs
     from gatespace.gating.loss import LossOutput, distillation_loss, forward_kl, gated_kl, reverse_kl
-    from gatespace.gating.objectives import Gated, Objective, Static
+    from gatespace.gating.objectives import Gated, Objective, Static, objective
     from gatespace.gating.projection import Head
-    from gatespace.gating.published import (
-        ABKD,
-        AKL,
-        EOPD,
-        JSD,
-        OBJECTIVES,
-        SKL,
-        SRKL,
-        SampledReverseKL,
-        ToDi,
-        objective,
-    )
+    from gatespace.gating.published import ABKD, AKL, EOPD, JSD, OBJECTIVES, SKL, SRKL, SampledReverseKL, ToDi
     from gatespace.gating.tokens import TeacherTopK, Tokens
 
 _HOME = {
     "coefficients": ("Gate", "NotApplicable", "named_points"),
     "fused": ("fused_distillation_loss", "fused_gated_kl"),
+    "inputs": ("LossInputs",),
     "loss": ("LossOutput", "distillation_loss", "forward_kl", "gated_kl", "reverse_kl"),
-    "objectives": ("Gated", "Objective", "Static"),
+    "objectives": ("Gated", "Objective", "Static", "objective"),
     "projection": ("Head",),
-    "published": ("ABKD", "AKL", "EOPD", "JSD", "OBJECTIVES", "SKL", "SRKL", "SampledReverseKL", "ToDi", "objective"),
+    "published": ("ABKD", "AKL", "EOPD", "JSD", "OBJECTIVES", "SKL", "SRKL", "SampledReverseKL", "ToDi"),
     "tokens": ("TeacherTopK", "Tokens"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -51,6 +42,7 @@ __all__ = [
     "Gate",
     "Gated",
     "Head",
+    "LossInputs",
     "LossOutput",
     "NotApplicable",
     "Objective",
@@ -66,14 +58,15 @@ __all__ = [
     "gated_kl",
     "named_points",
     "objective",
+    "objectives",
     "reverse_kl",
     "signals",
 ]
 
 
 def __getattr__(name: str) -> object:
-    if name == "signals":
-        return import_module(f"{__name__}.signals")
+    if name in ("objectives", "signals"):
+        return import_module(f"{__name__}.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -66,7 +66,7 @@ class Gate:
         a: Weight of h, the teacher's entropy at the token.
         b: Weight of u, the teacher's entropy at the first response token.
         c: Bias. Infinite only for a static λ of exactly 0 or 1.
-        d: Weight of gap, one minus the student's probability of the teacher's first choice.
+        d: Weight of gap, one minus the student's probability of the teacher's most probable token.
         extra: Coefficients of further registered signals by name, e.g. ``{"student_entropy": 2}``.
 
     Example:

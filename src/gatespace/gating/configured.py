@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from gatespace.config import ObjectiveConfig, in_setting
@@ -11,8 +12,6 @@ from gatespace.gating.coefficients import Gate
 
 if TYPE_CHECKING:
     from gatespace.gating.objectives import Objective
-
-_OWN_SETTINGS = ("support", "support_k")  # settings beside `params`, not parameters of the method static
 
 
 def build_gate(config: ObjectiveConfig, *, path: str = "objective.") -> Gate | None:
@@ -52,40 +51,44 @@ def build_objective(config: ObjectiveConfig, *, path: str = "objective.") -> Obj
         >>> build_objective(ObjectiveConfig(method="eopd", params={"tau": 0.5})).tau
         0.5
     """
-    from gatespace.gating.objectives import Gated, Static
-    from gatespace.gating.published import OBJECTIVES
+    from gatespace.gating.objectives import Gated, Static, get
 
     gate = build_gate(config, path=path)
     if gate is not None:
         with in_setting(f"{path}gate"):
             return Gated(gate, config.support, config.support_k, config.stop_gradient)
-    kind = OBJECTIVES[config.method]
-    parameters = _parameters(config, kind, path=f"{path}params.")
+    with in_setting(f"{path}method"):
+        kind = get(config.method)
+    settings = {"support": config.support, "support_k": config.support_k} if kind is Static else {}
+    parameters = _parameters(config, kind, settings, path=f"{path}params.")
     with in_setting(f"{path}params"):
-        if kind is Static:
-            parameters |= {"support": config.support, "support_k": config.support_k}
-        return kind(**parameters)
+        return kind(**parameters, **settings)
 
 
-def _parameters(config: ObjectiveConfig, kind: type[Objective], *, path: str) -> dict[str, Any]:
-    defaults = {
-        name: parameter.default
-        for name, parameter in inspect.signature(kind).parameters.items()
-        if name not in _OWN_SETTINGS
-    }
+def _parameters(
+    config: ObjectiveConfig, kind: type[Objective], settings: Mapping[str, object], *, path: str
+) -> dict[str, Any]:
+    """`params`, checked against the parameters of the class that are no settings of their own."""
+    known = {name: one.default for name, one in inspect.signature(kind).parameters.items() if name not in settings}
     given: dict[str, Any] = {}
     for name, value in config.params.items():
         with in_setting(f"{path}{name}"):
-            if name not in defaults:
-                raise unknown_name(f"parameter of {config.method}", name, defaults)
-            given[name] = _as(type(defaults[name]), value)
+            if name not in known:
+                raise unknown_name(f"parameter of {config.method}", name, known)
+            given[name] = _like(known[name], value)
+    for name, default in known.items():
+        if default is inspect.Parameter.empty and name not in given:
+            with in_setting(f"{path}{name}"):
+                raise UsageError(f"the method {config.method} needs it and has no default for it")
     return given
 
 
-def _as(wanted: type, value: bool | int | float | str) -> bool | int | float | str:
+def _like(default: object, value: bool | int | float | str) -> bool | int | float | str:
+    """The value in the type of the parameter's default, which is the type of a published parameter."""
+    words = {float: "a number", int: "a whole number", bool: "true or false", str: "a text"}
+    wanted = type(default)
     if wanted is float and type(value) is int:
         return float(value)
-    if type(value) is not wanted:
-        words = {float: "a number", int: "a whole number", bool: "true or false", str: "a text"}
+    if wanted in words and type(value) is not wanted:
         raise UsageError(f"must be {words[wanted]}", got=repr(value))
     return value

@@ -1,8 +1,8 @@
 """The fused path: the same losses from hidden states and head matrices, with no (N, V) tensor whole in memory.
 
 Tokens are taken in chunks. For a chunk both sides' logits are made slice by slice of the vocabulary, into two buffers
-of bounded size; the objective asks its questions of them through `Tokens`, as it does on the plain path, and what it
-takes from the student goes onto a tape. One small autograd pass over those (n,) numbers gives their cotangents; the
+of bounded size; the objective is computed from them through `Tokens`, as on the plain path, and what it takes from the
+student goes onto a tape. One small autograd pass over those (n,) numbers gives the gradient at each of them; the
 gradient at the logits follows in closed form (see `tape`), again slice by slice, and goes straight into the products
 with head rows and hidden states. So the gate, every support and every objective are written once, for both paths.
 """
@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -21,24 +21,13 @@ from torch.autograd.function import once_differentiable
 
 from gatespace.errors import UsageError
 from gatespace.gating.coefficients import Gate
-from gatespace.gating.layout import Layout
-from gatespace.gating.loss import (
-    Context,
-    LossOutput,
-    check_finite,
-    check_objective,
-    check_order,
-    check_rows,
-    forbidden,
-    nothing,
-    shared_vocabulary,
-    top_k_teacher,
-)
+from gatespace.gating.inputs import Batch, LossInputs, LossOptions
+from gatespace.gating.loss import DEFAULTS, LossOutput, check_finite, check_objective, forbidden, shared_vocabulary
 from gatespace.gating.objectives import Gated, Objective
 from gatespace.gating.projection import Head, Projection, logits_buffer
-from gatespace.gating.tape import ChunkStudent, Tape
-from gatespace.gating.tokens import LogitsTeacher, Teacher, TeacherTopK, Tokens, TopKTeacher
-from gatespace.gating.vocabulary import tiles
+from gatespace.gating.tape import ChunkTokens, Tape
+from gatespace.gating.tokens import LogitsTeacher, Teacher, TeacherTopK, TopKTeacher
+from gatespace.gating.vocabulary import check_rows, tiles
 
 CHUNK_MB = 60
 """Default size of the two logit buffers together, in MB."""
@@ -57,22 +46,13 @@ def fused_gated_kl(
     teacher_head: Head | nn.Linear | Tensor | None,
     *,
     gate: Gate,
-    mask: Tensor | None = None,
-    top_k: int = 8,
-    temperature: float = 1.0,
     stop_gradient: bool = False,
     support: str = "full",
     support_k: int | None = None,
-    entropy: str = "top_k",
-    sampled: Tensor | None = None,
-    sampled_log_probs: Tensor | None = None,
-    segment_ids: Tensor | None = None,
-    u: Tensor | None = None,
     coefficients: Tensor | None = None,
-    total_tokens: float | Tensor | None = None,
-    vocab_size: int | None = None,
     recompute: bool | None = None,
     chunk_mb: float = CHUNK_MB,
+    **inputs: Unpack[LossOptions],
 ) -> LossOutput:
     """`gated_kl` of the two heads' logits, in value and gradient, without ever holding them.
 
@@ -81,13 +61,15 @@ def fused_gated_kl(
         student_head: (V, H) tensor, Linear layer or `Head`; it may be tied to the embedding.
         teacher_hidden: (B, T, H'), or a `TeacherTopK` (then `teacher_head` is None).
         teacher_head: (V, H') tensor, Linear layer or `Head`.
+        gate: As in `gated_kl`, like stop_gradient, support, support_k and coefficients.
         recompute: When the gradient is made. False: with the value, in one pass over the vocabulary. True: in
             backward, from recomputed logits, half as much work again. None: False, unless the head's own gradient
             is in half precision, where only the second way accumulates it in float32 without a float32 copy.
         chunk_mb: Size of the logit buffers, in MB; time and memory change with it, the result does not.
+        **inputs: The fields of `LossInputs`.
 
     Half-precision hidden states and heads are multiplied in half precision and accumulated in float32; the logits
-    themselves are kept to float32. All other arguments, and the result, are those of `gated_kl`.
+    themselves are kept to float32.
 
     Example:
         >>> from gatespace import Gate, fused_gated_kl
@@ -103,16 +85,7 @@ def fused_gated_kl(
         teacher_hidden,
         teacher_head,
         objective=Gated(gate, support, support_k, stop_gradient, coefficients),
-        mask=mask,
-        top_k=top_k,
-        temperature=temperature,
-        entropy=entropy,
-        sampled=sampled,
-        sampled_log_probs=sampled_log_probs,
-        segment_ids=segment_ids,
-        u=u,
-        total_tokens=total_tokens,
-        vocab_size=vocab_size,
+        inputs=LossInputs(**inputs),
         recompute=recompute,
         chunk_mb=chunk_mb,
     )
@@ -121,73 +94,49 @@ def fused_gated_kl(
 def fused_distillation_loss(
     student_hidden: Tensor,
     student_head: Head | nn.Linear | Tensor,
-    teacher_hidden: Tensor | TeacherTopK,
+    teacher_payload: Tensor | TeacherTopK,
     teacher_head: Head | nn.Linear | Tensor | None,
     *,
     objective: Objective,
-    mask: Tensor | None = None,
-    top_k: int = 8,
-    temperature: float = 1.0,
-    entropy: str = "top_k",
-    sampled: Tensor | None = None,
-    sampled_log_probs: Tensor | None = None,
-    segment_ids: Tensor | None = None,
-    u: Tensor | None = None,
-    total_tokens: float | Tensor | None = None,
-    vocab_size: int | None = None,
-    lam_order: Tensor | None = None,
+    inputs: LossInputs = DEFAULTS,
     recompute: bool | None = None,
     chunk_mb: float = CHUNK_MB,
 ) -> LossOutput:
     """Any objective, from hidden states and heads.
 
-    Arguments as in `fused_gated_kl`; `objective` and `lam_order` as in `distillation_loss`. With `lam_order` there is
-    one pass over the vocabulary more, since λ of all chunks is needed before the first loss.
+    Arguments as in `fused_gated_kl` and `distillation_loss`. With `inputs.lam_order` there is one pass over the
+    vocabulary more, since λ of all chunks is needed before the first loss.
     """
-    check_objective(objective)
+    check_objective(objective, inputs)
     if not chunk_mb > 0:
         raise UsageError("chunk_mb must be positive", got=chunk_mb)
     head = Head.of(student_head)
     _check_side("student", student_hidden, head)
     teacher: TeacherTopK | tuple[Tensor, Head]
-    if isinstance(teacher_hidden, TeacherTopK):
-        teacher, teacher_size = teacher_hidden, None
+    if isinstance(teacher_payload, TeacherTopK):
+        teacher, teacher_size = teacher_payload, None
     else:
         if teacher_head is None:
             raise UsageError(
                 "teacher hidden states need the teacher's head", instead="pass teacher_head, or TeacherTopK"
             )
         source = Head.of(teacher_head)
-        _check_side("teacher", teacher_hidden, source)
-        if teacher_hidden.shape[:-1] != student_hidden.shape[:-1]:
+        _check_side("teacher", teacher_payload, source)
+        if teacher_payload.shape[:-1] != student_hidden.shape[:-1]:
             raise UsageError(
                 "student and teacher hidden states must cover the same tokens (B, T)",
-                got=f"student {tuple(student_hidden.shape)}, teacher {tuple(teacher_hidden.shape)}",
+                got=f"student {tuple(student_hidden.shape)}, teacher {tuple(teacher_payload.shape)}",
             )
-        teacher, teacher_size = (teacher_hidden, source), source.weight.shape[0]
-    size = shared_vocabulary(head.weight.shape[0], teacher_size, vocab_size)
-    context = Context.of(
-        student_hidden.shape[:-1],
-        student_hidden.device,
-        vocab_size=size,
-        mask=mask,
-        segment_ids=segment_ids,
-        temperature=temperature,
-        top_k=top_k,
-        entropy=entropy,
-        sampled=sampled,
-        sampled_log_probs=sampled_log_probs,
-        u=u,
-        total_tokens=total_tokens,
-        lam_order=lam_order,
-    )
-    check_order(context, objective)
-    if context.layout.count == 0:
-        return nothing(context, objective, student_hidden, head.weight, head.bias)
-    work = _Work(context, objective, head, teacher, chunk_mb)
-    hidden = context.layout.select(student_hidden)
+        teacher, teacher_size = (teacher_payload, source), source.weight.shape[0]
+    size = shared_vocabulary(head.weight.shape[0], teacher_size, inputs.vocab_size)
+    batch = Batch.of(student_hidden.shape[:-1], student_hidden.device, size, inputs)
+    if batch.count == 0:
+        return LossOutput.empty(batch, objective, student_hidden, head.weight, head.bias)
+    hidden = batch.select(student_hidden)
+    work = _Work(batch, objective, hidden, head, teacher, chunk_mb)
     loss: Tensor = _FusedLoss.apply(work, recompute, hidden, head.weight, head.bias, objective.learned())
-    return context.output(loss, torch.cat(work.per_token), {k: torch.cat(v) for k, v in work.telemetry.items()})
+    telemetry = {name: torch.cat(values) for name, values in work.telemetry.items()}
+    return LossOutput.of(loss, torch.cat(work.per_token), telemetry, batch)
 
 
 def _check_side(side: str, hidden: Tensor, head: Head) -> None:
@@ -207,19 +156,6 @@ def _check_side(side: str, hidden: Tensor, head: Head) -> None:
 
 
 # ---------------------------------------------------------------------- the work
-
-
-class _ChunkTokens(Tokens):
-    """Tokens of one chunk; what a response's first token said may have been said in an earlier chunk."""
-
-    seen: dict[str, Tensor]
-    whole: Layout
-    span: slice
-
-    def at_first(self, name: str, values: Tensor) -> Tensor:
-        kept = self.seen.setdefault(name, values.new_zeros(self.whole.count))
-        kept[self.span] = values.detach()
-        return kept[self.whole.first[self.span]]
 
 
 @dataclass
@@ -257,15 +193,6 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor, begin: bool = False)
         total.addmm_(left, right, beta=0 if begin else 1)
 
 
-class _Chunk(NamedTuple):
-    """Some of the tokens, with both sides' logits in buffers that the next chunk overwrites."""
-
-    span: slice
-    student: ChunkStudent
-    teacher_logits: Tensor | None
-    tokens: Tokens
-
-
 def _narrow(buffer: Tensor, tokens: int) -> Tensor:
     """A logits buffer for fewer tokens at the start of the same memory."""
     width = buffer.shape[1]
@@ -277,47 +204,47 @@ class _Work:
 
     def __init__(
         self,
-        context: Context,
+        batch: Batch,
         objective: Objective,
+        hidden: Tensor,
         head: Head,
         teacher: TeacherTopK | tuple[Tensor, Head],
         chunk_mb: float,
     ) -> None:
-        self.context = context
+        self.batch = batch
         self.objective = objective
-        self.head = head
-        self.teacher = teacher
         self.chunk_bytes = chunk_mb * 1e6
+        size, kind = batch.vocab_size, hidden.device.type
+        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self.student = Projection(hidden.detach().to(cast or hidden.dtype), head, size)
+        self.teacher: Projection | TopKTeacher
+        self.infinite: tuple[Tensor, Tensor] | None = None
+        if isinstance(teacher, TeacherTopK):
+            self.teacher = TopKTeacher.of(teacher, batch, self.student.dtype)
+        else:
+            states, teacher_head = teacher
+            # the teacher's own precision, unless one side is in float64: the logits of both have one type
+            wide = self.student.dtype
+            own = wide if torch.float64 in (wide, states.dtype) else states.dtype
+            self.teacher = Projection(batch.select(states.detach()).to(cast or own), teacher_head, size)
+            self.infinite = forbidden(head.forbids(size), teacher_head.forbids(size))
+        self.lam: Tensor | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Forget what an earlier run has gathered."""
         self.per_token: list[Tensor] = []
         self.telemetry: dict[str, list[Tensor]] = {}
         self.tapes: list[Tape] = []
         self.learned_grad: Tensor | None = None
-        self.lam: Tensor | None = None
-
-    def bind(self, hidden: Tensor) -> None:
-        """Take the student's hidden states (N, H), and both sides in the precision of their products."""
-        size, kind = self.context.vocab_size, hidden.device.type
-        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        self.student = Projection(hidden.to(cast or hidden.dtype), self.head, size)
-        self.source: Projection | TopKTeacher
-        self.infinite: tuple[Tensor, Tensor] | None = None
-        if isinstance(self.teacher, TeacherTopK):
-            self.source = top_k_teacher(self.teacher, self.context, self.student.dtype)
-        else:
-            states, head = self.teacher
-            # the teacher's own precision, unless one side is in float64: the logits of both have one type
-            wide = self.student.dtype
-            own = wide if torch.float64 in (wide, states.dtype) else states.dtype
-            self.source = Projection(self.context.layout.select(states.detach()).to(cast or own), head, size)
-            self.infinite = forbidden(self.head.forbids(size), head.forbids(size))
 
     # -- sizes -----------------------------------------------------------
 
     def _chunk(self) -> int:
         """Tokens per chunk, evenly filled, in whole vector registers where there is room for them."""
-        n = self.context.layout.count
-        buffers = 2 if isinstance(self.source, Projection) else 1
-        most = max(1, int(self.chunk_bytes // (buffers * self.context.vocab_size * self.student.dtype.itemsize)))
+        n = self.batch.count
+        buffers = 2 if isinstance(self.teacher, Projection) else 1
+        most = max(1, int(self.chunk_bytes // (buffers * self.batch.vocab_size * self.student.dtype.itemsize)))
         if most > _LANES:
             most -= most % _LANES
         even = math.ceil(n / math.ceil(n / most))
@@ -326,99 +253,76 @@ class _Work:
     def _tile(self, tokens: int) -> int:
         """Width of a slice of the vocabulary."""
         elements = _CPU_TILE if self.student.hidden.device.type == "cpu" else _GPU_TILE
-        return min(max(64, elements // tokens // 64 * 64), self.context.vocab_size)
+        return min(max(64, elements // tokens // 64 * 64), self.batch.vocab_size)
 
     # -- value, and gradient with it --------------------------------------
 
     def run(self, gradients: _Gradients | None, keep_tape: bool = False) -> Tensor:
         """The loss, with its gradient added to `gradients`, or with tapes kept for `replay`."""
+        self.start()
         width = self._tile(self._chunk())
-        self.per_token, self.telemetry, self.tapes, self.learned_grad = [], {}, [], None
-        if self.context.lam_order is not None and self.lam is None:
+        learned = self.objective.learned()
+        if learned is not None and not learned.requires_grad:
+            learned = None
+        order = self.batch.given.lam_order
+        if order is not None and self.lam is None:
             with torch.no_grad():
-                own = [self.objective.own_lam(chunk.tokens) for chunk in self._chunks()]
-            self.lam = self.context.dealt(torch.cat(own))
-        for span, student, z_t, tokens in self._chunks():
-            tokens.lam = None if self.lam is None else self.lam[span]
+                self.lam = torch.cat([self.objective.own_lam(tokens) for tokens in self._chunks()])[order]
+        for tokens in self._chunks():
+            tokens.lam = None if self.lam is None else self.lam[tokens.span]
             with torch.set_grad_enabled(keep_tape or gradients is not None):
                 result = self.objective(tokens)
-                total = (result.loss / self.context.total_tokens).sum()
-            check_finite(result, tokens.layout)
+                total = (result.loss / self.batch.total_tokens).sum()
+            check_finite(result, tokens.batch)
             self.per_token.append(result.loss.detach())
             for name, value in result.telemetry.items():
                 self.telemetry.setdefault(name, []).append(value)
             if gradients is None and not keep_tape:
                 continue
-            tape = self._tape(student, total)
-            if keep_tape or gradients is None:
-                self.tapes.append(tape)
-                continue
-            if not gradients.wanted:  # only the objective's own tensor is learned
-                continue
-            for first, last in tiles(self.context.vocab_size, width):
-                logits = student.logits[:, first:last]
-                grad = tape.gradient(logits, None if z_t is None else z_t[:, first:last], first, last)
-                gradients.add(self.student.pull_back(grad, logits), self.student, span, first, last)
-        return torch.cat(self.per_token).sum() / self.context.total_tokens
+            grad = tokens.tape.differentiate(total, learned)
+            if grad is not None:
+                self.learned_grad = grad if self.learned_grad is None else self.learned_grad + grad
+            if gradients is None:
+                self.tapes.append(tokens.tape)
+            elif gradients.wanted:  # or else only the objective's own tensor is learned
+                for start, stop in tiles(self.batch.vocab_size, width):
+                    logits = tokens.logits[:, start:stop]
+                    grad = self.student.pull_back(tokens.gradient(start, stop), logits)
+                    gradients.add(grad, self.student, tokens.span, start, stop)
+        return torch.cat(self.per_token).sum() / self.batch.total_tokens
 
-    def _chunks(self) -> Iterator[_Chunk]:
+    def _chunks(self) -> Iterator[ChunkTokens]:
         """All tokens, chunk by chunk, in two buffers."""
-        n, step = self.context.layout.count, self._chunk()
+        n, step = self.batch.count, self._chunk()
         width = self._tile(step)
-        z_s = logits_buffer(self.student.hidden, step, self.context.vocab_size, self.student.dtype)
-        z_t = torch.empty_like(z_s) if isinstance(self.source, Projection) else None
-        seen: dict[str, Tensor] = {}
+        z_s = logits_buffer(self.student.hidden, step, self.batch.vocab_size, self.student.dtype)
+        z_t = torch.empty_like(z_s) if isinstance(self.teacher, Projection) else None
+        firsts: dict[str, Tensor] = {}
         for start in range(0, n, step):
             span = slice(start, min(start + step, n))
             count = span.stop - span.start
             if count < step:  # the last chunk: a smaller buffer in the same memory
                 z_s, z_t = _narrow(z_s, count), None if z_t is None else _narrow(z_t, count)
-            student = ChunkStudent(self._logits(self.student, "student", z_s, span, width), width)
-            if z_t is None:
-                assert isinstance(self.source, TopKTeacher)
-                teacher: Teacher = self.source.part(span)
+            logits = self._logits(self.student, "student", z_s, span, width)
+            if isinstance(self.teacher, Projection):
+                assert z_t is not None
+                teacher: Teacher = LogitsTeacher(self._logits(self.teacher, "teacher", z_t, span, width), width)
             else:
-                teacher = LogitsTeacher(self._logits(self.source, "teacher", z_t, span, width), width)
-            yield _Chunk(span, student, z_t, self._tokens(student, teacher, span, seen))
+                teacher = self.teacher.part(span)
+            yield ChunkTokens(logits, teacher, self.batch, span, tile=width, firsts=firsts, infinite=self.infinite)
 
-    def _logits(self, side: Projection | TopKTeacher, name: str, out: Tensor, span: slice, width: int) -> Tensor:
-        assert isinstance(side, Projection)
-        for start, stop in tiles(self.context.vocab_size, width):
+    def _logits(self, side: Projection, name: str, out: Tensor, span: slice, width: int) -> Tensor:
+        for start, stop in tiles(self.batch.vocab_size, width):
             side.into(out[:, start:stop], span, start, stop)
-        check_rows(name, out, self.context.layout.part(span))
+        check_rows(name, out, self.batch.part(span))
         return out
-
-    def _tokens(self, student: ChunkStudent, teacher: Teacher, span: slice, seen: dict[str, Tensor]) -> Tokens:
-        context = self.context
-        tokens = _ChunkTokens(
-            student,
-            teacher,
-            context.layout.part(span),
-            temperature=context.temperature,
-            settings=context.settings,
-            sampled=None if context.sampled is None else context.sampled[span],
-            sampled_log_probs=None if context.sampled_log_probs is None else context.sampled_log_probs[span],
-            prompt_entropy=None if context.prompt_entropy is None else context.prompt_entropy[span],
-            infinite=self.infinite,
-        )
-        tokens.seen, tokens.whole, tokens.span = seen, context.layout, span
-        return tokens
-
-    def _tape(self, student: ChunkStudent, total: Tensor) -> Tape:
-        learned = self.objective.learned()
-        if learned is not None and not learned.requires_grad:
-            learned = None
-        tape, grad = student.tape(total, learned)
-        if grad is not None:
-            self.learned_grad = grad if self.learned_grad is None else self.learned_grad + grad
-        return tape
 
     # -- gradient afterwards ----------------------------------------------
 
     def replay(self, gradients: _Gradients) -> None:
         """The gradient from the tapes: vocabulary outside, all tokens inside, so that each head row is met once."""
         tape = Tape.join(self.tapes)
-        n, size = self.context.layout.count, self.context.vocab_size
+        n, size = self.batch.count, self.batch.vocab_size
         everything = slice(0, n)
         # about eight slices are alive at once
         width = min(size, max(64, int(self.chunk_bytes // (8 * n * self.student.dtype.itemsize)) // 64 * 64))
@@ -426,9 +330,9 @@ class _Work:
             out = logits_buffer(self.student.hidden, n, stop - start, self.student.dtype)
             logits = self.student.into(out, everything, start, stop)
             teacher = None
-            if tape.sums:
-                assert isinstance(self.source, Projection)
-                teacher = self.source.into(torch.empty_like(logits), everything, start, stop)
+            if tape.needs_teacher:
+                assert isinstance(self.teacher, Projection)
+                teacher = self.teacher.into(torch.empty_like(logits), everything, start, stop)
             grad = self.student.pull_back(tape.gradient(logits, teacher, start, stop), logits)
             gradients.add(grad, self.student, everything, start, stop)
 
@@ -469,7 +373,6 @@ class _FusedLoss(torch.autograd.Function):
             recompute = needed[1] and weight.dtype.itemsize < 4
         if hidden.device.type == "cpu":
             _keep_pages()
-        work.bind(hidden)
         ctx.work, ctx.recompute, ctx.gradients = work, recompute, None
         ctx.save_for_backward(hidden, weight, bias)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -488,7 +391,7 @@ class _FusedLoss(torch.autograd.Function):
         rows = weight.dtype if ctx.recompute or weight.dtype.itemsize >= 4 else wide
         return _Gradients(
             torch.zeros_like(hidden, dtype=wide) if need_hidden else None,
-            _unwritten(weight, rows, ctx.work.context.vocab_size) if need_weight else None,
+            _unwritten(weight, rows, ctx.work.batch.vocab_size) if need_weight else None,
             torch.zeros_like(bias, dtype=wide) if need_bias and bias is not None else None,
         )
 

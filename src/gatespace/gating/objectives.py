@@ -3,19 +3,34 @@
     L_t = w_t · (λ_t · R_t + (1-λ_t) · F_t)
 
 `divergence` gives R_t and F_t (or one divergence for methods that have no mixture), `lam` gives λ_t, `token_weight`
-gives w_t. Every published method of `gatespace.gating.published` is written with these three.
+gives w_t. Every published method of `gatespace.gating.published` is written with these three, and so is your own:
+
+    >>> from gatespace.gating import Tokens, objectives
+    >>> from gatespace.gating.divergences import ReverseKL
+    >>> @objectives.register("scaled_reverse_kl")
+    ... @dataclass(frozen=True)
+    ... class ScaledReverseKL(objectives.Objective):
+    ...     factor: float = 2.0
+    ...     def divergence(self, tokens: Tokens) -> Tensor:
+    ...         return self.factor * tokens.divergences(ReverseKL())[0]
+    >>> objectives.objective("scaled_reverse_kl", factor=3.0).factor
+    3.0
+    >>> objectives.unregister("scaled_reverse_kl")
 """
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from gatespace.errors import UsageError
+from gatespace import plugins
+from gatespace.errors import UsageError, unknown_name
 from gatespace.gating import signals
 from gatespace.gating.coefficients import Gate
 from gatespace.gating.supports import KLPair, check_support, kl_pair
@@ -30,7 +45,7 @@ class Terms(NamedTuple):
 
 
 class TokenLoss(NamedTuple):
-    """What an objective says of N tokens. Only `loss` carries gradient; the rest is telemetry."""
+    """The losses of N tokens. Only `loss` carries gradient; the rest is telemetry."""
 
     loss: Tensor
     telemetry: dict[str, Tensor]
@@ -42,7 +57,10 @@ class Objective(ABC):
     """A loss per token, independent of how the numbers are obtained."""
 
     name: ClassVar[str]
-    citation: ClassVar[str]
+    """What configurations call it; `register` sets it."""
+    formula: ClassVar[str] = ""
+    """The loss at a token in one line: s student, t teacher, sg without gradient."""
+    citation: ClassVar[str] = ""
     departures: ClassVar[str] = ""
     """How the paper's restriction of the same signal differs from this method, where there is one."""
 
@@ -93,16 +111,73 @@ class Objective(ABC):
         """λ_t as a constant; an error where nothing is mixed."""
         lam = self.lam(tokens)
         if lam is None:
-            raise UsageError(f"the objective {self.name!r} mixes nothing and has no λ to deal out", got="lam_order")
+            raise UsageError(f"the objective {self.name!r} mixes nothing and has no λ to permute", got="lam_order")
         return lam.detach()
 
     def further_signals(self) -> tuple[str, ...]:
-        """Names of signals beyond h, u and gap that the objective reads."""
+        """Names of signals beyond h, u and gap that the objective depends on."""
         return ()
 
     @staticmethod
     def _telemetry_pair(tokens: Tokens) -> KLPair:
         return kl_pair(tokens, "bucket" if isinstance(tokens.teacher, TopKTeacher) else "full")
+
+
+OBJECTIVES: dict[str, type[Objective]] = {}
+"""Name → class, of all that are registered. `get` also finds those of installed packages."""
+_Kind = TypeVar("_Kind", bound=type[Objective])
+
+
+def register(name: str) -> Callable[[_Kind], _Kind]:
+    """Make an `Objective` usable as ``objective.method`` under `name`; its dataclass fields are its parameters.
+
+    A name that is taken is an error: a run's identity names its objective.
+    """
+
+    def wrap(kind: _Kind) -> _Kind:
+        if name in OBJECTIVES:
+            raise UsageError(f"the objective name {name!r} is taken", instead="unregister it first, or choose another")
+        if not name.isidentifier():
+            raise UsageError("an objective's name must be a Python identifier", got=name)
+        if not (isinstance(kind, type) and issubclass(kind, Objective)):
+            raise UsageError(f"the objective {name!r} must be a subclass of Objective", got=repr(kind))
+        kind.name = name
+        OBJECTIVES[name] = kind
+        return kind
+
+    return wrap
+
+
+def unregister(name: str) -> None:
+    """Forget an objective that was registered."""
+    get(name)
+    del OBJECTIVES[name]
+
+
+def get(name: str) -> type[Objective]:
+    """The class of that name: registered here or by a plugin, or an entry point of the group `gatespace.objectives`."""
+    import gatespace.gating.published  # noqa: F401 - registers the published methods
+
+    if name not in OBJECTIVES:
+        kind = plugins.provider("objectives", name, kind="objective", known=OBJECTIVES)
+        if name not in OBJECTIVES:  # unless its module has registered it
+            register(name)(kind)
+    return OBJECTIVES[name]
+
+
+def objective(name: str, **parameters: object) -> Objective:
+    """An objective by its name, e.g. ``objective("todi", beta=1.0)``.
+
+    Example:
+        >>> objective("eopd").tau
+        0.8
+    """
+    kind = get(name.casefold())
+    known = list(inspect.signature(kind).parameters)
+    for parameter in parameters:
+        if parameter not in known:
+            raise unknown_name(f"parameter of {kind.name}", parameter, known)
+    return kind(**parameters)
 
 
 def mix(lam: Tensor, reverse: Tensor, forward: Tensor) -> Tensor:
@@ -112,6 +187,7 @@ def mix(lam: Tensor, reverse: Tensor, forward: Tensor) -> Tensor:
     return lam * reverse + (1 - lam) * forward
 
 
+@register("gated")
 @dataclass(frozen=True, eq=False)  # a tensor has no single truth value, so no generated ==
 class Gated(Objective):
     """λ_t = σ(a·h + b·u + c + d·gap + …) mixing reverse and forward KL: a point of the family.
@@ -119,14 +195,14 @@ class Gated(Objective):
     Args:
         gate: The point. A static λ is the point with a = b = d = 0.
         support: full, bucket, hybrid, renorm or recipe (see `gatespace.gating.supports`).
-        support_k: K of the top-K supports; None: that of the signals, or of the teacher's answer.
+        support_k: K of the top-K supports; None: that of the signals, or of a teacher known by its top-K.
         stop_gradient: Treat λ as a constant in the gradient. By default gradient flows through the gate, as in the
             paper.
         coefficients: (4+E,) tensor (a, b, c, d, further signals in the gate's order) in place of the gate's numbers;
             it receives gradient.
     """
 
-    name: ClassVar[str] = "gated"
+    formula: ClassVar[str] = "λ·KL(s‖t) + (1−λ)·KL(t‖s), λ = σ(a·h + b·u + c + d·gap)"
     citation: ClassVar[str] = (
         "Wu, Lin, Yuan, Jiang (2026). A Unified Per-Token Gating Family for On-Policy Distillation: FKL/RKL Mixing "
         "with Multi-Channel and Bias Coefficients. Findings of EMNLP 2026."
@@ -173,16 +249,17 @@ class Gated(Objective):
         logit = torch.zeros(tokens.count, dtype=tokens.dtype, device=tokens.device)
         for name, weight in zip(("h", "u", "gap", *gate.extra), (a, b, d, *further), strict=True):
             if isinstance(weight, float) and weight == 0.0:
-                continue  # not even looked at, so that no gradient is asked for what cannot matter
+                continue  # not even computed, so that no gradient is taken of what cannot matter
             value = signals.read(name, tokens)
             logit = logit + weight * (value.detach() if self.stop_gradient else value)
         return torch.sigmoid(logit + c)
 
 
+@register("static")
 class Static(Gated):
     """A constant λ: the fixed mixture λ·R + (1-λ)·F, the point (0, 0, logit λ, 0) of the family."""
 
-    name: ClassVar[str] = "static"
+    formula: ClassVar[str] = "λ·KL(s‖t) + (1−λ)·KL(t‖s)"
 
     def __init__(self, lam: float = 0.5, support: str = "full", support_k: int | None = None) -> None:
         super().__init__(Gate.static(lam), support, support_k)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from gatespace.errors import UsageError
 from gatespace.gating.vocabulary import LOWEST
@@ -29,7 +30,7 @@ class Head:
 
     @classmethod
     def of(cls, head: Head | nn.Linear | Tensor) -> Head:
-        """A head from what a user has at hand."""
+        """A head from a (V, H) tensor or a Linear layer."""
         if isinstance(head, Head):
             return head
         if isinstance(head, Tensor):
@@ -37,6 +38,12 @@ class Head:
         if isinstance(getattr(head, "weight", None), Tensor):
             return cls(head.weight, getattr(head, "bias", None))
         raise UsageError("a head is a (V, H) tensor, a Linear layer or a Head", got=type(head).__name__)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(…, H) → (…, V), all at once in float32; differentiable."""
+        bias = None if self.bias is None else self.bias.float()
+        logits = linear(hidden.float(), self.weight.float(), bias) * self.scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def forbids(self, vocab_size: int) -> Tensor:
         """(V,) -inf at ids that the head can never give, 0 elsewhere."""
@@ -104,7 +111,7 @@ def _exact_product(left: Tensor, right: Tensor, out: Tensor) -> None:
 
     A half-precision product is accumulated in float32 but rounded to eight bits on the way out, an error of a tenth
     of a nat at common logits. Where the device cannot return float32, the same product minus its rounded result is
-    asked for: that is accumulated in float32 too, so its rounded value is the missing low part.
+    computed: that is accumulated in float32 too, so its rounded value is the missing low part.
     """
     if left.is_cuda and _FLOAT32_PRODUCT:
         out.copy_(torch.mm(left, right, out_dtype=torch.float32))

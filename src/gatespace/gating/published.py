@@ -6,7 +6,6 @@ the same signal, `departures` says how that restriction differs from the method.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,12 +23,14 @@ from gatespace.gating.divergences import (
     alpha_beta,
     not_negative,
 )
-from gatespace.gating.objectives import Gated, Objective, Static, Terms
+from gatespace.gating.objectives import OBJECTIVES as OBJECTIVES
+from gatespace.gating.objectives import Objective, Terms, register
 from gatespace.gating.supports import KLPair, kl_pair
 from gatespace.gating.tokens import Tokens
 from gatespace.gating.vocabulary import check_k
 
 
+@register("todi")
 @dataclass(frozen=True)
 class ToDi(Objective):
     """Σ_v [α_v·t(log t - log s) + (1-α_v)·s(log s - log t)], α_v = sg σ(β·log(t_v/s_v)).
@@ -41,16 +42,16 @@ class ToDi(Objective):
         beta: Sharpness of the weight; 1 in the authors' code.
     """
 
-    name: ClassVar[str] = "todi"
+    formula: ClassVar[str] = "Σ_v [α_v·t(log t − log s) + (1−α_v)·s(log s − log t)], α_v = sg σ(β·log(t_v/s_v))"
     citation: ClassVar[str] = (
         "Jung, Yoon, Kim, Lee (2025). ToDi: Token-wise Distillation via Fine-Grained Divergence Control. EMNLP 2025. "
         "arXiv:2505.16297."
     )
     departures: ClassVar[str] = (
         "The restriction gap-only (0,0,0,d) is not ToDi: it has one weight per position instead of one per vocabulary "
-        "entry; its signal is the probability gap at the teacher's first choice instead of the log-ratio; gradient "
-        "flows through its gate, where ToDi detaches it; only d < 0 has ToDi's direction; and its magnitude is matched "
-        "to another configuration instead of β = 1. ToDi was proposed offline, beside a cross-entropy loss."
+        "entry; its signal is the probability gap at the teacher's most probable token instead of the log-ratio; "
+        "gradient flows through its gate, where ToDi detaches it; only d < 0 has ToDi's direction; and its magnitude "
+        "is matched to another configuration instead of β = 1. ToDi was proposed offline, beside a cross-entropy loss."
     )
 
     beta: float = 1.0
@@ -59,6 +60,7 @@ class ToDi(Objective):
         return tokens.divergences(ToDiDivergence(self.beta))[0]
 
 
+@register("eopd")
 @dataclass(frozen=True)
 class EOPD(Objective):
     """PG_t + α·1[H_t > τ]·FKL_t: policy gradient to the teacher, and forward KL where the teacher is unsure.
@@ -70,14 +72,14 @@ class EOPD(Objective):
     Args:
         tau: Threshold τ in nats.
         alpha: Weight α of the forward KL.
-        pg: ``sampled``: max(-A·ρ, -A·clip(ρ, 1±clip)) with A = log t(y) - log s_old(y), read at temperature 1;
+        pg: ``sampled``: max(-A·ρ, -A·clip(ρ, 1±clip)) with A = log t(y) - log s_old(y), at temperature 1;
             ``exact``: its expectation, the full reverse KL.
         clip: Clipping range of the importance ratio ρ = s(y)/s_old(y); the usual default of the trainer that the
             authors use.
         top_k: K of the forward KL.
     """
 
-    name: ClassVar[str] = "eopd"
+    formula: ClassVar[str] = "PG + α·1[H > τ]·FKL, H the teacher's entropy in nats"
     citation: ClassVar[str] = (
         "Jin, Min, Yang, Wei, Zhou, Kadhe, Baracaldo, Lee (2026). Entropy-Aware On-Policy Distillation of Language "
         "Models. ICML 2026. arXiv:2603.07079."
@@ -127,6 +129,7 @@ class EOPD(Objective):
         return (log_t.exp() * (log_t - log_s)).sum(-1)
 
 
+@register("akl")
 @dataclass(frozen=True)
 class AKL(Objective):
     """λ_t = sg[g_tail / (g_head + g_tail)], g = Σ|t - s| over head and tail of the teacher's distribution.
@@ -138,7 +141,7 @@ class AKL(Objective):
         mass: Cumulative teacher mass of the head.
     """
 
-    name: ClassVar[str] = "akl"
+    formula: ClassVar[str] = "λ·RKL + (1−λ)·FKL, λ = sg[g_tail / (g_head + g_tail)], g = Σ|t − s|"
     citation: ClassVar[str] = (
         "Wu, Tao, Wang, Yang, Zhao, Wong (2025). Rethinking Kullback-Leibler Divergence in Knowledge Distillation for "
         "Large Language Models. COLING 2025. arXiv:2404.02657."
@@ -173,6 +176,7 @@ class AKL(Objective):
         return torch.where(total > 0, tail / (head + tail).clamp(min=torch.finfo(total.dtype).tiny), 0.5)
 
 
+@register("jsd")
 @dataclass(frozen=True)
 class JSD(Objective):
     """Generalised Jensen-Shannon divergence β·KL(t‖m) + (1-β)·KL(s‖m), m = β·t + (1-β)·s.
@@ -181,7 +185,7 @@ class JSD(Objective):
     0 at both ends, where JSD_β/β → forward KL (β → 0) and JSD_β/(1-β) → reverse KL (β → 1).
     """
 
-    name: ClassVar[str] = "jsd"
+    formula: ClassVar[str] = "β·KL(t‖m) + (1−β)·KL(s‖m), m = β·t + (1−β)·s"
     citation: ClassVar[str] = (
         "Agarwal, Vieillard, Zhou, Stanczyk, Ramos, Geist, Bachem (2024). On-Policy Distillation of Language Models: "
         "Learning from Self-Generated Mistakes. ICLR 2024. arXiv:2306.13649."
@@ -202,11 +206,12 @@ _DISTILLM = (
 )
 
 
+@register("skl")
 @dataclass(frozen=True)
 class SKL(Objective):
     """Skew forward KL: KL(t‖α·t + (1-α)·s)."""
 
-    name: ClassVar[str] = "skl"
+    formula: ClassVar[str] = "KL(t‖α·t + (1−α)·s)"
     citation: ClassVar[str] = _DISTILLM
 
     alpha: float = 0.1
@@ -218,11 +223,12 @@ class SKL(Objective):
         return not_negative(tokens.divergences(SkewForwardKL(self.alpha))[0])
 
 
+@register("srkl")
 @dataclass(frozen=True)
 class SRKL(Objective):
     """Skew reverse KL: KL(s‖(1-α)·t + α·s). The mixture carries gradient, as in the authors' code."""
 
-    name: ClassVar[str] = "srkl"
+    formula: ClassVar[str] = "KL(s‖(1−α)·t + α·s)"
     citation: ClassVar[str] = _DISTILLM
 
     alpha: float = 0.1
@@ -235,6 +241,7 @@ class SRKL(Objective):
         return not_negative(tokens.divergences(SkewReverseKL(self.alpha, self.detach_mixture))[0])
 
 
+@register("abkd")
 @dataclass(frozen=True)
 class ABKD(Objective):
     """α-β divergence -1/(αβ) Σ [t^α s^β - α/(α+β)·t^(α+β) - β/(α+β)·s^(α+β)].
@@ -243,7 +250,7 @@ class ABKD(Objective):
     and are a place to start, not a figure of theirs.
     """
 
-    name: ClassVar[str] = "abkd"
+    formula: ClassVar[str] = "−1/(αβ) Σ [t^α s^β − α/(α+β)·t^(α+β) − β/(α+β)·s^(α+β)]"
     citation: ClassVar[str] = (
         "Wang, Yang, Wang, Wang, Xu, Huang (2025). ABKD: Pursuing a Proper Allocation of the Probability Mass in "
         "Knowledge Distillation via α-β-Divergence. ICML 2025. arXiv:2505.04560."
@@ -259,9 +266,10 @@ class ABKD(Objective):
         return not_negative(tokens.divergences(alpha_beta(self.alpha, self.beta))[0])
 
 
+@register("sampled_reverse_kl")
 @dataclass(frozen=True)
 class SampledReverseKL(Objective):
-    """Reverse KL by policy gradient on the sampled token: ρ·sg[k], ρ = s(y)/s_old(y), read at temperature 1.
+    """Reverse KL by policy gradient on the sampled token: ρ·sg[k], ρ = s(y)/s_old(y), at temperature 1.
 
     k1 = log s_old(y) - log t(y) makes the mean gradient that of reverse KL while s_old is the current student.
     k3 = t/s_old - 1 + k1 has less variance as an estimate of the value, but as an advantage its mean gradient is
@@ -272,7 +280,7 @@ class SampledReverseKL(Objective):
         coefficient: Factor of the term.
     """
 
-    name: ClassVar[str] = "sampled_reverse_kl"
+    formula: ClassVar[str] = "ρ·sg[log s(y) − log t(y)] on the sampled token y"
     citation: ClassVar[str] = (
         "Lu, Thinking Machines Lab (2025). On-Policy Distillation. Estimators: Schulman (2020). Approximating KL "
         "Divergence."
@@ -292,25 +300,3 @@ class SampledReverseKL(Objective):
         if self.estimator == "k3":
             k = torch.expm1(-k) + k
         return self.coefficient * (log_s - old).exp() * k
-
-
-OBJECTIVES: dict[str, type[Objective]] = {
-    kind.name: kind for kind in (Gated, Static, ToDi, EOPD, AKL, JSD, SKL, SRKL, ABKD, SampledReverseKL)
-}
-
-
-def objective(name: str, **parameters: object) -> Objective:
-    """An objective by its name, e.g. ``objective("todi", beta=1.0)``.
-
-    Example:
-        >>> objective("eopd").tau
-        0.8
-    """
-    kind = OBJECTIVES.get(name.casefold())
-    if kind is None:
-        raise unknown_name("objective", name, OBJECTIVES)
-    known = list(inspect.signature(kind).parameters)
-    for parameter in parameters:
-        if parameter not in known:
-            raise unknown_name(f"parameter of {kind.name}", parameter, known)
-    return kind(**parameters)

@@ -6,14 +6,15 @@ h, u and gap are the paper's. Further signals enter a gate by name with a coeffi
     >>> from gatespace import signals
     >>> @signals.register("margin", range=(0.0, 1.0))
     ... def margin(tokens):
-    ...     "How far the teacher's first choice stands above its second."
+    ...     "How far the teacher's most probable token stands above its second."
     ...     first, second = tokens.teacher_top(2).log_probs.exp().unbind(-1)
     ...     return first - second
     >>> signals.get("margin").range
     (0.0, 1.0)
     >>> signals.unregister("margin")
 
-Signals are read at temperature 1, whatever the temperature of the divergences.
+In a file that a configuration names under `plugins`, it works wherever a gate is named. Signals are computed at
+temperature 1, whatever the temperature of the divergences.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gatespace import plugins
 from gatespace.errors import UsageError, unknown_name
 from gatespace.gating.coefficients import COEFFICIENTS
 from gatespace.gating.divergences import JSDDivergence
-from gatespace.gating.layout import Layout
-from gatespace.gating.tokens import LogitsTeacher, SignalSettings, Teacher, Tokens
+from gatespace.gating.inputs import Batch, LossInputs
+from gatespace.gating.tokens import LogitsTeacher, Teacher, Tokens
 from gatespace.gating.vocabulary import LOWEST, check_k, computable, entropy_of
 
 SignalFunction = Callable[[Tokens], Tensor]
@@ -54,11 +56,7 @@ class Signal:
 _REGISTRY: dict[str, Signal] = {}
 
 
-def register(
-    name: str,
-    *,
-    range: tuple[float, float],
-) -> Callable[[SignalFunction], SignalFunction]:
+def register(name: str, *, range: tuple[float, float]) -> Callable[[SignalFunction], SignalFunction]:
     """Make a function of `Tokens` usable as a gate's signal under `name`.
 
     The function returns (N,) values; gradient flows through what it takes from the student, unless the gate is
@@ -86,7 +84,10 @@ def unregister(name: str) -> None:
 
 
 def get(name: str) -> Signal:
-    """The signal of that name."""
+    """The signal of that name: registered here or by a plugin, or by a module of the group `gatespace.signals`."""
+    if name not in _REGISTRY:
+        for module in plugins.provided("signals"):
+            plugins.provider("signals", module)  # imports it, and so registers its signals, once
     if name not in _REGISTRY:
         raise unknown_name("signal", name, _REGISTRY)
     return _REGISTRY[name]
@@ -115,16 +116,17 @@ def read(name: str, tokens: Tokens) -> Tensor:
 @register("h", range=(0.0, 1.0))
 def _h(tokens: Tokens) -> Tensor:
     """Teacher entropy at the token, normalised to [0, 1]; a constant."""
-    return _normalised_entropy(tokens.teacher, tokens.settings)
+    return normalised_entropy(tokens.teacher, tokens.batch.given)
 
 
-def _normalised_entropy(teacher: Teacher, settings: SignalSettings) -> Tensor:
-    k = settings.top_k
-    if settings.entropy == "full":
-        return (teacher.entropy() / math.log(max(teacher.vocab_size, 2))).clamp(0.0, 1.0)
+def normalised_entropy(teacher: Teacher, inputs: LossInputs) -> Tensor:
+    """(N,) the teacher's entropy in [0, 1], by `top_k` and `entropy` of the inputs."""
+    k = inputs.top_k
+    if inputs.entropy == "full":
+        return (teacher.entropy / math.log(max(teacher.vocab_size, 2))).clamp(0.0, 1.0)
     check_k(k, teacher.vocab_size, "top_k")
     top = teacher.top(k)
-    if settings.entropy == "top_k":
+    if inputs.entropy == "top_k":
         return entropy_of(top.log_probs)
     # with K = V the tail is empty, and still an outcome of the denominator
     empty = k == teacher.vocab_size
@@ -135,12 +137,13 @@ def _normalised_entropy(teacher: Teacher, settings: SignalSettings) -> Tensor:
 @register("u", range=(0.0, 1.0))
 def _u(tokens: Tokens) -> Tensor:
     """Teacher entropy at the first token of the response, repeated over the response; a constant."""
-    return tokens.at_first("h", read("h", tokens)) if tokens.prompt_entropy is None else tokens.prompt_entropy
+    given = tokens.batch.given.u
+    return tokens.at_first("h", read("h", tokens)) if given is None else given
 
 
 @register("gap", range=(0.0, 1.0))
 def _gap(tokens: Tokens) -> Tensor:
-    """One minus the student's probability of the teacher's first choice; carries gradient."""
+    """One minus the student's probability of the teacher's most probable token; carries gradient."""
     return -torch.expm1(tokens.student_at(tokens.teacher_choice[:, None]).squeeze(-1))
 
 
@@ -150,12 +153,12 @@ def _gap(tokens: Tokens) -> Tensor:
 @register("student_entropy", range=(0.0, 1.0))
 def _student_entropy(tokens: Tokens) -> Tensor:
     """The student's own entropy, by the formula of h on the student's top-K; carries gradient."""
-    return entropy_of(tokens.student_top(tokens.settings.top_k).log_probs)
+    return entropy_of(tokens.student_top(tokens.top_k).log_probs)
 
 
 @register("log_ratio", range=(-math.inf, math.inf))
 def _log_ratio(tokens: Tokens) -> Tensor:
-    """log t(y*) - log s(y*) at the teacher's first choice: ToDi's signal at one entry; carries gradient."""
+    """log t(y*) - log s(y*) at the teacher's most probable token y*: ToDi's signal at one entry; carries gradient."""
     choice = tokens.teacher_choice[:, None]
     return (tokens.teacher_at(choice) - tokens.student_at(choice)).squeeze(-1)
 
@@ -196,7 +199,7 @@ def teacher_entropy(teacher_logits: Tensor, *, top_k: int = 8, entropy: str = "t
         0.333
     """
     logits = computable(teacher_logits.detach()).reshape(-1, teacher_logits.shape[-1]).clamp(min=LOWEST)
-    values = _normalised_entropy(LogitsTeacher(logits), SignalSettings(top_k, entropy))
+    values = normalised_entropy(LogitsTeacher(logits), LossInputs(top_k=top_k, entropy=entropy))
     values = torch.where(logits.amax(-1) <= LOWEST, 0.0, values)  # no entry is possible: nothing to be unsure of
     return values.reshape(teacher_logits.shape[:-1])
 
@@ -218,13 +221,14 @@ def prompt_entropy(
     Returns:
         (B, T), 0 outside the mask.
     """
-    layout = Layout.of(teacher_logits.shape[:-1], teacher_logits.device, mask, segment_ids)
-    values = teacher_entropy(layout.select(teacher_logits), top_k=top_k, entropy=entropy)
-    return layout.spread(values[layout.first])
+    inputs = LossInputs(mask=mask, segment_ids=segment_ids)
+    batch = Batch.of(teacher_logits.shape[:-1], teacher_logits.device, teacher_logits.shape[-1], inputs)
+    values = teacher_entropy(batch.select(teacher_logits), top_k=top_k, entropy=entropy)
+    return batch.spread(values[batch.first])
 
 
 def gap(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """gap: one minus the student's probability of the teacher's first choice (lowest id among equals).
+    """gap: one minus the student's probability of the teacher's most probable token (lowest id among equals).
 
     Args:
         student_logits: (..., V); gradient flows back to it.

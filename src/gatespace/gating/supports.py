@@ -53,7 +53,7 @@ def kl_pair(tokens: Tokens, support: str = "full", k: int | None = None) -> KLPa
             forward = forward.masked_fill(tokens.infinite[1], torch.inf)
         return KLPair(not_negative(reverse), not_negative(forward), torch.zeros_like(forward.detach()))
     if k is None:
-        k = tokens.teacher.k if isinstance(tokens.teacher, TopKTeacher) else tokens.settings.top_k
+        k = tokens.teacher.k if isinstance(tokens.teacher, TopKTeacher) else tokens.top_k
     check_k(k, tokens.vocab_size, "support_k")
     return {"bucket": _bucket, "hybrid": _hybrid, "renorm": _renorm, "recipe": _recipe}[support](tokens, k)
 

@@ -1,7 +1,7 @@
-"""What an objective took from a chunk's student, and how the gradient at the logits follows from it.
+"""What an objective took from the student of a chunk, and how the gradient at the logits follows from it.
 
-Every number that leaves `ChunkStudent` is a leaf; once the objective is computed, the cotangents of those leaves
-make a `Tape`, and with it the gradient at any slice of the vocabulary:
+Every number that leaves the student of `ChunkTokens` is a leaf on its `Tape`. Once the objective is computed, the
+gradient of the loss at those leaves gives the gradient at any slice of the vocabulary in closed form:
 
     ∂L/∂z_j = (1/T) { Σ_i c_i·(ψ_ij - s_j·Ψ_i)                    divergences over the vocabulary (Sum)
                       + Σ_m g_m·(1[j = id_m] - s_j)               log-probabilities of selected ids (Selected)
@@ -11,7 +11,7 @@ make a `Tape`, and with it the gradient at any slice of the vocabulary:
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,70 +25,82 @@ from gatespace.gating.divergences import (
     both_kls,
     both_kls_gradient,
 )
-from gatespace.gating.tokens import Student, Teacher, full_teacher
+from gatespace.gating.inputs import Batch
+from gatespace.gating.tokens import LogitsTeacher, Teacher, Tokens
 from gatespace.gating.vocabulary import inside, scaled, tiled_logsumexp, tiles, top_entries
 
 _BOTH_KLS = (ReverseKL(), ForwardKL())
 
-Entry = TypeVar("Entry", "Selected", "Outside", "Sum")
-
 
 @dataclass
-class Selected:
-    """Student log-probabilities of ids (n, M) at a temperature."""
+class Leaf:
+    """Numbers (n, …) that were taken from the student at a temperature, and the gradient of the loss at them."""
 
     temperature: float
-    ids: Tensor
-    grad: Tensor
-
-
-@dataclass
-class Outside:
-    """Log of the student's mass outside ids (n, K) at a temperature."""
-
-    temperature: float
-    ids: Tensor
     value: Tensor
-    grad: Tensor
+    grad: Tensor = field(init=False)
 
 
 @dataclass
-class Sum:
-    """A divergence over the vocabulary at a temperature, with Ψ = Σψ."""
+class Selected(Leaf):
+    """Log-probabilities (n, M) of ids."""
 
-    temperature: float
+    ids: Tensor
+
+
+@dataclass
+class Outside(Leaf):
+    """(n,) log of the mass outside ids (n, K)."""
+
+    ids: Tensor
+
+
+@dataclass
+class Sum(Leaf):
+    """(n,) a divergence over the vocabulary, with Ψ = Σψ."""
+
     divergence: Divergence
     psi_total: Tensor
-    grad: Tensor
-
-
-def _join(entries: tuple[Entry, ...]) -> Entry:
-    """The same entry of successive chunks, its tensors one after the other."""
-    names = [f.name for f in fields(entries[0]) if isinstance(getattr(entries[0], f.name), Tensor)]
-    joined: dict[str, Any] = {name: torch.cat([getattr(e, name) for e in entries]) for name in names}
-    return replace(entries[0], **joined)
 
 
 @dataclass
 class Tape:
-    """Cotangents of everything that an objective took from the student, and the normalisers to redo it."""
+    """All leaves, in the order in which they were taken, and the normalisers (n,) by temperature to redo them."""
 
-    student: dict[float, Tensor]
-    teacher: dict[float, Tensor]
-    selected: list[Selected] = field(default_factory=list)
-    outside: list[Outside] = field(default_factory=list)
-    sums: list[Sum] = field(default_factory=list)
+    student: dict[float, Tensor] = field(default_factory=dict)
+    teacher: dict[float, Tensor] = field(default_factory=dict)
+    leaves: list[Leaf] = field(default_factory=list)
 
     @classmethod
     def join(cls, parts: list[Tape]) -> Tape:
-        """Tapes of successive chunks as one; they were written by the same objective, so they match entry by entry."""
+        """Tapes of successive chunks as one; they were written by the same objective, so they match leaf by leaf."""
         return cls(
             {T: torch.cat([part.student[T] for part in parts]) for T in parts[0].student},
             {T: torch.cat([part.teacher[T] for part in parts]) for T in parts[0].teacher},
-            [_join(entries) for entries in zip(*(part.selected for part in parts), strict=True)],
-            [_join(entries) for entries in zip(*(part.outside for part in parts), strict=True)],
-            [_join(entries) for entries in zip(*(part.sums for part in parts), strict=True)],
+            [_joined(leaves) for leaves in zip(*(part.leaves for part in parts), strict=True)],
         )
+
+    def differentiate(self, loss: Tensor, learned: Tensor | None) -> Tensor | None:
+        """Note the gradient of `loss` (a scalar) at every leaf; returns that at the objective's own tensor.
+
+        A leaf that the loss did not use has no gradient and is dropped.
+        """
+        wanted = [leaf.value for leaf in self.leaves] + ([] if learned is None else [learned])
+        grads: tuple[Tensor | None, ...] = (None,) * len(wanted)
+        if loss.requires_grad and wanted:
+            grads = torch.autograd.grad(loss, wanted, allow_unused=True)
+        used = []
+        for leaf, grad in zip(self.leaves, grads, strict=False):
+            if grad is not None:
+                leaf.value, leaf.grad = leaf.value.detach(), grad
+                used.append(leaf)
+        self.leaves = used
+        return None if learned is None else grads[-1]
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the gradient depends on the teacher's logits."""
+        return any(isinstance(leaf, Sum) for leaf in self.leaves)
 
     def gradient(self, student: Tensor, teacher: Tensor | None, start: int, stop: int) -> Tensor:
         """∂L/∂z on a slice [start, stop) of the vocabulary, from both sides' logits (n, stop-start) there."""
@@ -100,12 +112,13 @@ class Tape:
         return torch.zeros_like(student) if total is None else total
 
     def _at(self, temperature: float, student: Tensor, teacher: Tensor | None, start: int, stop: int) -> Tensor | None:
-        """The part of the gradient that was read at one temperature."""
-        sums = [entry for entry in self.sums if entry.temperature == temperature]
-        selected = [entry for entry in self.selected if entry.temperature == temperature]
-        outside = [entry for entry in self.outside if entry.temperature == temperature]
-        if not (sums or selected or outside):
+        """The part of the gradient that flows through one temperature."""
+        leaves = [leaf for leaf in self.leaves if leaf.temperature == temperature]
+        if not leaves:
             return None
+        sums = [leaf for leaf in leaves if isinstance(leaf, Sum)]
+        selected = [leaf for leaf in leaves if isinstance(leaf, Selected)]
+        outside = [leaf for leaf in leaves if isinstance(leaf, Outside)]
         log_s = scaled(student, temperature) - self.student[temperature][:, None]
         log_t = log_s
         if sums:
@@ -113,10 +126,10 @@ class Tape:
             log_t = scaled(teacher, temperature) - self.teacher[temperature][:, None]
         # what every entry gives back in proportion to its probability
         share = torch.zeros_like(self.student[temperature])
-        for entry in sums:
-            share -= entry.grad * entry.psi_total
-        for ids in selected:
-            share -= ids.grad.sum(-1)
+        for term in sums:
+            share -= term.grad * term.psi_total
+        for some in selected:
+            share -= some.grad.sum(-1)
         masses = []
         for tail in outside:
             share -= tail.grad
@@ -124,68 +137,103 @@ class Tape:
             rows, columns, _ = inside(tail.ids, start, stop)
             mass[rows, columns] = 0.0
             masses.append(mass)
-        if tuple(entry.divergence for entry in sums) == _BOTH_KLS:
+        if tuple(term.divergence for term in sums) == _BOTH_KLS:
             weights = [weight[:, None] for weight in (sums[0].grad, sums[1].grad, share)]
             part = both_kls_gradient(log_s, log_t, *weights)
         else:
             tile = Tile(log_s, log_t)
             part = tile.student * share[:, None]
-            for entry in sums:
-                part.addcmul_(entry.divergence.psi(tile), entry.grad[:, None])
+            for term in sums:
+                part.addcmul_(term.divergence.psi(tile), term.grad[:, None])
         for mass in masses:
             part += mass
-        for ids in selected:
-            rows, columns, places = inside(ids.ids, start, stop)
-            part.index_put_((rows, columns), ids.grad[rows, places], accumulate=True)
+        for some in selected:
+            rows, columns, places = inside(some.ids, start, stop)
+            part.index_put_((rows, columns), some.grad[rows, places], accumulate=True)
         return part if temperature == 1.0 else part.div_(temperature)
 
 
-class ChunkStudent(Student):
-    """The student of one chunk: logits (n, V) in a buffer, answers as leaves whose cotangents are wanted later."""
+def _joined(leaves: tuple[Leaf, ...]) -> Leaf:
+    """The same leaf of successive chunks, its tensors one after the other."""
+    first = leaves[0]
+    names = [f.name for f in fields(first) if f.init and isinstance(getattr(first, f.name), Tensor)]
+    whole: dict[str, Any] = {name: torch.cat([getattr(leaf, name) for leaf in leaves]) for name in names}
+    joined = replace(first, **whole)
+    joined.grad = torch.cat([leaf.grad for leaf in leaves])
+    return joined
 
-    def __init__(self, logits: Tensor, tile: int) -> None:
+
+class ChunkTokens(Tokens):
+    """Tokens of one chunk, whose student is known by logits (n, V) in a buffer that the next chunk overwrites.
+
+    Args:
+        logits: (n, V) of the student.
+        teacher: Of the same tokens.
+        whole: All tokens of the call.
+        span: Which of them these are.
+        tile: Width of the slices of the vocabulary that are worked on.
+        firsts: Values (N,) by name that chunks keep for later ones, which have no first token of their response.
+        infinite: As in `Tokens`.
+    """
+
+    def __init__(
+        self,
+        logits: Tensor,
+        teacher: Teacher,
+        whole: Batch,
+        span: slice,
+        *,
+        tile: int,
+        firsts: dict[str, Tensor],
+        infinite: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        super().__init__(teacher, whole.part(span), infinite)
         self.logits = logits
-        self.vocab_size = logits.shape[-1]
         self.dtype = logits.dtype
-        self.tile = tile
-        self._normaliser: dict[float, Tensor] = {}
-        self._teacher: dict[float, Tensor] = {}
-        self._selected: list[tuple[float, Tensor, Tensor]] = []
-        self._outside: list[tuple[float, Tensor, Tensor]] = []
-        self._sums: list[tuple[float, Divergence, Tensor, Tensor]] = []
+        self.span = span
+        self.tape = Tape()
+        self._whole = whole
+        self._tile = tile
+        self._firsts = firsts
+
+    def at_first(self, name: str, values: Tensor) -> Tensor:
+        kept = self._firsts.setdefault(name, values.new_zeros(self._whole.count))
+        kept[self.span] = values.detach()
+        return kept[self.batch.first]
 
     def normaliser(self, temperature: float) -> Tensor:
-        if temperature not in self._normaliser:
-            self._normaliser[temperature] = tiled_logsumexp(self.logits, temperature, self.tile)
-        return self._normaliser[temperature]
+        """(n,) logsumexp of the student's logits at a temperature."""
+        if temperature not in self.tape.student:
+            self.tape.student[temperature] = tiled_logsumexp(self.logits, temperature, self._tile)
+        return self.tape.student[temperature]
 
-    def top_ids(self, k: int) -> Tensor:
-        return top_entries(self.logits, k)[1]
-
-    def at(self, ids: Tensor, temperature: float) -> Tensor:
+    def student_at(self, ids: Tensor, *, temperature: float = 1.0) -> Tensor:
         value = scaled(self.logits.gather(-1, ids), temperature) - self.normaliser(temperature)[:, None]
         if torch.is_grad_enabled():
-            self._selected.append((temperature, ids, value.requires_grad_()))
+            self.tape.leaves.append(Selected(temperature, value.requires_grad_(), ids))
         return value
 
-    def log_tail(self, ids: Tensor, temperature: float) -> Tensor:
+    def student_log_tail(self, ids: Tensor, *, temperature: float = 1.0) -> Tensor:
         with torch.no_grad():
-            value = tiled_logsumexp(self.logits, temperature, self.tile, without=ids) - self.normaliser(temperature)
+            value = tiled_logsumexp(self.logits, temperature, self._tile, without=ids) - self.normaliser(temperature)
         if torch.is_grad_enabled():
-            self._outside.append((temperature, ids, value.requires_grad_()))
+            self.tape.leaves.append(Outside(temperature, value.requires_grad_(), ids))
         return value
 
-    def sums(self, teacher: Teacher, divergences: tuple[Divergence, ...], temperature: float) -> list[Tensor]:
-        source = full_teacher(teacher)
-        totals = [self.logits.new_zeros(self.logits.shape[0]) for _ in divergences]
+    def student_top_ids(self, k: int) -> Tensor:
+        return top_entries(self.logits, k)[1]
+
+    def divergences(self, *kinds: Divergence, temperature: float | None = None) -> list[Tensor]:
+        at = self.temperature if temperature is None else temperature
+        totals = [self.logits.new_zeros(self.count) for _ in kinds]
         psi = [torch.zeros_like(total) for total in totals]
         graph = torch.is_grad_enabled()
         with torch.no_grad():
-            wanted = [graph and d.psi_total(total) is None for d, total in zip(divergences, totals, strict=True)]
-            for start, stop in tiles(self.vocab_size, self.tile):
-                log_s = scaled(self.logits[:, start:stop], temperature) - self.normaliser(temperature)[:, None]
-                log_t = source.log_probs(start, stop, temperature)
-                if divergences == _BOTH_KLS:
+            wanted = [graph and kind.psi_total(total) is None for kind, total in zip(kinds, totals, strict=True)]
+            for start, stop in tiles(self.vocab_size, self._tile):
+                log_t = self.teacher.log_probs(start, stop, at)
+                log_s = scaled(self.logits[:, start:stop], at) - self.normaliser(at)[:, None]
+                if kinds == _BOTH_KLS:
                     ratio = log_s - log_t
                     if bool(ratio.amin() > LOWEST_RATIO):
                         del log_t
@@ -194,36 +242,21 @@ class ChunkStudent(Student):
                         del log_s, ratio
                         continue
                 tile = Tile(log_s, log_t)
-                for i, divergence in enumerate(divergences):
-                    totals[i] += divergence.term(tile).sum(-1)
+                for i, kind in enumerate(kinds):
+                    totals[i] += kind.term(tile).sum(-1)
                     if wanted[i]:
-                        psi[i] += divergence.psi(tile).sum(-1)
+                        psi[i] += kind.psi(tile).sum(-1)
                 del log_s, log_t, tile  # before the next slice is made, so that two are never alive
-            if graph:
-                self._teacher[temperature] = source.normaliser(temperature)
-                for i, divergence in enumerate(divergences):
-                    known = divergence.psi_total(totals[i])
-                    total_psi = psi[i] if known is None else known.clone()
-                    self._sums.append((temperature, divergence, total_psi, totals[i].requires_grad_()))
+        if graph:
+            assert isinstance(self.teacher, LogitsTeacher)
+            self.tape.teacher[at] = self.teacher.normaliser(at)
+            for kind, total, own in zip(kinds, totals, psi, strict=True):
+                known = kind.psi_total(total)
+                total_psi = own if known is None else known.clone()
+                self.tape.leaves.append(Sum(at, total.requires_grad_(), kind, total_psi))
         return totals
 
-    def tape(self, loss: Tensor, learned: Tensor | None) -> tuple[Tape, Tensor | None]:
-        """Cotangents of `loss` (a scalar) at everything that was asked, and at the objective's own tensor."""
-        leaves = [v for _, _, v in self._selected] + [v for _, _, v in self._outside] + [v for *_, v in self._sums]
-        wanted = leaves if learned is None else [*leaves, learned]
-        grads: tuple[Tensor | None, ...] = (None,) * len(wanted)
-        if loss.requires_grad and wanted:
-            grads = torch.autograd.grad(loss, wanted, allow_unused=True)
-        answers = iter(grads)
-        tape = Tape(self._normaliser, self._teacher)
-        # what the loss did not use has no cotangent and leaves no entry
-        for temperature, ids, _ in self._selected:
-            if (grad := next(answers)) is not None:
-                tape.selected.append(Selected(temperature, ids, grad))
-        for temperature, ids, value in self._outside:
-            if (grad := next(answers)) is not None:
-                tape.outside.append(Outside(temperature, ids, value.detach(), grad))
-        for temperature, divergence, psi_total, _ in self._sums:
-            if (grad := next(answers)) is not None:
-                tape.sums.append(Sum(temperature, divergence, psi_total, grad))
-        return tape, next(answers, None)
+    def gradient(self, start: int, stop: int) -> Tensor:
+        """∂L/∂z on a slice of the vocabulary, once the tape has been differentiated."""
+        teacher = self.teacher.logits[:, start:stop] if isinstance(self.teacher, LogitsTeacher) else None
+        return self.tape.gradient(self.logits[:, start:stop], teacher, start, stop)

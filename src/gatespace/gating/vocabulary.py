@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gatespace.errors import UsageError
 from gatespace.gating.divergences import not_negative
+from gatespace.gating.inputs import Batch
 
 LOWEST = -1e30
 """Stands for a logit of -inf inside the computation: its probability is exactly 0 and nothing becomes NaN."""
@@ -85,6 +86,25 @@ def check_k(k: int, vocab_size: int, name: str = "K") -> None:
     """K must be between 1 and V."""
     if not 1 <= k <= vocab_size:
         raise UsageError(f"{name} must lie between 1 and the vocabulary size", got=f"{name}={k}, V={vocab_size}")
+
+
+def check_rows(side: str, logits: Tensor, batch: Batch) -> None:
+    """NaN, +inf and rows without any possible token are errors that say where; -inf elsewhere is a forbidden id."""
+    best = logits.amax(-1)  # NaN and +inf both surface in the maximum
+    if bool(best.isfinite().all()):
+        return
+    token = int((~best.isfinite()).nonzero()[0])
+    row = logits[token]
+    bad = (row.isnan() | (row == torch.inf)).nonzero()
+    if bad.numel() == 0:
+        raise UsageError(f"the {side} rules out every token at {batch.place(token)}", got="-inf for all ids")
+    entry = int(bad[0])
+    place = batch.place(token)[:-1] + f", {entry}]"
+    raise UsageError(
+        f"the {side} has a logit that is not finite at {place}",
+        got=str(row[entry].item()),
+        why="positions are [b, t, v]; only masked positions are looked at",
+    )
 
 
 def tiles(size: int, width: int) -> Iterator[tuple[int, int]]:

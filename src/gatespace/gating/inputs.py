@@ -1,0 +1,215 @@
+"""What a loss gets beside the numbers of both models and its objective, and which tokens of a batch it is about.
+
+Everything else in this package works on the N masked tokens in reading order; only this module knows about (B, T).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from gatespace.errors import UsageError, unknown_name
+
+ENTROPIES = ("top_k", "full", "bucket")
+
+
+@dataclass(frozen=True, eq=False)  # a tensor has no single truth value, so no generated ==
+class LossInputs:
+    """What a loss gets beside the numbers of both models and its objective. B samples, T response positions.
+
+    Example:
+        >>> from gatespace.gating import LossInputs, ToDi, distillation_loss
+        >>> student, teacher = torch.zeros(1, 2, 8), torch.arange(8.0).expand(1, 2, 8)
+        >>> inputs = LossInputs(mask=torch.tensor([[1, 0]]), temperature=2.0)
+        >>> distillation_loss(student, teacher, objective=ToDi(), inputs=inputs).tokens
+        1
+    """
+
+    mask: Tensor | None = None
+    """(B, T) of 0 and 1, response tokens; positions outside it are never looked at. None: all."""
+    top_k: int = 8
+    """K of the entropy signals h and u. Coefficients are not comparable across it."""
+    temperature: float = 1.0
+    """Divides the logits of both sides in the divergences, with no T² factor. The signals are computed at 1."""
+    entropy: str = "top_k"
+    """How h and u are normalised: top_k (over log K), full (over log V) or bucket (over log(K+1))."""
+    sampled: Tensor | None = None
+    """(B, T) response token ids, for terms of the sampled token such as the support hybrid."""
+    sampled_log_probs: Tensor | None = None
+    """(B, T) log-probabilities under the sampler, where it was not the current student at temperature 1."""
+    segment_ids: Tensor | None = None
+    """(B, T), where several samples are packed into a row: a new sample begins where it changes, with its own u."""
+    u: Tensor | None = None
+    """(B,) or (B, T) in place of u(x), where the first response token is not in this batch."""
+    total_tokens: float | Tensor | None = None
+    """What the sum is divided by: the masked tokens of the whole step where this is a micro-batch. None: N."""
+    vocab_size: int | None = None
+    """Real length of the tokenizer; both sides are cut to it before any softmax. None: they have the same size."""
+    lam_order: Tensor | None = None
+    """(N,) a permutation of the N masked tokens: token i gets the λ that the objective has for token lam_order[i], as a
+    constant. A control that keeps the values of λ and takes away where they are; h, u and gap stay the token's own."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < float(self.temperature) < float("inf"):
+            raise UsageError("temperature must be positive", got=self.temperature)
+        if self.entropy not in ENTROPIES:
+            raise unknown_name("entropy", self.entropy, ENTROPIES)
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 1:
+            raise UsageError("top_k is a whole number of at least 1", got=self.top_k)
+
+
+class TokenOptions(TypedDict, total=False):
+    """Fields of `LossInputs` as keyword arguments: those that make sense for a token alone."""
+
+    temperature: float
+    sampled: Tensor | None
+    sampled_log_probs: Tensor | None
+    vocab_size: int | None
+
+
+class LossOptions(TokenOptions, total=False):
+    """All fields of `LossInputs` as keyword arguments."""
+
+    mask: Tensor | None
+    top_k: int
+    entropy: str
+    segment_ids: Tensor | None
+    u: Tensor | None
+    total_tokens: float | Tensor | None
+    lam_order: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The N tokens of a call that count: where they stand in (B, T), and what was given for each of them."""
+
+    shape: torch.Size
+    """(B, T)."""
+    index: Tensor
+    """(N,) flat position of each token."""
+    position: Tensor
+    """(N,) index of the token within its response, from 0."""
+    length: Tensor
+    """(N,) length of its response."""
+    first: Tensor
+    """(N,) which of the N tokens is the first of its response."""
+    vocab_size: int
+    """V that both sides have or are cut to."""
+    total_tokens: float | Tensor
+    given: LossInputs
+    """The inputs; sampled, sampled_log_probs and u are (N,) here."""
+
+    @classmethod
+    def of(cls, shape: torch.Size, device: torch.device, vocab_size: int, inputs: LossInputs) -> Batch:
+        """The masked tokens of a batch of `shape` (B, T), with every shape and id checked."""
+        if len(shape) != 2:
+            raise UsageError("a batch has two leading dimensions (B, T)", got=tuple(shape))
+        if inputs.mask is None:
+            index = torch.arange(shape.numel(), device=device)
+        else:
+            index = _as_bool(_shaped("mask", inputs.mask, shape)).to(device).reshape(-1).nonzero().squeeze(-1)
+        n = index.numel()
+        row = torch.div(index, max(shape[1], 1), rounding_mode="floor")
+        begins = torch.ones(n, dtype=torch.bool, device=device)
+        if n:
+            begins[1:] = row[1:] != row[:-1]
+        if inputs.segment_ids is not None:
+            segment = _shaped("segment_ids", inputs.segment_ids, shape).to(device).reshape(-1)[index]
+            if n:
+                begins[1:] |= segment[1:] != segment[:-1]
+        sample = begins.cumsum(0) - 1
+        starts = begins.nonzero().squeeze(-1)
+        first = starts[sample]
+        length = torch.bincount(sample, minlength=starts.numel())[sample]
+        total = inputs.total_tokens
+        if total is None:
+            total = float(max(n, 1))
+        elif not bool(torch.as_tensor(total > 0)):
+            raise UsageError("total_tokens must be positive", got=total)
+        batch = cls(shape, index, torch.arange(n, device=device) - first, length, first, vocab_size, total, inputs)
+        return replace(batch, given=batch._selected(inputs))
+
+    def _selected(self, inputs: LossInputs) -> LossInputs:
+        """The inputs with what is given per token at the N tokens."""
+        shape, device = self.shape, self.index.device
+        sampled, log_probs, u, order = inputs.sampled, inputs.sampled_log_probs, inputs.u, inputs.lam_order
+        if sampled is not None:
+            sampled = self.select(_shaped("sampled", sampled, shape).to(device)).long()
+            if sampled.numel() and not bool(((sampled >= 0) & (sampled < self.vocab_size)).all()):
+                raise UsageError("sampled holds an id outside the vocabulary", got=f"V={self.vocab_size}")
+        if log_probs is not None:
+            log_probs = self.select(_shaped("sampled_log_probs", log_probs, shape).to(device)).detach()
+        if u is not None:
+            u = u[:, None].expand(shape) if u.shape == shape[:1] else u
+            u = self.select(_shaped("u", u, shape).to(device)).detach()
+        if order is not None:
+            order = _permutation(order.to(device), self.count)
+        return replace(inputs, sampled=sampled, sampled_log_probs=log_probs, u=u, lam_order=order)
+
+    @property
+    def count(self) -> int:
+        """N."""
+        return int(self.index.numel())
+
+    def part(self, span: slice) -> Batch:
+        """Some of the tokens; `first` still counts over all of them."""
+        given = {name: getattr(self.given, name) for name in ("sampled", "sampled_log_probs", "u")}
+        given = {name: values if values is None else values[span] for name, values in given.items()}
+        return replace(
+            self,
+            index=self.index[span],
+            position=self.position[span],
+            length=self.length[span],
+            first=self.first[span],
+            given=replace(self.given, **given),
+        )
+
+    def select(self, values: Tensor) -> Tensor:
+        """(B, T, …) → (N, …); differentiable. Copies nothing where every position counts."""
+        flat = values.reshape(-1, *values.shape[len(self.shape) :])
+        return flat if self.count == flat.shape[0] else flat.index_select(0, self.index)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """(N,) → (B, T), 0 outside the mask."""
+        out = values.new_zeros(self.shape.numel())
+        return out.index_copy(0, self.index, values).reshape(self.shape)
+
+    def place(self, token: int) -> str:
+        """Where in the batch a token stands, for error messages."""
+        row, column = divmod(int(self.index[token]), self.shape[1])
+        return f"[{row}, {column}]"
+
+
+def _shaped(name: str, tensor: Tensor, shape: torch.Size) -> Tensor:
+    if tensor.shape != shape:
+        raise UsageError(
+            f"{name} must have the shape (B, T) of the batch",
+            got=f"{tuple(tensor.shape)} for a batch of {tuple(shape)}",
+        )
+    return tensor
+
+
+def _as_bool(mask: Tensor) -> Tensor:
+    if mask.dtype == torch.bool:
+        return mask
+    on = mask != 0
+    if not bool((mask == on).all()):
+        raise UsageError(
+            "mask must hold only 0 and 1",
+            why="it says which tokens count; it is not a weight",
+            instead="put per-token weights into an objective's weight",
+        )
+    return on
+
+
+def _permutation(order: Tensor, count: int) -> Tensor:
+    right = order.shape == (count,) and not order.is_floating_point() and order.dtype != torch.bool
+    if not right or not torch.equal(order.long().sort().values, torch.arange(count, device=order.device)):
+        raise UsageError(
+            "lam_order must be a permutation of the masked tokens, each number from 0 to N-1 once",
+            got=f"{order.dtype} of shape {tuple(order.shape)}, N={count}",
+        )
+    return order.long()
