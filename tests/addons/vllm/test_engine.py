@@ -1,6 +1,6 @@
 """A real vLLM server with SmolLM2: its scores, its samples, and whether it takes new weights.
 
-These need an environment with vLLM (`make test-vllm`) and are skipped, with a word, where there is none.
+These need an environment with vLLM (`make test-vllm`) and are skipped where there is none.
 """
 
 from __future__ import annotations

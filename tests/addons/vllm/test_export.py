@@ -1,6 +1,6 @@
-"""A real vLLM takes an export by the code in its card, and answers as the run did.
+"""A real vLLM loads an export by the code in its card, and responds as the run did.
 
-It needs an environment with vLLM (`make test-vllm`) and is skipped, with a word, where there is none.
+It needs an environment with vLLM (`make test-vllm`) and is skipped where there is none.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 
 from gatespace.addons.publish.export import export_model
 from gatespace.config import TeachConfig, parse_config
+from gatespace.runs import RunFolder
 from gatespace.training.train import teach
 
 pytestmark = pytest.mark.slow
@@ -22,8 +23,8 @@ _CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 ROWS = 12
 
 
-def test_the_code_in_the_card_gives_the_run_s_answers(vllm_python: str, tmp_path: Path) -> None:
-    run, out = tmp_path / "run", tmp_path / "out"
+def test_the_code_in_the_card_gives_the_run_s_responses(vllm_python: str, tmp_path: Path) -> None:
+    run, out = RunFolder(tmp_path / "run"), tmp_path / "out"
     settings = {
         "task": {"name": "synthetic", "brief": True},
         "model": "tiny",
@@ -37,12 +38,12 @@ def test_the_code_in_the_card_gives_the_run_s_answers(vllm_python: str, tmp_path
     export_model(run, out)
     first, second = _CODE.findall((out / "README.md").read_text(encoding="utf-8"))
     asking = [line for line in first[: first.index("def answer")].splitlines() if not line.startswith("model = ")]
-    told = [json.loads(line) for line in (run / "predictions-val.jsonl").read_text().splitlines()]
-    texts = json.dumps([row["text"] for row in told])
+    expected = run.predictions("val")
+    texts = json.dumps([row["text"] for row in expected])
     more = f"""
     prompts = [{{"prompt_token_ids": encode(text)}} for text in {texts}]
-    answers = [found.outputs[0].text for found in llm.generate(prompts, greedy)]
-    open("answers.json", "w").write(__import__("json").dumps(answers))
+    responses = [found.outputs[0].text for found in llm.generate(prompts, greedy)]
+    open("responses.json", "w").write(__import__("json").dumps(responses))
 """
     (tmp_path / "script.py").write_text("\n".join(asking) + "\n" + second + more)
     # PYTHONPATH is left behind: what is ours has no part in this.
@@ -52,8 +53,7 @@ def test_the_code_in_the_card_gives_the_run_s_answers(vllm_python: str, tmp_path
         [vllm_python, "script.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    answers = json.loads((tmp_path / "answers.json").read_text())
-    assert [answer[: len(row["raw"])] for answer, row in zip(answers, told, strict=True)] == [
-        row["raw"] for row in told
-    ]
-    assert len({row["raw"] for row in told}) > 2
+    responses = json.loads((tmp_path / "responses.json").read_text())
+    raw = [row["raw"] for row in expected]
+    assert [response[: len(text)] for response, text in zip(responses, raw, strict=True)] == raw
+    assert len(set(raw)) > 2

@@ -23,9 +23,15 @@ from gatespace.addons.vllm.server import Card, Choice, RefusedError, ServerAwayE
 from gatespace.errors import RunError, UsageError
 from gatespace.files import Closing
 from gatespace.teacher.cache import ScoreCache
-from gatespace.teacher.kept import Form, RowScores
-from gatespace.teacher.local import LocalStats
-from gatespace.teacher.scores import Scores, ScoreSpec, TeacherAwayError, check_questions
+from gatespace.teacher.scores import (
+    Form,
+    RowScores,
+    Scores,
+    ScoreSpec,
+    TeacherAwayError,
+    TeacherStats,
+    check_questions,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,7 +96,7 @@ class VllmTeacher(Closing):
         wait: bool = True,
         report: Callable[[str], None] | None = None,
     ) -> None:
-        self.stats = LocalStats()
+        self.stats = TeacherStats()
         self.vocab_size = spec.vocab_size
         self._prefix, self._longest, self._k = list(spec.prefix), spec.max_new_tokens, min(spec.k, spec.vocab_size)
         self._extra = 0
