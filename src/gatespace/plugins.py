@@ -22,6 +22,7 @@ from gatespace.errors import UsageError, missing_extra, unknown_name
 GROUPS = {
     "commands": "a typer command or group",
     "engines": "does the runs of a study",
+    "evaluators": "generates in place of the model in `gatespace evaluate --sampler`",
     "finishers": "called with the RunFolder of a run that is done",
     "objectives": "an Objective class, for objective.method",
     "processes": "several processes that do one run together",

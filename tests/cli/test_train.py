@@ -149,11 +149,11 @@ def test_an_interrupted_run_goes_on_with_the_same_command(cli, distil, tmp_path)
     thread.start()
     result = cli(*words, "--output", folder)
     assert result.exit_code == 130
-    assert re.search(r"^stopped: the same command goes on from step \d+$", result.stderr, re.M)
+    assert re.search(r"^stopped: the same command resumes from step \d+$", result.stderr, re.M)
     assert "Traceback" not in result.stderr
     assert not (folder / "done").exists()
     again, straight = cli(*words, "--output", folder, "--json"), cli(*words, "--output", tmp_path / "other", "--json")
-    assert re.search(r"^note: going on from step \d+ of 15$", again.stderr, re.M)
+    assert re.search(r"^note: resuming from step \d+ of 15$", again.stderr, re.M)
     assert json.loads(again.stdout)["fingerprint"] == json.loads(straight.stdout)["fingerprint"]
 
 

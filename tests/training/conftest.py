@@ -13,18 +13,22 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from gatespace.config import ObjectiveConfig, OptimizerConfig, RolloutConfig, TeachConfig, TrainConfig, parse_config
+from gatespace.config import OptimizerConfig, TeachConfig, TrainConfig, parse_config
+from gatespace.gating import LossOutput
 from gatespace.gating.configured import build_objective
 from gatespace.models import Model, TinyPair, build_tiny, load_model
 from gatespace.models.body import body_of
 from gatespace.models.encode import Encoder
 from gatespace.tasks import Example, Prompt, Task, synthetic_task
 from gatespace.teacher.local import LocalTeacher
+from gatespace.teacher.scores import Scores, ScoreSpec
 from gatespace.training.batches import Batches, Row
 from gatespace.training.clock import Clock
+from gatespace.training.distill import Distillation
 from gatespace.training.optimizer import Optimizer, Update
-from gatespace.training.run import teach
-from gatespace.training.step import Distillation, Scored
+from gatespace.training.processes import ONE
+from gatespace.training.rollouts import MicroBatch, OnPolicy
+from gatespace.training.train import teach
 
 TASK = {"name": "synthetic", "brief": True}
 
@@ -122,6 +126,16 @@ def train_config(taught: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
     return make
 
 
+@dataclass(frozen=True)
+class Scored:
+    """A micro-batch after its loss."""
+
+    part: MicroBatch
+    output: LossOutput
+    hidden: Tensor
+    scores: Scores
+
+
 @dataclass
 class Stepped:
     """What one step of a distillation did."""
@@ -170,37 +184,47 @@ class Lab:
         payload: str = "hidden",
         seed: int = 5,
     ) -> Stepped:
-        settings = parse_config(ObjectiveConfig, objective or {})
-        sampling = parse_config(RolloutConfig, {"max_new_tokens": 7, **(rollout or {})})
+        job = object.__new__(Distillation)  # put together by hand, without loading anything
+        job.config = config = parse_config(
+            TrainConfig,
+            {
+                "pair": {"teacher": "unused"},
+                "objective": objective or {},
+                "rollout": {"max_new_tokens": 7, **(rollout or {})},
+                "engine": {"fused": fused},
+                "seed": seed,
+            },
+        )
         texts = [example.text for example in self.examples]
-        encoder = Encoder(self.prompt, self.student.tokenizer, texts, share=share)
+        job.encoder = encoder = Encoder(self.prompt, self.student.tokenizer, texts, share=share)
         # Without memory of earlier gradients, AdamW's first moment after one update is that update's gradient.
-        config = parse_config(OptimizerConfig, {"lr": 1e-30, "betas": [0.0, 0.999], "clip": None})
-        optimizer = Optimizer(self.student.network, config, steps=1, dtype=torch.float32)
-        distillation = Distillation(
-            student=body_of(self.student, packed=packed),
-            teacher=LocalTeacher(
-                self.teacher,
-                encoder.prefix,
-                max_new_tokens=sampling.max_new_tokens,
-                payload=payload,
-                vocab_size=self.vocab_size,
-                packed=packed,
-            ),
+        settings = parse_config(OptimizerConfig, {"lr": 1e-30, "betas": [0.0, 0.999], "clip": None})
+        job.optimizer = optimizer = Optimizer(self.student.network, settings, steps=1, dtype=torch.float32)
+        job.model, job.body = self.student, body_of(self.student, packed=packed)
+        job.objective, job.vocab_size = build_objective(config.objective), self.vocab_size
+        job.processes, job.sampler = ONE, None
+        spec = ScoreSpec(tuple(encoder.prefix), config.rollout.max_new_tokens, self.vocab_size, payload)
+        job.rollouts = OnPolicy(
+            student=job.body,
+            teacher=LocalTeacher(self.teacher, spec, packed=packed),
             encoder=encoder,
-            objective=build_objective(settings),
-            settings=settings,
-            rollout=sampling,
-            optimizer=optimizer,
+            batches=Batches(self.examples, encoder, batch_size=rows, seed=seed),
+            settings=config.rollout,
             vocab_size=self.vocab_size,
             seed=seed,
             micro_tokens=micro_tokens,
             reuse=reuse,
-            fused=fused,
         )
-        batches = Batches(self.examples, encoder, batch_size=rows, seed=seed)
         scored: list[Scored] = []
-        update = distillation.step(number, batches.at(number), Clock(), scored.append)
+        with job.micro_batches(number, Clock()) as batches:
+            for batch in batches:
+                output = job.loss(number, batch)
+                output.loss.backward()
+                optimizer.collect()
+                assert batch.hidden is not None
+                assert batch.scores is not None
+                scored.append(Scored(batch, output, batch.hidden, batch.scores))
+        update = optimizer.step(number, sum(one.output.tokens for one in scored))
         state = optimizer.tensors()
         gradients = {n[len("exp_avg/") :]: t.clone() for n, t in state.items() if n.startswith("exp_avg/")}
         tokens = sum(one.output.tokens for one in scored)

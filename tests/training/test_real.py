@@ -9,7 +9,7 @@ import pytest
 
 from gatespace.config import TeachConfig, TrainConfig, parse_config
 from gatespace.files import read
-from gatespace.training.run import MODEL, teach, train
+from gatespace.training.train import teach, train
 
 COMMON: dict[str, Any] = {
     "task": {"name": "synthetic"},
@@ -43,7 +43,7 @@ def test_the_real_model_learns_and_is_learned_from(smollm2: Path, tmp_path: Path
     assert taught["evaluation"]["val"]["metrics"]["parse_failures"] == 0
     common: dict[str, Any] = {
         **COMMON,
-        "pair": {"student": str(smollm2), "teacher": str(tmp_path / "teacher" / MODEL)},
+        "pair": {"student": str(smollm2), "teacher": str(tmp_path / "teacher" / "model")},
         "rollout": {"max_new_tokens": 8},
         "teacher": {"cache": str(tmp_path / "cache")},
         "optimizer": {"lr": 5e-5},

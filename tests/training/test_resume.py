@@ -21,7 +21,7 @@ import pytest
 from gatespace.config import TeachConfig, TrainConfig, dump_yaml, load_config, parse_config
 from gatespace.files import read
 from gatespace.models import TinyPair
-from gatespace.training.loop import Silent
+from gatespace.training.progress import Silent
 
 from .conftest import TASK
 
@@ -71,7 +71,7 @@ class Doomed(Silent):
             die()
 
     def note(self, text: str) -> None:
-        if "going on from step" in text:
+        if "resuming from step" in text:
             self._done = int(text.split()[4])
 
     def step(self, step: int, steps: int, record: Any, timing: Any) -> None:
@@ -90,7 +90,7 @@ def die() -> None:
 
 def life(kind: str, path: Path, point: Point | None) -> Outcome:
     """Fork a process that runs, and tell how it ended."""
-    from gatespace.training.run import teach, train
+    from gatespace.training.train import teach, train
 
     child = os.fork()
     if child == 0:

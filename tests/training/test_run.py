@@ -19,8 +19,8 @@ from gatespace.files import read
 from gatespace.models import Model, TinyPair, load_model
 from gatespace.tasks import Prompt, Task
 from gatespace.training import checkpoint
-from gatespace.training.loop import Silent
-from gatespace.training.run import teach, train
+from gatespace.training.progress import Silent
+from gatespace.training.train import teach, train
 
 from .conftest import TASK
 

@@ -22,7 +22,6 @@ from gatespace.training.setup import (
     micro_tokens,
     open_model,
     placement,
-    run_folder,
 )
 
 from .conftest import TASK
@@ -120,13 +119,6 @@ def test_micro_tokens_depend_on_the_model_alone(student: Model, teacher: Model) 
         getattr(student.network.config, name) for name in ("num_hidden_layers", "hidden_size", "intermediate_size")
     )
     assert small == (6 << 30) // (2 * layers * (34 * hidden + 6 * inner))
-
-
-def test_run_folder_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert run_folder(Path("runs/a")) == tmp_path / "runs" / "a"
-    assert run_folder(Path("~/a")) == tmp_path / "home" / "a"
 
 
 def test_environment_says_what_a_run_was_computed_with() -> None:

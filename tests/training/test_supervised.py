@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,10 +19,38 @@ from gatespace.models.encode import Encoder
 from gatespace.tasks import Prompt, Task
 from gatespace.training.batches import Batches, Row
 from gatespace.training.clock import Clock
-from gatespace.training.optimizer import Optimizer
-from gatespace.training.supervised import Learned, Supervised
+from gatespace.training.optimizer import Optimizer, Update
+from gatespace.training.processes import ONE
+from gatespace.training.supervised import Supervised
 
-Step = Callable[..., tuple[Learned, dict[str, Tensor], list[Row]]]
+Step = Callable[..., tuple["Learned", dict[str, Tensor], list[Row]]]
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a step saw."""
+
+    update: Update
+    loss: float
+    tokens: int
+    right: int
+
+
+def learn(
+    model: Model, encoder: Encoder, batches: Batches, optimizer: Optimizer, *, micro_tokens: int = 10**9, **options: Any
+) -> Learned:
+    """One step of a job put together by hand, without loading anything."""
+    job = object.__new__(Supervised)
+    job.model, job.body, job.encoder, job.processes = model, body_of(model, **options), encoder, ONE
+    job._batches, job._micro_tokens = batches, micro_tokens
+    total, tokens, right = 0.0, 0, 0
+    with job.micro_batches(0, Clock()) as parts:
+        for part in parts:
+            out = job.loss(0, part)
+            out.loss.backward()
+            optimizer.collect()
+            total, tokens, right = total + float(out.loss.detach()), tokens + out.tokens, right + out.right
+    return Learned(optimizer.step(0, tokens), total / tokens, tokens, right)
 
 
 @pytest.fixture
@@ -36,9 +65,9 @@ def step(student: Model, synthetic: Task) -> Step:
         encoder = Encoder(Prompt.of(synthetic, brief=True), student.tokenizer, texts, share=share)
         config = parse_config(OptimizerConfig, {"lr": 1e-30, "betas": [0.0, 0.999], "clip": None})
         optimizer = Optimizer(student.network, config, steps=1, dtype=torch.float32)
-        supervised = Supervised(body_of(student, packed=packed), encoder, optimizer, student.vocab_size, micro_tokens)
-        batch = Batches(examples, encoder, batch_size=rows, seed=0).at(0)
-        learned = supervised.step(0, batch, Clock())
+        batches = Batches(examples, encoder, batch_size=rows, seed=0)
+        batch = batches.at(0)
+        learned = learn(student, encoder, batches, optimizer, micro_tokens=micro_tokens, packed=packed)
         state = optimizer.tensors()
         return learned, {n[len("exp_avg/") :]: t for n, t in state.items() if n.startswith("exp_avg/")}, batch
 
@@ -99,9 +128,9 @@ def test_right_tokens_are_counted(teacher: Model, synthetic: Task) -> None:
     encoder = Encoder(Prompt.of(synthetic, brief=True), teacher.tokenizer, [row.text for row in synthetic.val[:30]])
     config = parse_config(OptimizerConfig, {"lr": 1e-30})
     optimizer = Optimizer(teacher.network, config, steps=1, dtype=torch.float32)
-    supervised = Supervised(body_of(teacher), encoder, optimizer, teacher.vocab_size, 10**9)
-    rows = Batches(synthetic.val[:30], encoder, batch_size=30, seed=0).at(0)
-    learned = supervised.step(0, rows, Clock())
+    batches = Batches(synthetic.val[:30], encoder, batch_size=30, seed=0)
+    rows = batches.at(0)
+    learned = learn(teacher, encoder, batches, optimizer)
     assert 0.75 < learned.right / learned.tokens < 1
     assert plain(teacher, synthetic, rows)[1] == learned.right
 

@@ -89,7 +89,7 @@ def evaluate(
     With --sampler the model is loaded here too, on the CPU, and the
     sampler's log-probabilities of a text are compared with its own first.
     """
-    from gatespace.cli.found_model import find, model_folder
+    from gatespace.cli.found_model import ModelOptions, find, model_folder
     from gatespace.cli.progress import RunProgress
     from gatespace.cli.tables import labels_table, results_table
     from gatespace.config import in_setting
@@ -109,8 +109,7 @@ def evaluate(
             opener = provider("evaluators", name, kind="sampler")(where)
         device = "cpu" if device == "auto" else device  # a GPU is the sampler's
     with RunProgress(quiet=quiet, job="evaluate") as progress, ExitStack() as stack:
-        found = find(
-            model,
+        asked = ModelOptions(
             config=config,
             task=task,
             root=root,
@@ -120,8 +119,8 @@ def evaluate(
             device=device,
             max_new_tokens=max_new_tokens,
             batch_size=batch_size,
-            report=progress.note,
         )
+        found = find(model, asked, report=progress.note)
         encoder, writer = None, None
         if opener is not None:
             texts = [row.text for row in found.task.rows(split)[:limit]]

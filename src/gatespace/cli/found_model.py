@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gatespace.errors import UsageError
+from gatespace.runs import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from gatespace.config import TaskConfig
     from gatespace.models import Model
     from gatespace.tasks import Prompt, Task
-
-_MODEL, _SETTINGS, _IDENTITY = "model", "config.yaml", "identity.json"
 
 
 @dataclass(frozen=True)
@@ -32,40 +31,39 @@ class Found:
 
 def model_folder(name: str) -> str:
     """`name`, or the folder of the model where it is a run's folder."""
-    folder = Path(name).expanduser()
-    if not _is_run(folder) or (folder / "config.json").is_file():
+    run = RunFolder(name)
+    if not run.exists or (run.path / "config.json").is_file():
         return name
-    if not (folder / _MODEL).is_dir():
-        raise UsageError(
-            "this run has no model yet", got=name, instead="the command that began it, which goes on with it"
-        )
-    return str(Path(name) / _MODEL)
+    if not run.model.is_dir():
+        raise UsageError("this run has no model yet", got=name, instead="the command that began it resumes it")
+    return str(Path(name) / run.model.name)
 
 
 def run_settings(name: str) -> dict[str, Any]:
     """The settings of the run that wrote the model folder `name`; {} where no run did."""
-    folder = Path(name).expanduser().absolute()
-    run = folder if _is_run(folder) else folder.parent
-    if not folder.is_dir() or not _is_run(run):
+    folder = RunFolder(name)
+    run = folder if folder.exists else RunFolder(folder.path.parent)
+    if not folder.path.is_dir() or not run.exists:
         return {}
-    return _read(run / _SETTINGS)
+    return _read(run.config_file)
 
 
-def find(
-    name: str,
-    *,
-    config: Path | None,
-    task: str | None,
-    root: Path | None,
-    brief: bool | None,
-    prefill: str | None,
-    precision: str | None,
-    device: str,
-    max_new_tokens: int | None,
-    batch_size: int | None,
-    report: Callable[[str], None],
-    rows: bool = True,
-) -> Found:
+@dataclass(frozen=True)
+class ModelOptions:
+    """The options by which `evaluate` and `predict` describe a model's task and how it is asked; None: as in its run."""
+
+    config: Path | None = None
+    task: str | None = None
+    root: Path | None = None
+    brief: bool | None = None
+    prefill: str | None = None
+    precision: str | None = None
+    device: str = "auto"
+    max_new_tokens: int | None = None
+    batch_size: int | None = None
+
+
+def find(name: str, options: ModelOptions, *, report: Callable[[str], None], rows: bool = True) -> Found:
     """Load the model. What an option leaves open is as in the model's run, or else the default.
 
     Without `rows`, the task has labels and a prompt, and its data need not be there.
@@ -81,9 +79,12 @@ def find(
             instead="the folder or the name of the model that it serves",
         )
     folder = model_folder(name)
-    settings = _read(config) if config is not None else run_settings(folder)
-    section = task_section(settings, task=task, root=root, brief=brief, prefill=prefill)
-    engine = {"device": device, "precision": precision or settings.get("engine", {}).get("precision", "auto")}
+    settings = _read(options.config) if options.config is not None else run_settings(folder)
+    section = task_section(
+        settings, task=options.task, root=options.root, brief=options.brief, prefill=options.prefill
+    )
+    precision = options.precision or settings.get("engine", {}).get("precision", "auto")
+    engine = {"device": options.device, "precision": precision}
     placed = parse_config(TeachEngineConfig, engine)
     loaded = _without_rows(section, folder) if not rows else None
     loaded = loaded or load_configured_task(section)
@@ -100,8 +101,8 @@ def find(
         model,
         loaded,
         prompt,
-        max_new_tokens or evaluation.get("max_new_tokens", 32),
-        batch_size or evaluation.get("batch_size", 64),
+        options.max_new_tokens or evaluation.get("max_new_tokens", 32),
+        options.batch_size or evaluation.get("batch_size", 64),
     )
 
 
@@ -156,10 +157,6 @@ def _without_rows(section: TaskConfig, model: str) -> Task | None:
 def _has_folder(section: TaskConfig, variable: str | None) -> bool:
     """Whether there is a folder that may name the labels in another order."""
     return (section.root is not None and section.root.is_dir()) or bool(variable)
-
-
-def _is_run(folder: Path) -> bool:
-    return (folder / _SETTINGS).is_file() and (folder / _IDENTITY).is_file()
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -47,14 +47,10 @@ def predict(
     gatespace predict runs/train tweets.jsonl --field text --json
     cat texts.txt | gatespace predict runs/train | cut -f1 | sort | uniq -c
     """
+    from gatespace.cli.found_model import ModelOptions
     from gatespace.cli.predict_lines import label_lines
 
-    label_lines(
-        model,
-        file,
-        field=field,
-        as_json=as_json,
-        quiet=quiet,
+    asked = ModelOptions(
         config=config,
         task=task,
         root=root,
@@ -65,3 +61,4 @@ def predict(
         max_new_tokens=max_new_tokens,
         batch_size=batch_size,
     )
+    label_lines(model, file, asked, field=field, as_json=as_json, quiet=quiet)

@@ -10,12 +10,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from gatespace.errors import UsageError
 
 if TYPE_CHECKING:
-    from gatespace.cli.found_model import Found
+    from gatespace.cli.found_model import Found, ModelOptions
 
 _STDIN = Path("-")
 _TABLES = (".csv", ".tsv", ".parquet", ".json")
@@ -41,14 +41,16 @@ class Labelled:
 
 @dataclass
 class Counts:
-    """What a user is told at the end."""
+    """What is printed at the end."""
 
     texts: int = 0
     unparsed: int = 0
     too_long: int = 0
 
 
-def label_lines(model: str, file: Path, *, field: str | None, as_json: bool, quiet: bool, **options: Any) -> None:
+def label_lines(
+    model: str, file: Path, options: ModelOptions, *, field: str | None, as_json: bool, quiet: bool
+) -> None:
     """Label every line of `file`, and print a line for each."""
     with ExitStack() as stack:
         stream = _opened(file, stack)
@@ -57,17 +59,17 @@ def label_lines(model: str, file: Path, *, field: str | None, as_json: bool, qui
         counts = Counts()
         try:
             lines = _lines(stream, str(file), field)
-            # Whoever types waits for an answer to every line.
+            # At a terminal every line gets its label at once.
             at_once = 1 if file == _STDIN and sys.stdin.isatty() else None
-            _label(model, lines, counts, at_once=at_once, as_json=as_json, quiet=quiet, **options)
+            _label(model, lines, counts, options, at_once=at_once, as_json=as_json, quiet=quiet)
         except BrokenPipeError:
-            # Whoever read has read enough. Python would complain about the same pipe once more at its end.
+            # The reader has enough. Python would complain about the same pipe once more at its end.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return
     if quiet:
         return
     if counts.unparsed:
-        sys.stderr.write(f"{counts.unparsed} of {counts.texts} answers had no legal label\n")
+        sys.stderr.write(f"{counts.unparsed} of {counts.texts} responses had no legal label\n")
     if counts.too_long:
         sys.stderr.write(f"{counts.too_long} of {counts.texts} texts are too long for the model and have no label\n")
 
@@ -113,16 +115,16 @@ def _label(
     model: str,
     lines: Iterator[Line],
     counts: Counts,
+    options: ModelOptions,
     *,
     at_once: int | None,
     as_json: bool,
     quiet: bool,
-    **options: Any,
 ) -> None:
     from gatespace.cli.found_model import find
     from gatespace.cli.progress import RunProgress
 
-    found = find(model, report=RunProgress(quiet=quiet).note, rows=False, **options)
+    found = find(model, options, report=RunProgress(quiet=quiet).note, rows=False)
     while batch := list(islice(lines, at_once or found.batch_size)):
         for one in answered(found, batch, counts):
             text = shown(one, as_json=as_json)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gatespace.config import ObjectiveConfig, RolloutConfig, parse_config
 from gatespace.errors import RunError
-from gatespace.gating import distillation_loss
+from gatespace.gating import LossInputs, distillation_loss
 from gatespace.gating.configured import build_objective
 from gatespace.models import Model, load_model
 from gatespace.seeding import permutation
@@ -404,10 +404,12 @@ def test_tokens_from_another_distribution_are_weighted(lab: Lab, rollout: dict[s
                 z[None],
                 w[None],
                 objective=objective,
-                sampled=tokens[None],
-                sampled_log_probs=drawn.T if corrected else None,
-                segment_ids=segments[None],
-                total_tokens=1.0,
+                inputs=LossInputs(
+                    sampled=tokens[None],
+                    sampled_log_probs=drawn.T if corrected else None,
+                    segment_ids=segments[None],
+                    total_tokens=1.0,
+                ),
             ).loss
 
         return loss

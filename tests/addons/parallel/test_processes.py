@@ -16,11 +16,12 @@ import torch
 from filelock import FileLock
 from safetensors.torch import load_file
 
-from gatespace.addons.parallel.ranks import ALONE, Ranks
+from gatespace.addons.parallel.processes import Distributed
 from gatespace.config import TeachConfig, TrainConfig, parse_config
 from gatespace.files import read
 from gatespace.models import TinyPair
-from gatespace.training import run
+from gatespace.training import train as run
+from gatespace.training.processes import ONE
 
 WORKER = Path(__file__).with_name("process_worker.py")
 KINDS: dict[str, dict[str, Any]] = {
@@ -156,8 +157,8 @@ def test_they_write_the_same_responses(pairs: Path, taught: Path, tiny: TinyPair
             assert known[record["step"], record["index"]] == record["ids"]
 
 
-def test_a_model_in_pieces_is_the_same_model(pairs: Path) -> None:
-    found = [json.loads((pairs / f"pieces.{rank}").read_text()) for rank in range(2)]
+def test_a_sharded_model_is_the_same_model(pairs: Path) -> None:
+    found = [json.loads((pairs / f"shards.{rank}").read_text()) for rank in range(2)]
     for one in found:
         assert one["own"] < 0.52 * one["size"]
     assert sum(one["own"] for one in found) == found[0]["size"]
@@ -172,10 +173,10 @@ def test_processes_are_part_of_the_identity(pairs: Path, taught: Path, tiny: Tin
 
 
 def test_shares_are_neighbours_and_nearly_equal() -> None:
-    assert list(ALONE.share(5)) == [0, 1, 2, 3, 4]
+    assert list(ONE.share(5)) == [0, 1, 2, 3, 4]
     for size in (2, 3, 7):
         for count in (size, 10, 72):
-            shares = Ranks(0, size).shares(count)
+            shares = Distributed(0, size).shares(count)
             assert [place for share in shares for place in share] == list(range(count))
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -197,7 +198,7 @@ def start(words: list[str]) -> subprocess.Popen[str]:
 
 
 def test_a_killed_run_goes_on_to_the_same_bytes(pairs: Path, taught: Path, tiny: TinyPair, tmp_path: Path) -> None:
-    """In pieces and one step off: everything that a checkpoint has to gather."""
+    """Sharded and one step off policy: everything that a checkpoint has to gather."""
     config = settings("stale", taught, tiny, tmp_path / "run", "fsdp") | {"checkpoint": {"every": 1}}
     process = start(command(config, tmp_path, "--quiet"))
     deadline = time.monotonic() + 120
@@ -210,7 +211,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(pairs: Path, taught: Path, tiny:
     process = start(command(config, tmp_path, "--json"))
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
-    assert "going on from step" in err
+    assert "resuming from step" in err
     assert json.loads(out)["steps"] == 4
     whole = pairs / "stale-fsdp"
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import torch
 
-from gatespace.addons.parallel.ranks import joined
+from gatespace.addons.parallel.processes import join
 from gatespace.config import TeachConfig, TrainConfig, parse_config
 from gatespace.models import load_model
-from gatespace.training import run
+from gatespace.training import train as run
 
 
 def main(plan: Path) -> None:
     torch.set_num_threads(1)
     work = json.loads(plan.read_text())
-    pieces(work["student"], plan.with_name("pieces"))
+    shards(work["student"], plan.with_name("shards"))
     for settings in work["runs"]:
         if "pair" in settings:
             run.train(parse_config(TrainConfig, settings))
@@ -28,11 +28,12 @@ def main(plan: Path) -> None:
             run.teach(parse_config(TeachConfig, settings))
 
 
-def pieces(student: str, output: Path) -> None:
-    """Write down what a model in pieces is made of."""
+def shards(student: str, output: Path) -> None:
+    """Write down what a sharded model is made of."""
     from gatespace.addons.parallel.sharded import shard
 
-    ranks = joined(device="cpu", sharded=True)
+    settings = {"pair": {"teacher": "unused"}, "engine": {"device": "cpu", "parallel": "fsdp"}}
+    ranks = join(parse_config(TrainConfig, settings))
     model = load_model(student)
     size, before = sum(p.numel() for p in model.network.parameters()), model.fingerprint()
     model = shard(model, dtype=torch.float32)
