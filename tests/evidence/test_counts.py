@@ -6,12 +6,9 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gatespace.errors import UsageError
 from gatespace.evidence.counts import Cell, null_variance, win_count
-from gatespace.evidence.multiplicity import bh, holm
 from gatespace.gating.coefficients import NotApplicable
 from tests.evidence import oracle
 
@@ -120,31 +117,3 @@ def test_the_generator_decides():
     one, again, other = (win_count(cells, generator=np.random.default_rng(seed)) for seed in (1, 1, 2))
     assert one == again
     assert one.correlated_p != other.correlated_p
-
-
-# ------------------------------------------------------------------------------------------------ multiplicity
-
-PS = st.lists(st.one_of(st.none(), st.floats(1e-9, 1.0)), max_size=12)
-
-
-@given(PS)
-def test_holm_and_bh_equal_their_definitions(ps):
-    known = sorted((p, i) for i, p in enumerate(ps) if p is not None)
-    m = len(known)
-    expected_holm, expected_bh = [None] * len(ps), [None] * len(ps)
-    running = 0.0
-    for rank, (p, i) in enumerate(known):
-        running = max(running, min(1.0, (m - rank) * p))
-        expected_holm[i] = running
-    running = 1.0
-    for rank, (p, i) in reversed([*enumerate(known)]):
-        running = min(running, p * m / (rank + 1))
-        expected_bh[i] = running
-    for found, expected in ((holm(ps), expected_holm), (bh(ps), expected_bh)):
-        assert [p is None for p in found] == [p is None for p in expected]
-        assert [p for p in found if p is not None] == pytest.approx([p for p in expected if p is not None], rel=1e-12)
-
-
-def test_nothing_to_adjust():
-    assert holm([]) == bh([]) == []
-    assert holm([None, None]) == [None, None]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gatespace.errors import UsageError
-from gatespace.evidence.examples import Resampler, mcnemar, pigeonhole
+from gatespace.evidence.examples import RESAMPLES, Resampler, mcnemar
 from tests.evidence import oracle
 
 
@@ -40,6 +40,12 @@ def draw(rng, seeds, examples, *, seed_sd=0.0, effect=0.0):
         own = rng.normal(size=(seeds, examples))
         sides.append(0.8 * hard + 0.6 * own < 0.6 + side + rng.normal(0, seed_sd, (seeds, 1)))
     return sides
+
+
+def pigeonhole(left, right, *, generator, resamples=RESAMPLES):
+    """The interval of two points' difference, from their correctness (seeds × examples)."""
+    resampler = Resampler(left.shape[1], generator=generator, resamples=resamples)
+    return resampler.interval(left.astype(np.int8) - right.astype(np.int8))
 
 
 def test_says_what_is_resampled():
@@ -126,8 +132,6 @@ def test_one_resampler_serves_many():
         resampler.interval(np.zeros(50))
 
 
-def test_refuses_sides_of_different_shape():
+def test_refuses_a_bootstrap_of_nothing():
     with pytest.raises(UsageError):
-        pigeonhole(np.ones((3, 10)), np.ones((3, 9)), generator=np.random.default_rng(0))
-    with pytest.raises(UsageError):
-        pigeonhole(np.ones((3, 0)), np.ones((3, 0)), generator=np.random.default_rng(0))
+        Resampler(0, generator=np.random.default_rng(0))

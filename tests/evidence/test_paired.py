@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from gatespace.errors import UsageError
-from gatespace.evidence.paired import EXACT_UP_TO, paired, sign_flip, summarise
-from gatespace.evidence.power import minimum_detectable, seeds_needed
+from gatespace.evidence.paired import (
+    EXACT_UP_TO,
+    bh,
+    holm,
+    minimum_detectable,
+    paired,
+    seeds_needed,
+    sign_flip,
+    summarise,
+)
 from gatespace.gating.coefficients import NotApplicable
 from tests.evidence import oracle
 
@@ -217,3 +225,31 @@ def test_more_pairs_show_less_for_any_number_of_them():
 
 def test_no_variance_shows_everything():
     assert minimum_detectable(0.0, 3) == 0.0
+
+
+# ---------------------------------------------------------------------------------------------------- many at once
+
+PS = st.lists(st.one_of(st.none(), st.floats(1e-9, 1.0)), max_size=12)
+
+
+@given(PS)
+def test_holm_and_bh_equal_their_definitions(ps):
+    known = sorted((p, i) for i, p in enumerate(ps) if p is not None)
+    m = len(known)
+    expected_holm, expected_bh = [None] * len(ps), [None] * len(ps)
+    running = 0.0
+    for rank, (p, i) in enumerate(known):
+        running = max(running, min(1.0, (m - rank) * p))
+        expected_holm[i] = running
+    running = 1.0
+    for rank, (p, i) in reversed([*enumerate(known)]):
+        running = min(running, p * m / (rank + 1))
+        expected_bh[i] = running
+    for found, expected in ((holm(ps), expected_holm), (bh(ps), expected_bh)):
+        assert [p is None for p in found] == [p is None for p in expected]
+        assert [p for p in found if p is not None] == pytest.approx([p for p in expected if p is not None], rel=1e-12)
+
+
+def test_nothing_to_adjust():
+    assert holm([]) == bh([]) == []
+    assert holm([None, None]) == [None, None]

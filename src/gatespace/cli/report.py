@@ -10,7 +10,7 @@ import typer
 from gatespace.cli.console import console, print_json
 
 if TYPE_CHECKING:
-    from gatespace.report.build import ReportFiles
+    from gatespace.report.page import ReportFiles
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", show_default=False, help="The folder of a study.")]
 Output = Annotated[
@@ -55,7 +55,7 @@ def report(folder: Folder, output: Output = None, as_json: AsJson = False, no_pn
 
 def write_report(folder: Path, output: Path | None = None, *, png: bool = True, quiet: bool = False) -> ReportFiles:
     """Write the report of the study in `folder`, and say what it says and where it is."""
-    from gatespace.report.build import build_report
+    from gatespace.report.page import build_report
     from gatespace.study.results import read_results
 
     written = build_report(read_results(folder), output, png=png)

@@ -1,12 +1,12 @@
-"""A whole study, analysed: every comparison, every group claim, and what stands beside them.
+"""The analysis of a whole study: every comparison, every group claim, and the baselines beside them.
 
-Accuracies are counts on the test split, in pp where they are subtracted. A run that is not done is left out and said
-to be missing; a comparison that cannot be made by construction stays in, with its reason.
+Accuracies are counts on the test split, in pp where they are subtracted. A run that is not done is left out and
+reported as missing; a comparison that cannot be made by construction stays in, with its reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any, Literal
@@ -16,11 +16,9 @@ import numpy as np
 from gatespace.evidence.counts import Cell, win_count
 from gatespace.evidence.examples import Resampler, mcnemar
 from gatespace.evidence.groups import Difference, anova, block_claim, mixed
-from gatespace.evidence.multiplicity import bh, holm
-from gatespace.evidence.paired import FEW_SEEDS, paired
+from gatespace.evidence.paired import FEW_SEEDS, bh, holm, paired
 from gatespace.evidence.records import (
     ALL_TASKS,
-    Anova,
     BaselineEvidence,
     BlockClaim,
     Choice,
@@ -29,7 +27,6 @@ from gatespace.evidence.records import (
     GroupEvidence,
     Interval,
     McNemar,
-    Mixed,
     Paired,
     Selection,
     Side,
@@ -40,45 +37,26 @@ from gatespace.gating.coefficients import NotApplicable
 from gatespace.seeding import stream
 from gatespace.study.records import Comparison, RunResult, StudyResults
 
-__all__ = [
-    "ALL_TASKS",
-    "Anova",
-    "BaselineEvidence",
-    "BlockClaim",
-    "Choice",
-    "ComparisonEvidence",
-    "Family",
-    "GroupEvidence",
-    "Interval",
-    "McNemar",
-    "Mixed",
-    "Paired",
-    "Selection",
-    "Side",
-    "StudyAnalysis",
-    "WinCount",
-    "analyse",
-]
+__all__ = ["ALL_TASKS", "BlockClaim", "Choice", "Paired", "WinCount", "analyse"]
 
 SPLIT = "test"
 _STREAM = 0  # the statistics of equal results are equal, whatever the seeds of the study
 
 
 def analyse(results: StudyResults) -> StudyAnalysis:
-    """Everything that can be said about a study, from its runs that are done."""
+    """The statistics of a study, from its runs that are done."""
     done = {
         (result.spec.task, result.spec.point, result.spec.seed): result
         for result in results.done
         if SPLIT in result.scores
     }
-    examples = _Examples(done)
+    examples = _Examples()
     comparisons = [_comparison(records, results, done, examples) for records in _grouped(results.comparisons)]
     comparisons, families = _adjust(comparisons)
     groups, group_family = _groups(comparisons, results.selection_seed)
-    accuracies = {
-        task: _by_point(done.values(), task, lambda run: 100.0 * run.scores[SPLIT].correct / run.scores[SPLIT].count)
-        for task in results.tasks
-    }
+    accuracies: dict[str, dict[str, dict[int, float]]] = {task: {} for task in results.tasks}
+    for (task, point, seed), run in done.items():
+        accuracies[task].setdefault(point, {})[seed] = _percent(run)
     return StudyAnalysis(
         comparisons=tuple(comparisons),
         families=(*families, *group_family),
@@ -156,11 +134,10 @@ def _percent(run: RunResult) -> float:
 
 
 class _Examples:
-    """Which examples every run has right, read once; and one resampler per task and number of examples."""
+    """Which examples every run has right, loaded once; and one resampler per task and number of examples."""
 
-    def __init__(self, done: _Done) -> None:
-        self._done = done
-        self._read: dict[str, Any] = {}
+    def __init__(self) -> None:
+        self._loaded: dict[str, Any] = {}
         self._resamplers: dict[tuple[str, int], Resampler] = {}
 
     def compare(
@@ -183,12 +160,12 @@ class _Examples:
 
     def _correct(self, run: RunResult) -> Any:
         """Row by row; None where the predictions are not there, or not those that were scored."""
-        if run.spec.id not in self._read:
+        if run.spec.id not in self._loaded:
             rows = np.array([row.gold == row.label for row in run.predictions(SPLIT)], dtype=bool)
             score = run.scores[SPLIT]
             fits = rows.size == score.count and int(rows.sum()) == score.correct
-            self._read[run.spec.id] = rows if fits else None
-        return self._read[run.spec.id]
+            self._loaded[run.spec.id] = rows if fits else None
+        return self._loaded[run.spec.id]
 
     def _resampler(self, task: str, examples: int) -> Resampler:
         key = (task, examples)
@@ -285,14 +262,6 @@ def _claim_p(group: GroupEvidence) -> float | None:
 
 
 # ---------------------------------------------------------------------------------------------- beside every number
-
-
-def _by_point(runs: Iterable[RunResult], task: str, value: Callable[[RunResult], float]) -> dict[str, dict[int, float]]:
-    found: dict[str, dict[int, float]] = {}
-    for run in runs:
-        if run.spec.task == task:
-            found.setdefault(run.spec.point, {})[run.spec.seed] = value(run)
-    return found
 
 
 def _side(run: RunResult) -> str | None:

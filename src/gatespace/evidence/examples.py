@@ -94,29 +94,3 @@ class Resampler:
             weights = self._generator.multinomial(seeds, [1 / seeds] * seeds, size=self.resamples)
             self._seed_counts[seeds] = weights.astype(np.float32)
         return self._seed_counts[seeds]
-
-
-def pigeonhole(
-    left_correct: Any,
-    right_correct: Any,
-    *,
-    generator: np.random.Generator,
-    resamples: int = RESAMPLES,
-    confidence: float = 0.95,
-) -> Interval:
-    """Bootstrap interval of the difference in accuracy of two points, in pp.
-
-    Seeds and examples are resampled where there are at least four seeds, else examples only; the interval says which.
-
-    Args:
-        left_correct: Seeds × examples, whether the first point's run is right.
-        right_correct: The same of the second, seeds and examples in the same order.
-        generator: Where the draws come from.
-        resamples: How many.
-        confidence: Of the interval.
-    """
-    left, right = np.asarray(left_correct, dtype=bool), np.asarray(right_correct, dtype=bool)
-    if left.shape != right.shape or left.ndim != 2:
-        raise UsageError("both points are seeds × examples of one shape", got=f"{left.shape}, {right.shape}")
-    resampler = Resampler(left.shape[1], generator=generator, resamples=resamples)
-    return resampler.interval(left.astype(np.int8) - right.astype(np.int8), confidence=confidence)

@@ -1,15 +1,18 @@
-"""Two points over the same seeds: the paired t-test with its interval, and the exact sign-flip test."""
+"""One comparison over seeds: the paired t-test, the exact sign-flip test, power, and p adjusted for many of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from scipy import stats  # type: ignore[import-untyped]
+from statsmodels.stats.multitest import multipletests  # type: ignore[import-untyped]
+from statsmodels.stats.power import TTestPower  # type: ignore[import-untyped]
 
-from gatespace.errors import UsageError
-from gatespace.evidence.power import minimum_detectable
+from gatespace.errors import RunError, UsageError
 from gatespace.evidence.records import Paired, Summary
 from gatespace.gating.coefficients import NotApplicable
 from gatespace.seeding import stream
@@ -19,6 +22,8 @@ EXACT_UP_TO = 14
 SAMPLED_FLIPS = 19_999
 FEW_SEEDS = 6
 """Below so many, no sign-flip test can reach .05: 2 / 2⁵ = .0625."""
+POWER = 0.8
+ALPHA = 0.05
 
 _ROUNDING = 16 * np.finfo(float).eps
 
@@ -138,3 +143,90 @@ def sign_flip(differences: Any) -> float:
         alternative="two-sided",
     )
     return float(test.pvalue)
+
+
+# ---------------------------------------------------------------------------------------------------- power
+
+
+def minimum_detectable(sd: float, n: int, power: float = POWER, alpha: float = ALPHA) -> float:
+    """The smallest true mean difference that a two-sided paired t-test finds with this power.
+
+    Args:
+        sd: Standard deviation of the paired differences, in any unit; the answer is in the same.
+        n: Pairs, e.g. seeds; at least 2.
+        power: The share of repetitions that should find it.
+        alpha: Level of the test.
+
+    Example:
+        >>> round(minimum_detectable(1.0, 3), 2), round(minimum_detectable(1.0, 10), 2)
+        (3.26, 1.0)
+    """
+    _check(power=power, alpha=alpha)
+    if n < 2:
+        raise UsageError("a minimum detectable difference needs at least 2 pairs", got=n, why="one pair has no SD")
+    if not (math.isfinite(sd) and sd >= 0):
+        raise UsageError("a standard deviation is a number of at least 0", got=sd)
+    return sd * _effect(n, power, alpha)
+
+
+def seeds_needed(sd: float, difference: float, power: float = POWER, alpha: float = ALPHA) -> int:
+    """The number of paired seeds at which a two-sided paired t-test finds `difference` with this power.
+
+    Example:
+        >>> [seeds_needed(sd, 1.0) for sd in (1.0, 1.5, 2.0)]
+        [10, 20, 34]
+    """
+    _check(power=power, alpha=alpha)
+    if not (math.isfinite(difference) and difference != 0):
+        raise UsageError("the difference to be found is a number other than 0", got=difference)
+    if not (math.isfinite(sd) and sd > 0):
+        raise UsageError("a standard deviation is a number above 0 here", got=sd)
+    effect = abs(difference) / sd
+    for n in (2, 3, 4):  # the solver finds no root where fewer than a handful are enough
+        if effect >= _effect(n, power, alpha):
+            return n
+    return math.ceil(_solved(effect_size=effect, nobs=None, alpha=alpha, power=power))
+
+
+@lru_cache(maxsize=256)
+def _effect(n: int, power: float, alpha: float) -> float:
+    return _solved(effect_size=None, nobs=n, alpha=alpha, power=power)
+
+
+def _solved(**known: float | None) -> float:
+    # The solver answers with a number or an array of one, and where both signs are roots sometimes with the other one.
+    root = abs(float(np.asarray(TTestPower().solve_power(**known)).item()))
+    if not math.isfinite(root):
+        raise RunError("the power of the t-test could not be solved", got=known)
+    return root
+
+
+def _check(*, power: float, alpha: float) -> None:
+    if not 0 < alpha < power < 1:
+        raise UsageError("a level and a power lie between 0 and 1, the level below the power", got=f"{alpha}, {power}")
+
+
+# ---------------------------------------------------------------------------------------------------- many at once
+
+
+def holm(ps: Sequence[float | None]) -> list[float | None]:
+    """p adjusted after Holm: below .05, and the chance of even one false claim among all of them is below .05.
+
+    Example:
+        >>> holm([0.01, None, 0.04])
+        [0.02, None, 0.04]
+    """
+    return _adjusted(ps, "holm")
+
+
+def bh(ps: Sequence[float | None]) -> list[float | None]:
+    """p adjusted after Benjamini and Hochberg: of those below .05, 5 % are expected to be false."""
+    return _adjusted(ps, "fdr_bh")
+
+
+def _adjusted(ps: Sequence[float | None], method: str) -> list[float | None]:
+    known = [p for p in ps if p is not None]
+    if not known:
+        return [None] * len(ps)
+    corrected = iter(multipletests(known, method=method)[1])
+    return [None if p is None else float(next(corrected)) for p in ps]

@@ -1,6 +1,6 @@
-"""How figures look and how they become files: one drawing → SVG, PNG, and SVG inside the page.
+"""The look of figures, and their files: one drawing → SVG, PNG, and SVG inside the page.
 
-Every drawing is 360 units wide with letters of 8.5 to 9.5 units, so that it reads at a phone's width without zooming.
+Every drawing is 360 units wide with letters of 8.5 to 9.5 units, so that it is legible at a phone's width.
 Inside the page its colours are the page's own variables, so that it follows light and dark.
 """
 
@@ -35,12 +35,17 @@ VARIABLES = {
     BLUE: "blue", ORANGE: "orange", GREEN: "green", PINK: "pink", SKY: "sky", AMBER: "amber",
 }  # fmt: skip
 _DPI = 150
-KEY_ROW = 0.185
+_EDGE = 0.08
+"""Inches between the edge and a key."""
+_KEY_ROW = 0.185
 """Inches of a line of a key."""
 _CHARACTER = 0.083
 """Inches that a character of a label takes, at most."""
 _LABEL = 26
-"""Characters of a label; the rest stands in the table below the figure."""
+"""Characters of a label at most; the table below the figure has it in full."""
+
+Key = Sequence[tuple[str, str]]
+"""(text, colour); the first character of a text is the mark, and has the colour."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +55,10 @@ class Chart:
     Args:
         name: Of its files.
         title: What it shows.
-        finding: What is to be seen in it, for those who do not see it.
+        finding: What it shows in words, for readers who do not see it.
         data: The numbers that are drawn.
         draw: Draws it.
-        task: Whose figure it is; empty for the whole study.
+        task: The task that it belongs to; empty for the whole study.
     """
 
     name: str
@@ -146,7 +151,7 @@ def _style() -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------------------------------------------- paper to draw on
+# ---------------------------------------------------------------------------------------------------- canvas
 
 
 def canvas(height: float) -> Figure:
@@ -169,12 +174,31 @@ def panel(figure: Figure, *, left: float, right: float, top: float, bottom: floa
     return axes
 
 
-def rows_panel(
-    figure: Figure, labels: Sequence[str], *, top: float, bottom: float, right: float = 0.15, least: float = 0.6
-) -> Axes:
-    """Axes with one named row per label, the first on top."""
+def rows_figure(
+    labels: Sequence[str],
+    key: Key = (),
+    *,
+    row: float,
+    top: float | None = None,
+    rest: float = 0.5,
+    bottom: float = 0.42,
+    right: float = 0.15,
+) -> tuple[Figure, Axes]:
+    """A figure with a key and below it one named row per label, the first on top; all lengths in inches.
+
+    Args:
+        labels: Of the rows.
+        key: What the marks mean.
+        row: Height of a row.
+        top: Height above the rows; None: as much as the key needs.
+        rest: Further height: the axis below the rows and its name.
+        bottom: Margin below the rows.
+        right: Margin on the right.
+    """
+    top = key_height(key) if top is None else top
+    figure = canvas(top + rest + row * len(labels))
     texts = [short(label) for label in labels]
-    left = max(least, 0.14 + _CHARACTER * max(map(len, texts), default=1))
+    left = max(0.6, 0.14 + _CHARACTER * max(map(len, texts), default=1))
     axes = panel(figure, left=left, right=right, top=top, bottom=bottom)
     axes.set_ylim(len(texts) - 0.4, -0.6)
     axes.set_yticks(range(len(texts)), texts)
@@ -182,37 +206,32 @@ def rows_panel(
     axes.spines["left"].set_visible(False)
     axes.grid(axis="x", color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
-    return axes
+    draw_key(figure, key)
+    return figure, axes
 
 
-def heading(figure: Figure, parts: Sequence[tuple[str, str]], *, top: float = 0.08, left: float = 0.08) -> None:
-    """A line of words at the top, each after its mark: the key, so that no box of a legend is needed.
-
-    Args:
-        figure: Whose.
-        parts: (text, colour); the first character of a text is the mark, and has the colour.
-        top: Inches from the upper edge.
-        left: Inches from the left edge.
-    """
+def draw_key(figure: Figure, key: Key) -> None:
+    """Write the key at the top, each text after its mark, so that no box of a legend is needed."""
     width, height = figure.get_size_inches()
-    for text, colour, x, row in _flow(parts, left):
-        at = 1 - (top + KEY_ROW * row) / height
+    for text, colour, x, line in _flow(key):
+        at = 1 - (_EDGE + _KEY_ROW * line) / height
         figure.text(x / width, at, text[0], color=colour, fontsize=FONT - 0.5, va="top", ha="left")
         figure.text((x + 0.14) / width, at, text[1:].strip(), fontsize=FONT - 0.5, va="top", ha="left")
 
 
-def heading_rows(parts: Sequence[tuple[str, str]], *, left: float = 0.08) -> int:
-    """How many lines `heading` needs."""
-    return 1 + max((row for *_, row in _flow(parts, left)), default=0)
+def key_height(key: Key, margin: float = 0.12) -> float:
+    """Inches that a key takes."""
+    return margin + _KEY_ROW * (1 + max((line for *_, line in _flow(key)), default=0))
 
 
-def _flow(parts: Sequence[tuple[str, str]], left: float) -> list[tuple[str, str, float, int]]:
-    x, row, found = left, 0, []
-    for text, colour in parts:
+def _flow(key: Key) -> list[tuple[str, str, float, int]]:
+    """Text, colour, place in its line and line of every part of a key."""
+    x, line, found = _EDGE, 0, []
+    for text, colour in key:
         length = 0.17 + 0.071 * len(text)
-        if x > left and x + length > WIDTH:
-            x, row = left, row + 1
-        found.append((text, colour, x, row))
+        if x > _EDGE and x + length > WIDTH:
+            x, line = _EDGE, line + 1
+        found.append((text, colour, x, line))
         x += length
     return found
 

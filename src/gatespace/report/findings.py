@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from gatespace.evidence.multiplicity import holm
+from gatespace.evidence.paired import holm
 from gatespace.evidence.records import ALL_TASKS, BlockClaim, GroupEvidence, Summary, WinCount
 from gatespace.gating.coefficients import NotApplicable
 from gatespace.report.table import shown
-from gatespace.report.view import View
-
-__all__ = ["VERDICTS", "Finding", "Findings", "find"]
+from gatespace.report.view import AXES, View, leaves_out_zero
 
 Verdict = Literal["supported", "lead", "none", "descriptive", "missing"]
 VERDICTS: Mapping[str, str] = {
@@ -29,27 +27,6 @@ VERDICTS: Mapping[str, str] = {
     "missing": "not run yet",
 }
 _LEVEL = 0.05
-_SIDES: Mapping[tuple[str, str | None], tuple[str, str]] = {
-    ("restriction", None): ("the family", "its one-channel restrictions"),
-    ("restriction", "entropy-only"): ("the family", "its entropy-only restrictions"),
-    ("restriction", "gap-only"): ("the family", "its gap-only restrictions"),
-    ("isolation", None): ("a λ that varies over tokens", "a constant λ of the same mean"),
-    ("control", None): ("the gate", "the same values of λ at shuffled tokens"),
-    ("static", None): ("the family", "a constant λ"),
-    ("published", None): ("the family", "the published methods"),
-    ("gap", None): ("a point with the gap signal", "the same point without"),
-}
-
-_ABOUT: Mapping[tuple[str, str | None], str] = {
-    ("restriction", None): "One-channel restrictions",
-    ("restriction", "entropy-only"): "Entropy-only restrictions",
-    ("restriction", "gap-only"): "Gap-only restrictions",
-    ("isolation", None): "Mean-matched constant",
-    ("control", None): "Shuffled λ",
-    ("static", None): "Constant λ",
-    ("published", None): "Published methods",
-    ("gap", None): "Gap signal",
-}
 
 
 @dataclass(frozen=True)
@@ -66,8 +43,10 @@ class Finding:
     @property
     def about(self) -> str:
         """What it is about, in a few words."""
-        name = _ABOUT.get((self.axis, self.restriction), self.axis)
-        return f"{name} ({self.scope})" if self.scope else name
+        about = AXES[self.axis].about
+        if self.restriction is not None:
+            about = about.replace("One-channel", self.restriction.capitalize())
+        return f"{about} ({self.scope})" if self.scope else about
 
 
 @dataclass(frozen=True)
@@ -182,7 +161,9 @@ def _judged(group: GroupEvidence) -> BlockClaim | None:
 
 
 def _claim(view: View, group: GroupEvidence, adjusted: float | None) -> Finding:
-    one, other = _SIDES.get((group.axis, group.restriction), (group.axis, group.restriction or "the other side"))
+    one, other = AXES[group.axis].left, AXES[group.axis].right
+    if group.restriction is not None:
+        other = other.replace("one-channel", group.restriction)
 
     def finding(verdict: Verdict, text: str) -> Finding:
         return Finding(verdict, group.axis, group.restriction, text, scope)
@@ -213,16 +194,16 @@ def _claim(view: View, group: GroupEvidence, adjusted: float | None) -> Finding:
         # Two blocks have an interval, of one degree of freedom: it says nothing but that there are two.
         again += f", {_interval(fresh)}." if fresh.low is not None and fresh.n > 2 else f" ({_blocks(fresh)})."
     judged = _judged(group)
-    if not _leaves_out_zero(whole) and not (fresh is not None and _leaves_out_zero(fresh)):
+    if not leaves_out_zero(whole) and not (fresh is not None and leaves_out_zero(fresh)):
         text = f"No detectable difference between {one} and {other}: {numbers}; with {_blocks(whole, brief=True)} only"
         return finding("none", f"{text} gaps of ≥ {whole.mde:.1f} pp would show.{again}")
     word = "above" if whole.mean > 0 else "below"
     short = []
     if judged is None or judged is not fresh:
         short.append(f"it rests on the selection seed {seed}, and there are not enough others to confirm it")
-    elif not _leaves_out_zero(fresh) or (fresh.mean > 0) != (whole.mean > 0):
+    elif not leaves_out_zero(fresh) or (fresh.mean > 0) != (whole.mean > 0):
         short.append("the interval without the selection seed holds 0")
-    if not _leaves_out_zero(whole):
+    if not leaves_out_zero(whole):
         short.append("the interval of all seeds holds 0")
     if adjusted is None or adjusted >= _LEVEL:
         short.append(f"p is {shown(adjusted, 'p')} after adjustment for all these statements")
@@ -242,10 +223,6 @@ def _claim(view: View, group: GroupEvidence, adjusted: float | None) -> Finding:
         f"{_capital(one)} is {word} {other}: {numbers}; p = {shown(adjusted, 'p')} after Holm's adjustment for all "
         f"these statements, exact sign-flip p = {shown(judged.sign_flip_p, 'p') if judged else '–'}.{again}",
     )
-
-
-def _leaves_out_zero(claim: Summary) -> bool:
-    return claim.low is not None and claim.high is not None and (claim.low > 0 or claim.high < 0)
 
 
 # ---------------------------------------------------------------------------------------------------- limits

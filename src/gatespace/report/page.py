@@ -1,4 +1,4 @@
-"""The page: one file that needs nothing else, on a phone, in print, in light and in dark."""
+"""The report of a study: tables, figures, and one page that needs no other file, on a phone and in print."""
 
 from __future__ import annotations
 
@@ -6,20 +6,25 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata, resources
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gatespace.errors import missing_extra
+from gatespace.evidence.analysis import analyse
+from gatespace.files import atomic_write
 from gatespace.gating.coefficients import NotApplicable
-from gatespace.report.drawing import Rendered
-from gatespace.report.findings import VERDICTS, Findings
-from gatespace.report.table import ABSENT, Column, Table, Value, shown
-from gatespace.report.view import AXIS_NAMES, View
+from gatespace.report.charts import all_charts
+from gatespace.report.drawing import Rendered, render
+from gatespace.report.findings import VERDICTS, Findings, find
+from gatespace.report.table import ABSENT, Column, Table, Value, csv_text, latex_text, markdown_text, shown
+from gatespace.report.tables import file_tables, page_tables
+from gatespace.report.view import AXES, View
+from gatespace.study.records import StudyResults
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-__all__ = ["page"]
-
+_FORMS = {"md": markdown_text, "tex": latex_text, "csv": csv_text}
 _TOGETHER = (
     r"(?<=\d) (?=pp\b|%)|(?<=[≥=<]) (?=\d)|(?<=[\dp)]) (?=[=<] )"
     r"|(?<=%) (?=CI)|(?<=CI) (?=\[)|(?<=,) (?=[−\d.]+[\])])"
@@ -27,32 +32,6 @@ _TOGETHER = (
 """Blanks at which a sentence must not break: between a number and its unit, and inside of an interval."""
 _WRAPPED = 60
 """Characters beyond which a cell may break into lines."""
-_AXIS_TEXT: Mapping[str, str] = {
-    "restriction": "Each point of the family against the points that keep one of its channels at the same magnitude: "
-    "entropy-only (-|a|, 0, 0, 0) and gap-only (0, 0, 0, d). They share a direction with EOPD and ToDi and are not "
-    "those methods.",
-    "isolation": "Each point against a training at the constant λ that it had on average: what remains is due to λ "
-    "varying over tokens, not to its mean. A matched mean does not match the weight that reverse KL has where it is "
-    "large; a twin matched on RKL does.",
-    "control": "Each gate against a training with the same values of λ in every step, dealt out to tokens at random: "
-    "what remains is due to where the gate puts λ.",
-    "static": "Each point against one constant λ for all.",
-    "published": "Each point against published methods as their authors define them.",
-    "gap": "Each point with a gap coefficient d against the same point without: on G2, and on the base of the task.",
-}
-_AXIS_FIGURES: Mapping[str, tuple[str, ...]] = {
-    "restriction": ("restrictions-", "forest-restriction-"),
-    "isolation": ("isolation-",),
-    "control": ("forest-control-",),
-    "static": ("forest-static-",),
-    "published": ("forest-published-",),
-    "gap": ("gap-",),
-}
-_AXIS_TABLES: Mapping[str, tuple[str, ...]] = {
-    "restriction": ("not-applicable",),
-    "control": ("controls",),
-    "gap": ("d-on-g2",),
-}
 GLOSSARY: tuple[tuple[str, str], ...] = (
     ("gate", "λ = σ(a·h + b·u + c + d·gap), at every response token; λ weighs reverse KL and 1-λ forward KL."),
     ("h, u, gap", "The teacher's entropy at the token; at the first response token; one minus the student's probability of the teacher's first choice. Each in [0, 1]."),  # noqa: E501
@@ -74,6 +53,69 @@ GLOSSARY: tuple[tuple[str, str], ...] = (
 
 
 @dataclass(frozen=True)
+class ReportFiles:
+    """The files of a report, and its findings.
+
+    Args:
+        html: The page.
+        tables: Files of tables.
+        figures: Files of figures.
+        findings: The first screen.
+        partial: Whether something of the plan is not there.
+    """
+
+    html: Path
+    tables: tuple[Path, ...]
+    figures: tuple[Path, ...]
+    findings: Findings
+    partial: bool
+
+
+def build_report(results: StudyResults | Path, out: Path | None = None, *, png: bool = True) -> ReportFiles:
+    """Write report.html, tables/ and figures/.
+
+    Files of an earlier report that this one does not have are removed from tables/ and figures/, so that what lies
+    there belongs together. Equal results give equal bytes in tables/.
+
+    Args:
+        results: A study's results, or its folder.
+        out: Where to; None: the folder of the study.
+        png: Draw every figure as PNG too.
+    """
+    if isinstance(results, Path):
+        from gatespace.study.results import read_results
+
+        results = read_results(results)
+    place = Path(out) if out is not None else results.folder
+    view = View(results, analyse(results))
+    findings = find(view)
+    tables = file_tables(view)
+    drawn = render(all_charts(view), png=png)
+    html = _page(view, findings, tables, page_tables(view), drawn)
+
+    table_files: dict[Path, str] = {}
+    for table in tables:
+        table_files |= {place / "tables" / f"{table.name}.{form}": write(table) for form, write in _FORMS.items()}
+    figure_files: dict[Path, bytes] = {}
+    for one in drawn:
+        figure_files[place / "figures" / f"{one.chart.name}.svg"] = one.svg
+        if one.png is not None:
+            figure_files[place / "figures" / f"{one.chart.name}.png"] = one.png
+    files: dict[Path, str | bytes] = {**table_files, **figure_files}
+    for path, content in files.items():
+        atomic_write(path, content)
+    for folder, suffixes in (("tables", (".md", ".tex", ".csv")), ("figures", (".svg", ".png"))):
+        for path in (place / folder).glob("*"):
+            if path.suffix in suffixes and path not in files:
+                path.unlink()
+    atomic_write(place / "report.html", html)  # the last: a page that is there has its files beside it
+    return ReportFiles(place / "report.html", tuple(table_files), tuple(figure_files), findings, view.is_partial)
+
+
+# ---------------------------------------------------------------------------------------------------- the page
+
+
+@dataclass(frozen=True)
 class Section:
     """A part of the page."""
 
@@ -84,18 +126,10 @@ class Section:
     text: str = ""
 
 
-def page(
+def _page(
     view: View, findings: Findings, tables: Sequence[Table], extra: Sequence[Table], drawn: Sequence[Rendered]
 ) -> str:
-    """The whole page.
-
-    Args:
-        view: The study.
-        findings: The first screen.
-        tables: Those that are files too.
-        extra: Those that are on the page only.
-        drawn: The figures.
-    """
+    """The text of the page; `extra` are tables that are on the page only."""
     try:
         import jinja2
     except ModuleNotFoundError as error:
@@ -135,38 +169,38 @@ def _without_task(table: Table) -> Table:
 
 def _sections(view: View, tables: Mapping[str, Table], drawn: Sequence[Rendered]) -> list[Section]:
     def figures(*starts: str) -> list[Rendered]:
-        return [one for task in ("", *view.results.tasks) for start in starts for one in drawn
-                if one.chart.task == task and (one.chart.name == start or (start.endswith("-") and one.chart.name.startswith(start)))]  # fmt: skip  # noqa: E501
+        """Those whose name is, or begins with, one of `starts`, task by task."""
+        return [
+            one
+            for task in ("", *view.results.tasks)
+            for start in starts
+            for one in drawn
+            if one.chart.task == task
+            and (one.chart.name == start or (start.endswith("-") and one.chart.name.startswith(start)))
+        ]
 
-    found = []
-    if tables["failures"].rows:
-        found.append(Section("failures", "Runs that are not done", tables=[tables["failures"]]))
-    found.append(
-        Section("overview", "At a glance", figures("overview"), [tables["baselines"], tables["groups"], tables["wins"]])
-    )
-    for axis in view.axes:
-        names = (*_AXIS_TABLES.get(axis, ()), f"comparisons-{axis}")
+    def section(id: str, title: str, names: Sequence[str], starts: Sequence[str] = (), text: str = "") -> Section:
+        return Section(id, title, figures(*starts), [tables[name] for name in names], text)
+
+    found = [section("failures", "Runs that are not done", ["failures"])] if tables["failures"].rows else []
+    found.append(section("overview", "At a glance", ["baselines", "groups", "wins"], ["overview"]))
+    for name in view.axes:
+        axis = AXES[name]
         found.append(
-            Section(
-                f"axis-{axis}", AXIS_NAMES[axis], figures(*_AXIS_FIGURES[axis]), [tables[name] for name in names],
-                _AXIS_TEXT[axis],
-            )
-        )  # fmt: skip
+            section(f"axis-{name}", axis.title, [*axis.tables, f"comparisons-{name}"], axis.figures, axis.text)
+        )
+    errors = ["confusion", "duplicates", "examples"]
     found += [
-        Section("replication", "Replication on fresh seeds", tables=[tables["replication"]]),
-        Section(
-            "points", "Points of the family", figures("abc-"),
-            [tables[name] for name in ("best-observed", "anova", "points", "per-seed")],
-        ),
-        Section("lambda", "λ: where the gates are", figures("lambda-"), [tables["lambda"]]),
-        Section("training", "Training", figures("curves-")),
-        Section("errors", "Errors by label, and texts seen in training", figures("confusion-"),
-                [tables["confusion"], tables["duplicates"], tables["examples"]]),
-        Section("power", "Power", figures("power"), [tables["power"]]),
-        Section("cost", "Cost", figures("cost"), [tables["cost"]]),
-        Section("test-reads", "Reads of the test split", tables=[tables["test-reads"]]),
-        Section("provenance", "Provenance", tables=[tables["runs"], tables["provenance"]]),
-    ]  # fmt: skip
+        section("replication", "Replication on fresh seeds", ["replication"]),
+        section("points", "Points of the family", ["best-observed", "anova", "points", "per-seed"], ["abc-"]),
+        section("lambda", "λ: where the gates are", ["lambda"], ["lambda-"]),
+        section("training", "Training", [], ["curves-"]),
+        section("errors", "Errors by label, and texts seen in training", errors, ["confusion-"]),
+        section("power", "Power", ["power"], ["power"]),
+        section("cost", "Cost", ["cost"], ["cost"]),
+        section("test-reads", "Reads of the test split", ["test-reads"]),
+        section("provenance", "Provenance", ["runs", "provenance"]),
+    ]
     return [part for part in found if part.figures or part.tables]
 
 

@@ -1,7 +1,7 @@
-"""One model of a table, and how it is written as markdown, LaTeX and CSV.
+"""A table, and its text in markdown, LaTeX and CSV.
 
-A cell holds a plain value. Columns say how it is rounded for readers; CSV has it in full. What does not exist is None
-or a `NotApplicable` with its reason, never a NaN or a 0. Equal tables have equal bytes in every form.
+A cell holds a plain value. Its column says how it is rounded for readers; CSV has it in full. What does not exist is
+None or a `NotApplicable` with its reason, never a NaN or a 0. Equal tables have equal bytes in every form.
 """
 
 from __future__ import annotations
@@ -9,18 +9,14 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from gatespace.gating.coefficients import NotApplicable
 
-__all__ = ["Column", "Kind", "Runs", "Table", "Value", "csv_text", "latex_text", "markdown_text", "shown"]
-
 Kind = Literal["text", "count", "percent", "pp", "signed_pp", "p", "number", "lam", "coefficient", "runs"]
 Form = Literal["md", "tex", "csv", "html"]
-
-
 Forms = frozenset[Form]
 EVERYWHERE: Forms = frozenset({"md", "tex", "csv", "html"})
 NOT_IN_PRINT: Forms = frozenset({"md", "csv", "html"})
@@ -36,6 +32,8 @@ class Runs(NamedTuple):
 
 
 Value = str | int | float | Runs | NotApplicable | None
+Record = Mapping[str, Any]
+"""A row by the keys of its columns; a key that is not there is an empty cell."""
 ABSENT = "–"
 _DECIMALS: Mapping[str, int] = {"percent": 2, "pp": 2, "signed_pp": 2, "number": 2, "lam": 3}
 _SMALLEST_P = 0.001
@@ -51,7 +49,7 @@ class Column:
         key: Its name in CSV.
         title: Its heading for readers, with the unit in which the cells are shown.
         kind: How a cell is shown. A percent is a share, and stays one in CSV; pp are percentage points everywhere.
-        forms: Where it stands; ids are too long for a page in print.
+        forms: The forms that have it; ids are too long for a page in print.
     """
 
     key: str
@@ -65,6 +63,18 @@ class Column:
         return self.kind not in ("text", "runs")
 
 
+def _of_kind(kind: Kind) -> Callable[..., Column]:
+    def column(key: str, title: str = "", forms: Forms = EVERYWHERE) -> Column:
+        return Column(key, title or key, kind, forms)
+
+    return column
+
+
+# count("rows", "test rows") is a column of counts; without a title its key is the heading.
+text, count, number, lam = _of_kind("text"), _of_kind("count"), _of_kind("number"), _of_kind("lam")
+percent, pp, signed_pp, p_value = _of_kind("percent"), _of_kind("pp"), _of_kind("signed_pp"), _of_kind("p")
+
+
 @dataclass(frozen=True)
 class Table:
     """A table.
@@ -75,8 +85,8 @@ class Table:
         columns: Its columns.
         rows: As many cells per row as there are columns.
         note: How to read it: a sentence or two.
-        stub: So many columns on the left name the row.
-        empty: What is said where there are no rows.
+        stub: The number of columns on the left that name the row.
+        empty: The text of a table without rows.
     """
 
     name: str
@@ -92,10 +102,21 @@ class Table:
             if len(row) != len(self.columns):
                 raise AssertionError(f"{self.name}: {len(row)} cells for {len(self.columns)} columns")
 
-    def column(self, key: str) -> list[Value]:
-        """The cells below one heading."""
-        index = [column.key for column in self.columns].index(key)
-        return [row[index] for row in self.rows]
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        title: str,
+        columns: Sequence[Column],
+        records: Iterable[Record],
+        *,
+        note: str = "",
+        stub: int = 1,
+        empty: str = "",
+    ) -> Table:
+        """The table of some records; what they have beyond the columns is left out."""
+        rows = tuple(tuple(record.get(column.key) for column in columns) for record in records)
+        return cls(name, title, tuple(columns), rows, note, stub, empty)
 
     def cells(self, form: Form) -> tuple[list[Column], list[list[Value]]]:
         """The columns of a form, and its rows."""

@@ -1,4 +1,4 @@
-"""A study's results and evidence, arranged for readers: look-ups, orders and names that tables and figures share."""
+"""A study's results and evidence, arranged for readers: look-ups, orders and words that tables and figures share."""
 
 from __future__ import annotations
 
@@ -7,42 +7,170 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean, stdev
+from typing import NamedTuple, Protocol
 
-from gatespace.evidence.records import ComparisonEvidence, Paired, StudyAnalysis
+from gatespace.evidence.records import ComparisonEvidence, Paired, StudyAnalysis, Summary
 from gatespace.gating.coefficients import Gate
+from gatespace.plugins import provided, provider
 from gatespace.study.records import RunResult, Score, StudyResults
 
-__all__ = ["AXES", "AXIS_NAMES", "View", "mean_of", "sd_of"]
 
-AXES = ("restriction", "isolation", "control", "static", "published", "gap")
-AXIS_NAMES: Mapping[str, str] = {
-    "restriction": "Family against its one-channel restrictions",
-    "isolation": "Dynamic λ against a mean-matched constant",
-    "control": "Gate against its shuffled-λ control",
-    "static": "Family against a constant λ",
-    "published": "Family against published methods",
-    "gap": "With the gap signal against without",
+class Axis(NamedTuple):
+    """What the two sides of a comparison differ in, in the words of a report.
+
+    Args:
+        title: Of its section.
+        about: Of its verdict.
+        left: The first side, within a sentence.
+        right: The second side, within a sentence.
+        other: The second side, beside a row of a figure.
+        text: What is compared, and what a difference means.
+        figures: Beginnings of the names of its figures.
+        tables: Its tables beside that of all comparisons.
+    """
+
+    title: str
+    about: str
+    left: str
+    right: str
+    other: str
+    text: str
+    figures: tuple[str, ...]
+    tables: tuple[str, ...] = ()
+
+
+AXES: Mapping[str, Axis] = {
+    "restriction": Axis(
+        title="Family against its one-channel restrictions",
+        about="One-channel restrictions",
+        left="the family",
+        right="its one-channel restrictions",
+        other="restrictions",
+        text="Each point of the family against the points that keep one of its channels at the same magnitude: "
+        "entropy-only (-|a|, 0, 0, 0) and gap-only (0, 0, 0, d). They share a direction with EOPD and ToDi and are not "
+        "those methods.",
+        figures=("restrictions-", "forest-restriction-"),
+        tables=("not-applicable",),
+    ),
+    "isolation": Axis(
+        title="Dynamic λ against a mean-matched constant",
+        about="Mean-matched constant",
+        left="a λ that varies over tokens",
+        right="a constant λ of the same mean",
+        other="mean-matched twin",
+        text="Each point against a training at the constant λ that it had on average: what remains is due to λ varying "
+        "over tokens, not to its mean. A matched mean does not match the weight that reverse KL has where it is large; "
+        "a twin matched on RKL does.",
+        figures=("isolation-",),
+    ),
+    "control": Axis(
+        title="Gate against its shuffled-λ control",
+        about="Shuffled λ",
+        left="the gate",
+        right="the same values of λ at shuffled tokens",
+        other="shuffled λ",
+        text="Each gate against a training with the same values of λ in every step, dealt out to tokens at random: "
+        "what remains is due to where the gate puts λ.",
+        figures=("forest-control-",),
+        tables=("controls",),
+    ),
+    "static": Axis(
+        title="Family against a constant λ",
+        about="Constant λ",
+        left="the family",
+        right="a constant λ",
+        other="constant λ",
+        text="Each point against one constant λ for all.",
+        figures=("forest-static-",),
+    ),
+    "published": Axis(
+        title="Family against published methods",
+        about="Published methods",
+        left="the family",
+        right="the published methods",
+        other="published methods",
+        text="Each point against published methods as their authors define them.",
+        figures=("forest-published-",),
+    ),
+    "gap": Axis(
+        title="With the gap signal against without",
+        about="Gap signal",
+        left="a point with the gap signal",
+        right="the same point without",
+        other="same point, d = 0",
+        text="Each point with a gap coefficient d against the same point without: on G2, and on the base of the task.",
+        figures=("gap-",),
+        tables=("d-on-g2",),
+    ),
 }
-KINDS = ("point", "restriction", "static", "twin", "control", "published")
-KIND_NAMES: Mapping[str, str] = {
-    "point": "family", "restriction": "restriction", "static": "constant λ", "twin": "mean-matched twin",
-    "control": "shuffled-λ control", "published": "published method",
-}  # fmt: skip
+KINDS: Mapping[str, str] = {
+    "point": "family",
+    "restriction": "restriction",
+    "static": "constant λ",
+    "twin": "mean-matched twin",
+    "control": "shuffled-λ control",
+    "published": "published method",
+}
+"""Kind of a run → its name for readers, in the order of tables."""
+
+
+class Published(NamedTuple):
+    """A published difference in pp: at the first seed, and over all seeds where it was replicated."""
+
+    one_seed: float
+    mean: float | None = None
+    sd: float | None = None
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+
+
+class Reference(Protocol):
+    """Published results that stand beside a study's own; the port ``references``.
+
+    An entry point names a function that returns one. Its name begins the keys of the columns, e.g. ``paper_mean_pp``.
+    Tasks are known by the names of their data, e.g. ``tweeteval/hate``; a reference has nothing on other tasks.
+    """
+
+    seeds: tuple[int, ...]
+    """The first is the one of single-seed results."""
+    note: str
+    """Says whose numbers these are."""
+
+    def accuracies(self, data: str) -> Mapping[str, Mapping[int, float]]:
+        """Point → seed → accuracy on test; empty for a task that the reference does not have."""
+
+    def differences(self, data: str) -> Mapping[tuple[str, str], Published]:
+        """(left, right) → difference."""
+
+    def best(self, data: str) -> Mapping[str, float]:
+        """Side, e.g. ``family`` or ``gap-only`` → its best accuracy on test at the first seed."""
+
+
+def installed_references() -> dict[str, Reference]:
+    """Name → reference, of all installed packages."""
+    return {name: provider("references", name)() for name in provided("references")}
 
 
 @dataclass(frozen=True)
 class View:
-    """Results with their analysis. Accuracies are those of the test split unless something else is said."""
+    """Results with their analysis. Accuracies are those of the test split unless something else is said.
+
+    Args:
+        results: The study's results.
+        analysis: Their statistics.
+        all_references: Name → published results; those on none of the study's tasks are not shown.
+    """
 
     results: StudyResults
     analysis: StudyAnalysis
-    _runs: dict[tuple[str, str, int], RunResult] = field(default_factory=dict, repr=False)
-
-    def __post_init__(self) -> None:
-        for run in self.results.runs.values():
-            self._runs[run.spec.task, run.spec.point, run.spec.seed] = run
+    all_references: Mapping[str, Reference] = field(default_factory=installed_references, repr=False)
 
     # ------------------------------------------------------------------ runs
+
+    @cached_property
+    def _runs(self) -> dict[tuple[str, str, int], RunResult]:
+        return {(run.spec.task, run.spec.point, run.spec.seed): run for run in self.results.runs.values()}
 
     @cached_property
     def seeds(self) -> tuple[int, ...]:
@@ -52,6 +180,17 @@ class View:
     def run(self, task: str, point: str, seed: int) -> RunResult | None:
         """The run at a point and seed."""
         return self._runs.get((task, point, seed))
+
+    @cached_property
+    def ordered(self) -> list[RunResult]:
+        """All runs: tasks as in the study, points of the family first, seeds as in the study."""
+        return [
+            run
+            for task in self.results.tasks
+            for point in self.points(task)
+            for seed in self.seeds
+            if (run := self.run(task, point, seed)) is not None
+        ]
 
     def done(self, task: str, point: str) -> dict[int, RunResult]:
         """Seed → run, of those that are done."""
@@ -126,6 +265,24 @@ class View:
             return None
         share = fmean(score.accuracy for score in scores)
         return 100 * math.sqrt(share * (1 - share) / scores[0].count)
+
+    # ------------------------------------------------------------------ published results
+
+    def data(self, task: str) -> str:
+        """The name of a task's data."""
+        baseline = self.results.baselines.get(task)
+        return baseline.name if baseline is not None else str(self.results.config.tasks[task].task.get("name", ""))
+
+    @cached_property
+    def references(self) -> dict[str, Reference]:
+        """Name → published results on at least one of the study's tasks."""
+        data = [self.data(task) for task in self.results.tasks]
+        return {name: found for name, found in self.all_references.items() if any(map(found.accuracies, data))}
+
+
+def leaves_out_zero(found: Summary) -> bool:
+    """Whether the interval of a mean leaves out 0."""
+    return found.low is not None and found.high is not None and (found.low > 0 or found.high < 0)
 
 
 def pooled_sd(pairs: Sequence[Paired]) -> float | None:

@@ -12,7 +12,7 @@ from gatespace.addons.paper.facts import facts, hundredths, seed_accuracies
 from gatespace.addons.paper.tables import differences, nine, selection_seed
 from gatespace.evidence.counts import win_count
 from gatespace.evidence.groups import Difference, anova, block_claim
-from gatespace.evidence.power import seeds_needed
+from gatespace.evidence.paired import seeds_needed
 from gatespace.evidence.records import Anova, BlockClaim, WinCount
 from gatespace.gating.coefficients import Gate, NotApplicable
 from gatespace.seeding import stream
