@@ -107,15 +107,7 @@ class Model:
     @property
     def head(self) -> Head:
         """The head, with the network's own weight, so that gradients and updates reach it."""
-        network = _unwrapped(self.network)
-        layer = network.get_output_embeddings()
-        if not isinstance(getattr(layer, "weight", None), Tensor):
-            raise UsageError(
-                "gatespace needs a model whose head is one linear layer",
-                got=f"{type(network).__name__} with {type(layer).__name__}",
-            )
-        config = network.config.get_text_config()
-        return Head(layer.weight, getattr(layer, "bias", None), _scale(config), _softcap(config))
+        return network_head(self.network)
 
     def whole(self) -> AbstractContextManager[None]:
         """Have all weights in place for passes without gradient, where a model is sharded."""
@@ -349,17 +341,24 @@ def _unwrapped(network: Any) -> Any:
     return network if inner is None else inner()
 
 
-def _scale(config: Any) -> float:
+def network_head(network: Any) -> Head:
+    """The output head of a causal LM: its own parameters, and what the architecture does to the logits."""
+    network = _unwrapped(network)
+    layer = network.get_output_embeddings()
+    if not isinstance(getattr(layer, "weight", None), Tensor):
+        raise UsageError(
+            "gatespace needs a model whose head is one linear layer",
+            got=f"{type(network).__name__} with {type(layer).__name__}",
+        )
+    config = network.config.get_text_config()
     scale = 1.0
     for factor in ("logit_scale", "lm_head_multiplier", "output_multiplier"):  # Cohere, Falcon-H1, Muse
         scale *= getattr(config, factor, None) or 1.0
     divisor = getattr(config, "logits_scaling", None) or 1.0
     # One name, two meanings: Granite divides by it, HyperCLOVA X multiplies.
-    return scale * divisor if config.model_type.startswith("hyperclovax") else scale / divisor
-
-
-def _softcap(config: Any) -> float | None:
-    return getattr(config, "final_logit_softcapping", None) or None  # Gemma 2 and its kin
+    scale = scale * divisor if config.model_type.startswith("hyperclovax") else scale / divisor
+    softcap = getattr(config, "final_logit_softcapping", None) or None  # Gemma 2 and its kin
+    return Head(layer.weight, getattr(layer, "bias", None), scale, softcap)
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
