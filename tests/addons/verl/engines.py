@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from tests.integrations.verl.batches import V
+from tests.addons.verl.batches import V
 
 FACTS: dict[str, Any] = {
     "use_remove_padding": True,

@@ -21,8 +21,8 @@ from verl.trainer.distillation import distillation_ppo_loss
 from gatespace import Gate, gated_kl
 from gatespace.errors import UsageError
 from gatespace.gating import TeacherTopK
-from tests.integrations.verl import engines
-from tests.integrations.verl.batches import Batch, K, actor, settings
+from tests.addons.verl import engines
+from tests.addons.verl.batches import Batch, K, actor, settings
 
 HOLES = ((1, 0), (3, 2))
 

@@ -17,8 +17,8 @@ from verl.workers.config import DistillationConfig, DistillationLossConfig
 from gatespace import Gate, gated_kl, signals
 from gatespace.errors import RunError, UsageError
 from gatespace.gating import TeacherTopK, Tokens
+from tests.addons.verl.batches import LENGTHS, Batch, K, V, actor, settings
 from tests.gating import oracle
-from tests.integrations.verl.batches import LENGTHS, Batch, K, V, actor, settings
 
 HOLES = ((1, 0), (3, 2), (2, 0))  # the first token of a response, the last of one, the only one of another
 TELEMETRY = ("lam", "forward_kl", "reverse_kl", "h", "u", "gap", "tail_mass")
@@ -321,7 +321,7 @@ def test_a_configuration_without_a_gate_is_refused() -> None:
     batch = Batch()
     with pytest.raises(UsageError, match="needs a gate") as error:
         step(batch, config, batch.logits())
-    assert "_target_=gatespace.addons.verl.GatedLossConfig" in error.value.instead
+    assert "_target_=gatespace.integrations.verl.GatedLossConfig" in error.value.instead
 
 
 def test_losses_that_a_fused_kernel_made_are_refused() -> None:

@@ -131,7 +131,7 @@ def test_settings_that_cannot_be_followed_are_refused(fields: dict[str, Any], wh
     with pytest.raises(UsageError, match=what) as error:
         GatedLossConfig(**fields)
     assert error.value.instead or error.value.got
-    section = {"_target_": "gatespace.addons.verl.GatedLossConfig", **fields}
+    section = {"_target_": "gatespace.integrations.verl.GatedLossConfig", **fields}
     with pytest.raises(InstantiationException, match=what):  # as verl's trainer would show it
         omega_conf_to_dataclass(OmegaConf.create(section))
 
@@ -155,7 +155,7 @@ from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 from verl.trainer.distillation import losses
 assert "gated_kl_topk" not in losses.DISTILLATION_LOSS_REGISTRY
-omega_conf_to_dataclass(OmegaConf.create({"_target_": "gatespace.addons.verl.GatedLossConfig", "gate": "H2"}))
+omega_conf_to_dataclass(OmegaConf.create({"_target_": "gatespace.integrations.verl.GatedLossConfig", "gate": "H2"}))
 assert "gated_kl_topk" in losses.DISTILLATION_LOSS_REGISTRY and hasattr(losses.compute_topk_loss, "__wrapped__")
 """
     done = python(code)
@@ -168,7 +168,7 @@ import verl
 from verl.trainer.distillation import losses
 assert "gated_kl_topk" in losses.DISTILLATION_LOSS_REGISTRY and hasattr(losses.compute_topk_loss, "__wrapped__")
 """
-    done = python(code, VERL_USE_EXTERNAL_MODULES="gatespace.addons.verl")
+    done = python(code, VERL_USE_EXTERNAL_MODULES="gatespace.integrations.verl")
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -187,7 +187,7 @@ def worker(section):
     from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.config import DistillationConfig
     config = DistillationConfig(distillation_loss=omega_conf_to_dataclass(section))
-    from tests.integrations.verl.batches import Batch, actor
+    from tests.addons.verl.batches import Batch, actor
     batch = Batch()
     found = distillation_ppo_loss(
         config=actor(), distillation_config=config, data=batch.data(), student_logits=batch.logits()
@@ -195,7 +195,7 @@ def worker(section):
     return found["distillation_losses"].detach()
 
 ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-section = {{"_target_": "gatespace.addons.verl.GatedLossConfig", "gate": "H2", "topk": 12}}
+section = {{"_target_": "gatespace.integrations.verl.GatedLossConfig", "gate": "H2", "topk": 12}}
 there = ray.get(worker.remote(OmegaConf.create(section)))
 here = worker._function(OmegaConf.create(section))
 torch.testing.assert_close(there, here, rtol=1e-12, atol=0)

@@ -15,7 +15,7 @@ from verl.trainer.distillation import distillation_ppo_loss
 from verl.utils import ulysses
 
 from gatespace.errors import UsageError
-from tests.integrations.verl.batches import Batch, actor, settings
+from tests.addons.verl.batches import Batch, actor, settings
 
 
 def outputs(batch: Batch, logits: torch.Tensor, gate: str) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ WRITTEN_FOR = "1.16"
 
 
 def changed(what: str, *, got: object = None) -> UsageError:
-    """The error for a TRL that is another than expected."""
+    """The error for a TRL with another interface than expected."""
     return UsageError(
         f"TRL {trl.__version__} is not the TRL that the gated loss fits into: {what}",
         got=got,

@@ -22,8 +22,8 @@ class GatedDistillationConfig(DistillationConfig):  # type: ignore[misc]  # TRL 
     """`trl.DistillationConfig` with the settings of a gatespace objective.
 
     The names are those of the section `objective` of a gatespace configuration, except for two that TRL has already:
-    `top_k` and `temperature` say how TRL samples, `signal_top_k` and `loss_temperature` how the loss reads. A gate may
-    also be given as a `Gate`, four numbers, or a mapping; it is kept as text.
+    `top_k` and `temperature` are of TRL's sampler, `signal_top_k` and `loss_temperature` of the loss. A gate may also
+    be given as a `Gate`, four numbers, or a mapping; it is kept as text.
 
     Example:
         >>> from gatespace import Gate
@@ -65,12 +65,12 @@ class GatedDistillationConfig(DistillationConfig):  # type: ignore[misc]  # TRL 
     )
     entropy: str = field(
         default="top_k",
-        metadata={"help": "How h and u are read: top_k, full or bucket."},
+        metadata={"help": "How h and u are normalised: top_k, full or bucket."},
     )
     loss_temperature: float | None = field(
         default=None,
         metadata={
-            "help": "Divides the logits of both sides in the divergences; signals are read at 1. Not given: "
+            "help": "Divides the logits of both sides in the divergences; signals are computed at 1. Not given: "
             "`temperature`, as in TRL."
         },
     )
@@ -80,7 +80,7 @@ class GatedDistillationConfig(DistillationConfig):  # type: ignore[misc]  # TRL 
     )
     shuffle: bool = field(
         default=False,
-        metadata={"help": "A control: deal the gate's values of λ out to the tokens of a micro-batch at random."},
+        metadata={"help": "A control: permute the gate's values of λ over the tokens of a micro-batch at random."},
     )
     chunk_mb: float = field(
         default=CHUNK_MB,
@@ -120,7 +120,7 @@ class GatedDistillationConfig(DistillationConfig):  # type: ignore[misc]  # TRL 
         return parse_config(ObjectiveConfig, {**given, "params": {} if self.params is None else self.params})
 
     def _check_sampler(self, objective: Objective) -> None:
-        """A term that looks at the token that was written needs to know how probable it was to be written."""
+        """A term of the sampled token needs the probability under which it was sampled."""
         sampled = (
             isinstance(objective, SampledReverseKL)
             or (isinstance(objective, EOPD) and objective.pg == "sampled")
@@ -141,6 +141,6 @@ class GatedDistillationConfig(DistillationConfig):  # type: ignore[misc]  # TRL 
             raise UsageError(
                 "this objective looks at the sampled tokens, and they must be the student's own at temperature 1",
                 got=", ".join(f"{name}={value}" for name, value in changed.items()),
-                why="TRL keeps no log-probabilities of its sampler, so that a changed one cannot be weighed against",
+                why="TRL keeps no log-probabilities of its sampler, so that there are no importance weights",
                 instead="temperature=1, top_p=1, top_k=0 and no penalties; or support='full', or pg='exact' for eopd",
             )

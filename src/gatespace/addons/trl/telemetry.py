@@ -19,7 +19,7 @@ from gatespace.gating.tokens import Tokens
 
 
 class _NegativeEntropy(Divergence):
-    """Σ s·log s of the student: a sum over the vocabulary like a divergence. Only ever read, so ψ is not asked for."""
+    """Σ s·log s of the student: a sum over the vocabulary like a divergence. It is only logged, so it has no ψ."""
 
     def term(self, tile: Tile) -> Tensor:
         return tile.student * tile.log_student
@@ -33,7 +33,7 @@ STUDENT_ENTROPY = "student_entropy_nats"
 
 @dataclass(frozen=True, eq=False)
 class Watched(Objective):
-    """An objective that also tells the student's entropy, which TRL logs."""
+    """An objective with the student's entropy in its telemetry, which TRL logs."""
 
     inner: Objective
 
@@ -77,7 +77,7 @@ class Tally:
 
     @staticmethod
     def row(columns: Tensor) -> Tensor:
-        """(N, C) → (1+3C,), as `of` reads it: what one process has to tell the others."""
+        """(N, C) → (1+3C,), as `of` takes it: what is gathered over processes."""
         if not columns.shape[0]:
             return columns.new_zeros(1 + 3 * columns.shape[1])
         mean = columns.mean(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +13,9 @@ from gatespace.addons.trl.settings import GatedDistillationConfig
 from gatespace.addons.trl.telemetry import STUDENT_ENTROPY, Telemetry, Watched
 from gatespace.errors import UsageError
 from gatespace.gating.fused import fused_distillation_loss
+from gatespace.gating.inputs import LossInputs
 from gatespace.gating.projection import Head
+from gatespace.models.load import network_head
 from gatespace.seeding import permutation
 
 
@@ -73,7 +76,7 @@ class GatedDistillationTrainer(DistillationTrainer):  # type: ignore[misc]  # as
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """TRL's, which calls `_compute_loss`; afterwards the processes tell each other what their gates did.
+        """TRL's, which calls `_compute_loss`; afterwards telemetry is gathered over processes.
 
         Not before, because a collective inside the forward of a wrapped model may wait for ever.
         """
@@ -94,7 +97,7 @@ class GatedDistillationTrainer(DistillationTrainer):  # type: ignore[misc]  # as
             raise changed(f"a batch has no {', '.join(missing)}", got=", ".join(inputs))
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)  # what a tool answered is not the student's
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)  # what a tool returned is not the student's
         question = (ids, attention, inputs["completion_ids"].shape[1])
         further = {name: inputs[name] for name in self._further_inputs if name in inputs}
 
@@ -123,44 +126,38 @@ class GatedDistillationTrainer(DistillationTrainer):  # type: ignore[misc]  # as
             teacher_hidden.to(device),
             teacher_head,
             objective=self._objective,
-            mask=mask,
-            top_k=self.args.signal_top_k,
-            temperature=self.temperature if self.args.loss_temperature is None else self.args.loss_temperature,
-            entropy=self.args.entropy,
-            sampled=inputs["completion_ids"],
-            total_tokens=total,
-            lam_order=self._order(int(mask.sum())) if self.args.shuffle else None,
+            inputs=LossInputs(
+                mask=mask,
+                top_k=self.args.signal_top_k,
+                temperature=self.temperature if self.args.loss_temperature is None else self.args.loss_temperature,
+                entropy=self.args.entropy,
+                sampled=inputs["completion_ids"],
+                total_tokens=total,
+                lam_order=self._order(int(mask.sum())) if self.args.shuffle else None,
+            ),
             chunk_mb=self.args.chunk_mb,
         )
         self._seen = self._telemetry.row(out, mask)
         return out.loss, out.signals[STUDENT_ENTROPY].sum(), mask.sum()
 
     def _order(self, tokens: int) -> Tensor:
-        """Whose λ each token gets, the same again where a run resumes."""
+        """(N,) whose λ each token gets, the same again where a run resumes."""
         part = self._step % self.args.gradient_accumulation_steps
         place = (self.state.global_step, part, self.accelerator.process_index)
         return torch.tensor(permutation(tokens, self.args.seed, "trl", "shuffle", *place))
 
 
 def _head(network: Any, dtype: torch.dtype) -> Head:
-    """The output head of a network, put together where FSDP2 has it in shards."""
-    layer = network.get_output_embeddings()
-    weight, bias = layer.weight, getattr(layer, "bias", None)
-    if hasattr(weight, "full_tensor"):
-        # Once, here: the loss meets the head in many slices, and each would gather it again.
-        weight, bias = _whole(weight).to(dtype), None if bias is None else _whole(bias)
-    config = network.config.get_text_config()
-    scale = 1.0
-    for factor in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere, Muse, Falcon-H1
-        scale *= getattr(config, factor, None) or 1.0
-    divisor = getattr(config, "logits_scaling", None) or 1.0
-    # One name, two meanings: Granite divides by it, HyperCLOVA X multiplies.
-    scale = scale * divisor if config.model_type.startswith("hyperclovax") else scale / divisor
-    return Head(weight, bias, scale, getattr(config, "final_logit_softcapping", None) or None)
+    """The output head of a network, gathered where FSDP2 has sharded it."""
+    head = network_head(network)
+    if not hasattr(head.weight, "full_tensor"):
+        return head
+    # Once, here: the loss meets the head in many slices, and each would gather it again.
+    return replace(head, weight=_whole(head.weight).to(dtype), bias=None if head.bias is None else _whole(head.bias))
 
 
 def _whole(parameter: Any) -> Tensor:
-    """A sharded parameter in one piece. Its gradient is the mean over processes, as FSDP makes it of the others."""
+    """A sharded parameter, gathered. Its gradient is the mean over processes, as FSDP makes it of the others."""
     from torch.distributed.tensor import Partial
 
     # A plain full_tensor() takes the gradient of one process for that of all.

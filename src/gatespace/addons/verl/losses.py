@@ -8,17 +8,17 @@ Backward only scales the rows. What is kept until then is that one tensor, in th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gatespace.gating import signals
-from gatespace.gating.layout import Layout
+from gatespace.gating.inputs import LossInputs
 from gatespace.gating.loss import LossOutput, distillation_loss
 from gatespace.gating.objectives import Gated
-from gatespace.gating.tokens import LogitsStudent, SignalSettings, TeacherTopK, Tokens, TopKTeacher
+from gatespace.gating.signals import normalised_entropy
+from gatespace.gating.tokens import TeacherTopK, TopKTeacher
 from gatespace.gating.vocabulary import computable
 
 TELEMETRY = ("lam", "forward_kl", "reverse_kl", "h", "u", "gap", "tail_mass")
@@ -26,10 +26,10 @@ TELEMETRY = ("lam", "forward_kl", "reverse_kl", "h", "u", "gap", "tail_mass")
 
 @dataclass(frozen=True)
 class LossSettings:
-    """What `distillation_loss` is told, the same for every micro-batch."""
+    """What `distillation_loss` gets, the same for every micro-batch."""
 
     objective: Gated
-    signals: SignalSettings
+    inputs: LossInputs
     vocab_size: int
     chunk_tokens: int
     """How many rows of logits are worked on at once."""
@@ -37,12 +37,8 @@ class LossSettings:
 
 def prompt_entropy(teacher: TeacherTopK, settings: LossSettings) -> Tensor:
     """(M,) h of M single tokens from ids and log_probs (M, K): u(x) of a sample at its first token."""
-    count = teacher.ids.shape[0]
-    log_probs = computable(teacher.log_probs)
-    nobody = LogitsStudent(log_probs.new_zeros(1, 1).expand(count, settings.vocab_size))  # h does not look at it
-    known = TopKTeacher(teacher.ids.long(), log_probs, None, settings.vocab_size)
-    layout = Layout.of(torch.Size((count, 1)), log_probs.device)
-    return signals.read("h", Tokens(nobody, known, layout, settings=settings.signals))
+    known = TopKTeacher(teacher.ids.long(), computable(teacher.log_probs), None, settings.vocab_size)
+    return normalised_entropy(known, settings.inputs)
 
 
 def token_losses(
@@ -80,17 +76,8 @@ def token_losses(
                 heat = temperature[span, None]
                 scaled = leaf if bool((heat == 1).all()) else computable(leaf) * heat
                 part = TeacherTopK(teacher.ids[None, span], teacher.log_probs[None, span])
-                out = distillation_loss(
-                    scaled[None],
-                    part,
-                    objective=settings.objective,
-                    top_k=settings.signals.top_k,
-                    entropy=settings.signals.entropy,
-                    segment_ids=sample[None, span],
-                    u=u[None, span],
-                    vocab_size=settings.vocab_size,
-                    total_tokens=1.0,
-                )
+                inputs = replace(settings.inputs, segment_ids=sample[None, span], u=u[None, span])
+                out = distillation_loss(scaled[None], part, objective=settings.objective, inputs=inputs)
                 if gradient is not None:
                     gradient[span] = torch.autograd.grad(out.loss, leaf)[0]
             parts.append(_columns(out))

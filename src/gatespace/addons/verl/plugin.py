@@ -2,7 +2,7 @@
 
 verl computes a top-K loss in two places. While the logits are there, `compute_topk_loss` turns them into numbers per
 token; later the registered function turns these into losses and metrics. The registry reaches the second only, so the
-first is wrapped: for `gated_kl_topk` ours answers, for every other mode verl's own does.
+first is wrapped: for `gated_kl_topk` ours is called, for every other mode verl's own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PLACELESS = ("student_entropy", "log_ratio")  # further signals that look at no
 
 
 def install() -> None:
-    """Make the loss known to verl in this process; again and again is the same as once."""
+    """Register the loss with verl in this process; more than once is the same as once."""
     if LOSS_MODE in getattr(seam.losses, "DISTILLATION_LOSS_REGISTRY", ()):
         return
     seam.check()
@@ -59,7 +59,7 @@ def _around(original: Callable[..., Any]) -> Callable[..., Any]:
 def topk_step(config: Any, distillation_config: Any, data: Any, student_logits: Tensor) -> dict[str, Tensor]:
     """Numbers per position of the packed batch, (1, P) each, from the logits (1, P, V) of this rank.
 
-    Losses carry gradient. Positions that predict no response token that counts are 0 and are not read.
+    Losses carry gradient. Positions that predict no response token that counts are 0 and are not looked at.
     """
     loss_config = _loss_config(distillation_config)
     _check_strategy(config.strategy)
@@ -102,7 +102,7 @@ def _loss_config(distillation_config: Any) -> GatedLossConfig:
         raise UsageError(
             f"the loss mode {LOSS_MODE} needs a gate, and this configuration has no place for one",
             got=f"distillation.distillation_loss of type {type(found).__name__}",
-            instead="distillation.distillation_loss._target_=gatespace.addons.verl.GatedLossConfig",
+            instead="distillation.distillation_loss._target_=gatespace.integrations.verl.GatedLossConfig",
         )
     return found
 
@@ -144,7 +144,7 @@ def _slice(positions: int, rows: int, further: tuple[str, ...]) -> tuple[int, in
     placed = [name for name in further if name not in _PLACELESS]
     if size > 1 and placed:
         raise UsageError(
-            f"the signal {placed[0]!r} cannot be read under sequence parallelism",
+            f"the signal {placed[0]!r} cannot be computed under sequence parallelism",
             why="it may look at other tokens of the response, which are on other workers",
             instead="ulysses_sequence_parallel_size: 1, or a gate of h, u and gap",
         )

@@ -9,8 +9,8 @@ from gatespace.addons.verl import seam
 from gatespace.addons.verl.losses import LossSettings
 from gatespace.errors import UsageError
 from gatespace.gating.coefficients import Gate
+from gatespace.gating.inputs import LossInputs
 from gatespace.gating.objectives import Gated
-from gatespace.gating.tokens import SignalSettings
 
 LOSS_MODE = "gated_kl_topk"
 """The name of the loss in verl's registry."""
@@ -40,7 +40,7 @@ class GatedLossConfig(seam.DistillationLossConfig):  # type: ignore[misc]
     signal_top_k: int = 8
     """K of the signals h and u. Coefficients are not comparable across it. At most `topk`."""
     entropy: str = "top_k"
-    """How h and u are read: top_k (renormalised, over log K), or bucket (with the tail, over log (K + 1))."""
+    """How h and u are normalised: top_k (over log K), or bucket (with the tail, over log (K + 1))."""
     support: str = "bucket"
     """What both KLs sum over: bucket is a valid KL; renorm and recipe are there to re-create others' results."""
     support_k: int | None = None
@@ -62,9 +62,8 @@ class GatedLossConfig(seam.DistillationLossConfig):  # type: ignore[misc]
                 "vocab_size is more than the student has logits", got=f"{size} of {rows}", instead="null, or less"
             )
         objective = Gated(Gate.of(self.gate), self.support, self.support_k, self.stop_gradient)
-        return LossSettings(
-            objective, SignalSettings(self.signal_top_k, self.entropy), size, self.chunked_topk_chunk_size
-        )
+        inputs = LossInputs(top_k=self.signal_top_k, entropy=self.entropy, vocab_size=size, total_tokens=1.0)
+        return LossSettings(objective, inputs, size, self.chunked_topk_chunk_size)
 
     def _check(self) -> None:
         if self.loss_mode != LOSS_MODE:
@@ -107,7 +106,7 @@ class GatedLossConfig(seam.DistillationLossConfig):  # type: ignore[misc]
                 why="clamped probabilities no longer add up to 1, and the KL of them is none",
                 instead="null: the bucket keeps every term finite",
             )
-        Gated(Gate.of(self.gate))  # whether the gate can be read, and its signals are known
+        Gated(Gate.of(self.gate))  # an error unless it is a gate of known signals
 
 
 def _whole(name: str, value: object) -> None:
