@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from gatespace.cli.app import app
 from gatespace.config import StudyConfig, parse_config
-from gatespace.study.jobs import Job, Outcome, execute
+from gatespace.study.jobs import Job, Outcome, Perform, execute, perform
 
 
 def settings(**changes: Any) -> dict[str, Any]:
@@ -62,15 +62,16 @@ def own_cache(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class InlineEngine:
-    """Does each job in this process, at once: what a test spends on processes it has for the study."""
+    """Does each job in this process, at once: processes cost more time than what most tests have them do."""
 
     slots = 1
 
-    def __init__(self) -> None:
+    def __init__(self, perform: Perform = perform) -> None:
+        self._perform = perform
         self._ended: list[tuple[str, Outcome]] = []
 
     def start(self, name: str, job: Job) -> None:
-        self._ended.append((name, execute(job)))
+        self._ended.append((name, execute(job, self._perform)))
 
     def wait(self, seconds: float) -> list[tuple[str, Outcome]]:
         ended, self._ended = self._ended, []

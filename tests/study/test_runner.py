@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from gatespace.errors import UsageError
-from gatespace.files import claim
+from gatespace.runs import RunFolder, StudyFolder
 from gatespace.study.engines import LocalEngine
+from gatespace.study.outlook import look
 from gatespace.study.results import read_results
-from gatespace.study.runner import look, run_study
-from gatespace.study.store import Store
+from gatespace.study.runner import run_study
 
 from .conftest import InlineEngine, study
 
@@ -28,10 +28,10 @@ pytestmark = pytest.mark.slow
 
 def run(config, folder: Path, *, engine=None, retry: bool = False, notes: list[str] | None = None):
     """In this process, unless another engine is given: processes cost more time than what most tests ask them to do."""
-    store = Store(folder)
-    threads = store.begin(config, workers=2, threads=1)
+    study_folder = StudyFolder(folder)
+    threads = study_folder.begin(config, workers=2, threads=1)
     heard = [] if notes is None else notes
-    return run_study(config, store, engine or InlineEngine(), threads=threads, retry=retry, note=heard.append)
+    return run_study(config, study_folder, engine or InlineEngine(), threads=threads, retry=retry, note=heard.append)
 
 
 def models_of(done: Path, folder: Path) -> Path:
@@ -48,7 +48,7 @@ def done(tmp_path_factory, shared_cache):
         patch.setenv("GATESPACE_CACHE", str(shared_cache))
         folder = tmp_path_factory.mktemp("done") / "study"
         outlook = run(study(), folder, engine=LocalEngine(2, 1))
-    assert {*outlook.states.values()} == {"done"}, [Store(folder).error(w.folder) for w in outlook.work]
+    assert {*outlook.states.values()} == {"done"}, outlook.errors()
     return folder
 
 
@@ -170,8 +170,8 @@ def test_the_base_is_the_best_on_validation_and_one_process_gives_what_two_give(
 
 def test_a_failed_run_is_recorded_and_the_others_go_on(tmp_path, done):
     shutil.copytree(done, tmp_path / "study")
-    store = Store(tmp_path / "study")
-    results = read_results(store.folder)
+    folder = tmp_path / "study"
+    results = read_results(folder)
     broken = results.run("messages", "G4", 2)
     # Another run's folder: `train` refuses to go on in it.
     shutil.rmtree(broken.folder)
@@ -180,8 +180,8 @@ def test_a_failed_run_is_recorded_and_the_others_go_on(tmp_path, done):
     for name in ("twin(G4)", "todi"):
         shutil.rmtree(results.run("messages", name, 2).folder)
     notes: list[str] = []
-    outlook = run(study(), store.folder, notes=notes)
-    after = read_results(store.folder)
+    outlook = run(study(), folder, notes=notes)
+    after = read_results(folder)
     assert after.run("messages", "G4", 2).state == "failed"
     assert "another run" in after.run("messages", "G4", 2).error
     assert after.run("messages", "todi", 2).state == "done"
@@ -190,13 +190,13 @@ def test_a_failed_run_is_recorded_and_the_others_go_on(tmp_path, done):
     assert after.problems == ("1 of 16 runs failed", "1 of 16 runs are not done")
     assert any(broken.spec.id in note for note in notes)
     # It stays failed until it is asked for again.
-    again = run(study(), store.folder)
+    again = run(study(), folder)
     assert again.count("failed") == 1
     shutil.rmtree(broken.folder, ignore_errors=True)
-    store.fail(broken.folder, "as before")
-    final = run(study(), store.folder, retry=True)
+    RunFolder(broken.folder).fail("as before")
+    final = run(study(), folder, retry=True)
     assert {*final.states.values()} == {"done"}
-    assert numbers(store.folder) == numbers(done)
+    assert numbers(folder) == numbers(done)
 
 
 def test_a_worker_that_is_killed_costs_its_run_only(tmp_path):
@@ -244,9 +244,7 @@ def test_a_task_whose_models_fail_is_left_and_others_go_on(tmp_path, done):
     assert {r.state for r in results.runs.values() if r.spec.task == "messages"} == {"done"}
     assert {r.state for r in results.runs.values() if r.spec.task == "broken"} == {"waiting"}
     assert outlook.count("failed") == 2  # its teacher and its student
-    store = Store(tmp_path / "study")
-    errors = [store.error(work.folder) for work in outlook.work if outlook.states[work.name] == "failed"]
-    assert all("nowhere" in error for error in errors)
+    assert all("nowhere" in error for error in outlook.errors().values())
     assert {name for name in outlook.blocked if name in results.runs} == {
         r.spec.id for r in results.runs.values() if r.spec.task == "broken"
     }
@@ -278,28 +276,28 @@ def test_runs_of_a_study_share_a_teacher_that_is_a_service(tmp_path, done):
 
 
 def test_two_processes_do_not_run_one_study(tmp_path):
-    store = Store(tmp_path)
-    store.begin(study(), workers=1, threads=1)
-    with claim(store.folder), pytest.raises(UsageError, match="another process"):
-        run_study(study(), store, LocalEngine(1, 1), threads=1)
+    folder = StudyFolder(tmp_path)
+    folder.begin(study(), workers=1, threads=1)
+    with folder.claim(), pytest.raises(UsageError, match="another process"):
+        run_study(study(), folder, LocalEngine(1, 1), threads=1)
 
 
 def test_a_folder_belongs_to_one_study(done):
     with pytest.raises(UsageError, match="another study"):
-        Store(done).begin(study(name="other"), workers=1, threads=1)
-    assert Store(done).config().name == "small"
+        StudyFolder(done).begin(study(name="other"), workers=1, threads=1)
+    assert StudyFolder(done).config().name == "small"
 
 
 def test_threads_stay_when_workers_change(tmp_path):
-    store = Store(tmp_path / "study")
-    first = store.begin(study(), workers=1, threads=None)
-    assert store.begin(study(), workers=64, threads=None) == first
-    assert store.begin(study(), workers=1, threads=3) == 3
-    assert store.workers == 1
+    folder = StudyFolder(tmp_path / "study")
+    first = folder.begin(study(), workers=1, threads=None)
+    assert folder.begin(study(), workers=64, threads=None) == first
+    assert folder.begin(study(), workers=1, threads=3) == 3
+    assert folder.workers == 1
 
 
 def test_status_from_outside(done):
-    outlook = look(Store.open(done))
+    outlook = look(StudyFolder.open(done))
     assert outlook.count("done") == len(outlook.work) == 16 + 4
     assert outlook.seconds_left(2) == 0
 

@@ -1,4 +1,4 @@
-"""Results by URL: folders that arrive whole or not at all, and jobs that are done in scratch and taken up anywhere."""
+"""Results by URL: jobs that are done in scratch and resumed anywhere, and what comes of them in the study's folder."""
 
 from __future__ import annotations
 
@@ -8,121 +8,26 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 pytest.importorskip("fsspec", reason="fsspec is not installed")
 
-from gatespace.addons.cluster import scratch
-from gatespace.addons.cluster.depot import Depot
-from gatespace.addons.cluster.depot_engine import DepotEngine, join, publish
-from gatespace.config import dump_yaml
-from gatespace.errors import MissingExtraError, RunError, UsageError
-from gatespace.files import claim, read
-from gatespace.study.jobs import execute, folder_of, relocated, scratch_of
-from gatespace.study.runner import look, outline, run_study
-from gatespace.study.store import Store, progress_of, seconds_of
+from gatespace import signals
+from gatespace.addons.cluster import results
+from gatespace.addons.cluster.results import UrlResults, relocated, scratch_of
+from gatespace.addons.cluster.storage import Storage
+from gatespace.config import StudyConfig, dump_yaml
+from gatespace.errors import UsageError
+from gatespace.files import claim
+from gatespace.runs import RunFolder, StudyFolder
+from gatespace.study.jobs import Job, execute, folder_of
+from gatespace.study.outlook import look, outline
+from gatespace.study.runner import run_study
+from tests.study.conftest import InlineEngine, study
 
-from .conftest import InlineEngine, study
-
-
-@pytest.fixture
-def depot(tmp_path: Path) -> Depot:
-    return Depot(f"file://{tmp_path}/depot")
-
-
-def filled(folder: Path, **files: str) -> Path:
-    for name, text in files.items():
-        path = folder / name.replace("__", "/")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return folder
-
-
-# ---------------------------------------------------------------------------------------------------- folders
-
-
-def test_a_folder_comes_back_as_it_was(depot, tmp_path):
-    here = filled(tmp_path / "here", a="one", deep__er__b="two", empty="", skipped="no")
-    os.utime(here / "a", (1e9, 1e9))
-    depot.put_folder(here, "runs/x", last="done", leave=lambda name: name == "skipped")
-    assert depot.get_folder("runs/x", tmp_path / "there", last="done")
-    found = {
-        path.relative_to(tmp_path / "there").as_posix() for path in (tmp_path / "there").rglob("*") if path.is_file()
-    }
-    assert found == {"a", "deep/er/b", "empty", "done"}
-    assert (tmp_path / "there/deep/er/b").read_text() == "two"
-    assert (tmp_path / "there/a").stat().st_mtime == 1e9
-
-
-def test_what_was_not_put_to_its_end_is_not_there(depot, tmp_path):
-    here = filled(tmp_path / "here", a="one", b="two")
-    depot.put_folder(here, "runs/x", last="done")
-    (tmp_path / "depot/runs/x/done").unlink()  # as a kill before the last file leaves it
-    assert not depot.has("runs/x/done")
-    assert not depot.get_folder("runs/x", tmp_path / "there", last="done")
-    assert not (tmp_path / "there").exists()
-
-
-def test_a_put_that_fails_on_the_way_leaves_nothing_that_counts(depot, tmp_path):
-    (tmp_path / "depot/x/b").mkdir(parents=True)  # no file can go there
-    (tmp_path / "depot/x/b/in_the_way").touch()
-    with pytest.raises(RunError, match="x/b could not be put"):
-        depot.put_folder(filled(tmp_path / "here", a="one", b="two", c="three"), "x", last="done")
-    assert depot.names("x") == ["a", "b"]
-
-
-def test_a_file_that_is_gone_makes_a_folder_not_whole(depot, tmp_path):
-    depot.put_folder(filled(tmp_path / "here", a="one", b="two"), "x", last="done")
-    (tmp_path / "depot/x/b").unlink()
-    assert not depot.get_folder("x", tmp_path / "there", last="done")
-    assert not (tmp_path / "there/done").exists()
-
-
-def test_a_damaged_file_is_an_error_and_not_a_result(depot, tmp_path):
-    depot.put_folder(filled(tmp_path / "here", a="one"), "x", last="done")
-    (tmp_path / "depot/x/a").write_text("0ne")
-    with pytest.raises(RunError, match="x/a is damaged"):
-        depot.get_folder("x", tmp_path / "there", last="done")
-    assert not (tmp_path / "there/done").exists()
-    assert not (tmp_path / "there/a").exists()
-
-
-@pytest.mark.parametrize("name", ["../a", "/etc/a", "a/../../b", "..\\a", "./a", ""])
-def test_a_list_cannot_name_files_outside(depot, tmp_path, name):
-    statement = {"format": 1, "when": None, "files": {name: {"size": 1, "sha256": "0", "mtime": 0}}}
-    depot.write("x/done", json.dumps(statement).encode())
-    with pytest.raises(RunError, match="x/done is not what this gatespace writes"):
-        depot.get_folder("x", tmp_path / "there", last="done")
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"format": 2, "when": null, "files": {}}', b'{"files": {"a": 3}}'])
-def test_a_last_file_of_another_kind_is_refused(depot, tmp_path, content):
-    depot.write("x/done", content)
-    with pytest.raises(RunError, match="x/done is not what this gatespace writes"):
-        depot.get_folder("x", tmp_path / "there", last="done")
-
-
-@pytest.mark.parametrize(
-    ("url", "text"),
-    [("/a/folder", "no URL"), ("s3://", "no URL"), ("memory://x", "no other process"), ("nosuch://x/y", "nosuch")],
-)
-def test_urls_that_cannot_be(url, text):
-    with pytest.raises(UsageError, match=text):
-        Depot(url)
-
-
-def test_a_storage_that_refuses_is_an_error_that_says_so(tmp_path):
-    (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(RunError, match=r"could not be written to file://"):
-        Depot(f"file://{tmp_path}/file/below").write("a", b"")
-
-
-def test_without_its_package_a_scheme_says_which_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(MissingExtraError, match="s3fs") as caught:
-        Depot("s3://bucket/path")
-    assert "gatespace[remote]" in str(caught.value)
+from .conftest import filled
 
 
 def test_paths_are_relocated_and_nothing_else():
@@ -137,7 +42,7 @@ def test_paths_are_relocated_and_nothing_else():
 # ---------------------------------------------------------------------------------------------------- a study
 
 
-def tiny_study(**changes):
+def tiny_study(**changes) -> StudyConfig:
     """One model, one run."""
     axes = {"restrictions": False, "static": [], "isolation": None}
     teach = {"teacher": {"model": "tiny", "steps": 2}}
@@ -147,27 +52,26 @@ def tiny_study(**changes):
     )
 
 
-def through(depot: Depot, folder: Path, config=None):
-    config = config or tiny_study()
-    store = Store(folder)
-    join(depot, store, config)
-    threads = store.begin(config, workers=1, threads=1)
-    publish(depot, store)
-    return store, run_study(config, store, DepotEngine(InlineEngine(), depot, store), threads=threads)
+def through(url: str, path: Path, config: StudyConfig | None = None):
+    """The outcome of a study whose results go through a URL."""
+    config, folder = config or tiny_study(), StudyFolder(path)
+    there = UrlResults(url, folder, config)
+    threads = folder.begin(config, workers=1, threads=1, usual=there.threads)
+    there.publish()
+    return run_study(folder.config(), folder, there.through(InlineEngine(there.perform)), threads=threads)
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory, shared_cache):
-    """The same study in a folder, and through a depot."""
+    """The same study in a folder, and through a URL."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GATESPACE_CACHE", str(shared_cache))
         base = tmp_path_factory.mktemp("both")
-        plain = Store(base / "plain")
+        plain = StudyFolder(base / "plain")
         run_study(tiny_study(), plain, InlineEngine(), threads=plain.begin(tiny_study(), workers=1, threads=1))
-        depot = Depot(f"file://{base}/depot")
-        store, outlook = through(depot, base / "far")
-    assert {*outlook.states.values()} == {"done"}, [store.error(work.folder) for work in outlook.work]
-    return plain.folder, store.folder, depot
+        outlook = through(f"file://{base}/url", base / "far")
+    assert {*outlook.states.values()} == {"done"}, outlook.errors()
+    return plain.path, base / "far", Storage(f"file://{base}/url")
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -190,62 +94,90 @@ def test_a_study_through_a_url_has_the_files_of_one_in_a_folder(both):
 
 
 def test_the_url_has_it_too_and_the_scratch_has_no_runs(both):
-    _, far, depot = both
-    (name,) = depot.names("runs")
-    assert depot.has(f"runs/{name}/done")
-    assert scratch.UNFINISHED not in depot.names(f"runs/{name}")
-    assert list((scratch_of(depot.url) / "attempts").iterdir()) == []
-    assert len(list((scratch_of(depot.url) / "models").glob("*/done"))) == 1
-    run = far / "runs" / name
-    assert seconds_of(run) == pytest.approx((run / "done").stat().st_mtime - (run / "config.yaml").stat().st_mtime)
-    assert json.loads((run / "summary.json").read_text())["steps"] == 4
+    _, far, storage = both
+    (name,) = storage.names("runs")
+    assert storage.has(f"runs/{name}/done")
+    assert results.UNFINISHED not in storage.names(f"runs/{name}")
+    assert list((scratch_of(storage.url) / "attempts").iterdir()) == []
+    assert len(list((scratch_of(storage.url) / "models").glob("*/done"))) == 1
+    run = StudyFolder(far).run(name)
+    assert run.seconds() == pytest.approx(run.done_file.stat().st_mtime - run.config_file.stat().st_mtime)
+    assert run.summary()["steps"] == 4
 
 
 def test_another_machine_gets_all_of_it_from_the_url_alone(both, tmp_path, monkeypatch):
-    _, far, depot = both
+    _, far, storage = both
     monkeypatch.setenv("GATESPACE_CACHE", str(tmp_path / "cache"))  # nothing is computed, so no model is built there
-    store, outlook = through(depot, tmp_path / "other")
+    outlook = through(storage.url, tmp_path / "other")
     assert {*outlook.states.values()} == {"done"}
-    there = {name: content.replace(str(far).encode(), b"STUDY") for name, content in files_of(store.folder).items()}
+    there = {
+        name: content.replace(str(far).encode(), b"STUDY") for name, content in files_of(tmp_path / "other").items()
+    }
     assert there == files_of(far)
     assert not (tmp_path / "cache").exists()
 
 
 def test_a_url_belongs_to_one_study_and_keeps_its_threads(both, tmp_path):
-    depot = both[2]
+    storage = both[2]
     with pytest.raises(UsageError, match="--results holds another study"):
-        join(depot, Store(tmp_path / "x"), tiny_study(name="other"))
+        UrlResults(storage.url, StudyFolder(tmp_path / "x"), tiny_study(name="other"))
+    there = UrlResults(storage.url, StudyFolder(tmp_path / "y"), tiny_study())
+    assert there.threads == 1
+    assert StudyFolder(tmp_path / "y").begin(tiny_study(), workers=1, threads=None, usual=there.threads) == 1
     assert not (tmp_path / "x").exists()
-    store = Store(tmp_path / "y")
-    join(depot, store, tiny_study())
-    assert store.begin(tiny_study(), workers=64, threads=None, usual=7) == 1
+
+
+SIGNAL = """
+from gatespace import signals
+
+@signals.register("teacher_top", range=(0.0, 1.0))
+def teacher_top(tokens):
+    return tokens.teacher_top(1).log_probs.exp().squeeze(-1)
+"""
+
+
+def test_plugins_go_with_the_job(tmp_path, monkeypatch, shared_cache):
+    """A worker that does not see the study's folder imports the same code, and records where the study has it."""
+    another_machine(tmp_path, monkeypatch, shared_cache)
+    plugin = filled(tmp_path / "code", **{"mine.py": SIGNAL}) / "mine.py"
+    config = tiny_study(plugins=[str(plugin)], points=["4,0,-1,0,teacher_top=1"])
+    url = f"file://{tmp_path}/url"
+    outlook = through(url, tmp_path / "far", config)
+    assert {*outlook.states.values()} == {"done"}, outlook.errors()
+    (copy,) = (scratch_of(url) / "plugins").rglob("mine.py")
+    assert copy.read_text() == SIGNAL
+    (run,) = (tmp_path / "far" / "runs").iterdir()
+    (named,) = RunFolder(run).settings()["plugins"]
+    assert Path(named).is_relative_to(tmp_path / "far" / "plugins")
+    signals.unregister("teacher_top")
 
 
 # ---------------------------------------------------------------------------------------------------- interruptions
 
 KILLED = """
 import json, os, sys, time
-from gatespace.study import jobs
-from gatespace.addons.cluster import scratch
-from gatespace.addons.cluster.depot import Depot
-from gatespace.training import loop
+from functools import partial
+from gatespace.addons.cluster import results
+from gatespace.addons.cluster.storage import Storage
+from gatespace.study.jobs import execute
+from gatespace.training.distill import Distillation
 
-job, place = json.loads(sys.argv[1]), sys.argv[2]
-put, step = scratch.put_snapshot, loop._step
-scratch._POLL_SECONDS = 0.01
+job, place, url, study = json.loads(sys.argv[1]), *sys.argv[2:]
+put, micro_batches = results.put_snapshot, Distillation.micro_batches
+results._POLL_SECONDS = 0.01
 
-def put_and_die(depot, place, folder, step, checkpoint):
-    put(depot, place, folder, step, checkpoint)
+def put_and_die(storage, place, run, step, checkpoint):
+    put(storage, place, run, step, checkpoint)
     if step >= 2:
         os._exit(9)  # as SIGKILL would, at this very place
 
-def when_the_last_one_is_there(course, number, clock):
-    while number > 0 and scratch.progress_at(Depot(job["depot"]["url"]), place) < number:
+def when_the_last_one_is_there(self, step, clock):
+    while step > 0 and results.progress_at(Storage(url), place) < step:
         time.sleep(0.01)
-    return step(course, number, clock)
+    return micro_batches(self, step, clock)
 
-scratch.put_snapshot, loop._step = put_and_die, when_the_last_one_is_there
-print(jobs.execute(job))
+results.put_snapshot, Distillation.micro_batches = put_and_die, when_the_last_one_is_there
+print(execute(job, partial(results.perform_through, url=url, study=study)))
 """
 
 
@@ -253,19 +185,31 @@ class Lost(BaseException):
     """Stands for the end of a process where nothing that it leaves on its machine matters."""
 
 
+class Prepared(NamedTuple):
+    """A URL that has all but the run."""
+
+    plain: Path
+    """The same study in a folder, done."""
+    storage: Storage
+    folder: StudyFolder
+    results: UrlResults
+    job: Job
+    place: str
+
+    def execute(self) -> dict:
+        return execute(self.job, self.results.perform)
+
+
 @pytest.fixture
-def prepared(both, tmp_path):
-    """A depot with all but the run, the job of the run, and its place."""
+def prepared(both, tmp_path) -> Prepared:
     plain, _, done = both
-    shutil.copytree(done.url.removeprefix("file://"), tmp_path / "depot")
-    shutil.rmtree(tmp_path / "depot/runs")
-    depot = Depot(f"file://{tmp_path}/depot")
-    store = Store(tmp_path / "study")
-    join(depot, store, tiny_study())
-    store.begin(tiny_study(), workers=1, threads=1)
-    (work,) = [work for work in outline(store, tiny_study(), 1)[1] if work.run is not None]
-    job = {**work.job(), "depot": {"url": depot.url, "folder": str(store.folder)}}
-    return plain, depot, store, job, f"runs/{work.folder.name}"
+    shutil.copytree(done.url.removeprefix("file://"), tmp_path / "url")
+    shutil.rmtree(tmp_path / "url/runs")
+    storage, folder = Storage(f"file://{tmp_path}/url"), StudyFolder(tmp_path / "study")
+    there = UrlResults(storage.url, folder, tiny_study())
+    folder.begin(tiny_study(), workers=1, threads=1)
+    (work,) = [work for work in outline(folder, tiny_study(), 1)[1] if work.run is not None]
+    return Prepared(plain, storage, folder, there, work.job(), f"runs/{work.name}")
 
 
 def another_machine(tmp_path, monkeypatch, shared_cache) -> list[str]:
@@ -282,145 +226,125 @@ def run_files(study_folder: Path, place: str) -> dict[str, bytes]:
     return found | {"config.yaml": found["config.yaml"].replace(str(study_folder).encode(), b"STUDY")}
 
 
-def test_a_killed_run_is_taken_up_on_another_machine(prepared, tmp_path, monkeypatch, shared_cache):
-    plain, depot, store, job, place = prepared
-    command = [sys.executable, "-c", KILLED, json.dumps(job), place]
+def test_a_killed_run_is_resumed_on_another_machine(prepared, tmp_path, monkeypatch, shared_cache):
+    plain, storage, folder, _, job, place = prepared
+    command = [sys.executable, "-c", KILLED, json.dumps(job), place, storage.url, str(folder)]
     first = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300, capture_output=True)
     assert first.returncode == 9, first.stderr
-    assert scratch.progress_at(depot, place) == 2
+    assert results.progress_at(storage, place) == 2
     heard = another_machine(tmp_path, monkeypatch, shared_cache)
-    assert execute(job) == {"state": "done"}
-    assert "going on from step 2 of 4" in heard
-    assert depot.get_folder(place, store.folder / place, last="done")
-    assert run_files(store.folder, place) == run_files(plain, place)
-    assert depot.names(f"{place}/{scratch.UNFINISHED}") == []
+    assert prepared.execute() == {"state": "done"}
+    assert any("from step 2 of 4" in text for text in heard), heard
+    assert storage.get_folder(place, folder.path / place, last="done")
+    assert run_files(folder.path, place) == run_files(plain, place)
+    assert storage.names(f"{place}/{results.UNFINISHED}") == []
     # Asked again, nothing is done.
-    done = Path(depot.url.removeprefix("file://")) / place / "done"
+    done = Path(storage.url.removeprefix("file://")) / place / "done"
     before = done.stat().st_mtime_ns
-    assert execute(job) == {"state": "done"}
+    assert prepared.execute() == {"state": "done"}
     assert done.stat().st_mtime_ns == before
 
 
 def test_reads_of_a_worker_that_was_lost_are_counted(prepared, tmp_path, monkeypatch, shared_cache):
-    plain, depot, store, job, place = prepared
-    write = Depot.write
+    plain, storage, folder, _, _, place = prepared
+    write = Storage.write
 
-    def write_or_die(self: Depot, where: str, content: bytes) -> None:
+    def write_or_die(self: Storage, where: str, content: bytes) -> None:
         if where.endswith("/done"):
             raise Lost
         write(self, where, content)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Depot, "write", write_or_die)
+        patch.setattr(Storage, "write", write_or_die)
         with pytest.raises(Lost):  # all is computed, and the last file is not put
-            execute(job)
-    assert not depot.has(f"{place}/done")
-    assert len(depot.names(f"{place}/reads")) == 2
+            prepared.execute()
+    assert not storage.has(f"{place}/done")
+    assert len(storage.names(f"{place}/reads")) == 2
     another_machine(tmp_path, monkeypatch, shared_cache)
-    assert execute(job) == {"state": "done"}
-    assert depot.get_folder(place, store.folder / place, last="done")
-    ours, theirs = run_files(store.folder, place), run_files(plain, place)
+    assert prepared.execute() == {"state": "done"}
+    assert storage.get_folder(place, folder.path / place, last="done")
+    ours, theirs = run_files(folder.path, place), run_files(plain, place)
     assert ours.pop("reads.jsonl") == 2 * theirs.pop("reads.jsonl")
     assert ours == theirs
 
 
-def test_of_several_snapshots_the_latest_that_is_whole_counts(depot, tmp_path):
+def test_of_several_snapshots_the_latest_that_is_whole_counts(tmp_path):
+    storage, run = Storage(f"file://{tmp_path}/url"), RunFolder(tmp_path / "there")
     for step, text in ((1, "one"), (3, "three"), (5, "five")):
         here = filled(
             tmp_path / f"step{step}", **{"metrics.jsonl": text, f"checkpoints__step-00000{step}__state.json": text}
         )
-        depot.put_folder(here, f"runs/x/unfinished/step-{step:06d}-abc", last=scratch.WHOLE)
-    (tmp_path / "depot/runs/x/unfinished/step-000005-abc/whole").unlink()
-    assert scratch._fetch_latest(depot, "runs/x", tmp_path / "there")
-    assert (tmp_path / "there/metrics.jsonl").read_text() == "three"
-    assert [path.name for path in (tmp_path / "there/checkpoints").iterdir()] == ["step-000003"]
+        storage.put_folder(here, f"runs/x/unfinished/step-{step:06d}-abc", last=results.WHOLE)
+    (tmp_path / "url/runs/x/unfinished/step-000005-abc/whole").unlink()
+    assert results.fetch_latest(storage, "runs/x", run)
+    assert run.log_file("metrics").read_text() == "three"
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-000003"]
 
 
-def test_a_snapshot_has_the_checkpoint_and_the_records_and_replaces_those_before(depot, tmp_path):
+def test_a_snapshot_has_the_checkpoint_and_the_records_and_replaces_those_before(tmp_path):
+    storage = Storage(f"file://{tmp_path}/url")
     folder = filled(tmp_path / "work/run", **{"metrics.jsonl": "1\n2\n", "model__weights": "w", ".lock": ""})
     filled(folder, **{"checkpoints__step-000001__state.json": "old", "checkpoints__step-000002__state.json": "new"})
     for step in (1, 2):
-        scratch.put_snapshot(depot, "runs/x", folder, step, folder / f"checkpoints/step-{step:06d}")
-    (name,) = depot.names("runs/x/unfinished")
+        results.put_snapshot(storage, "runs/x", RunFolder(folder), step, folder / f"checkpoints/step-{step:06d}")
+    (name,) = storage.names("runs/x/unfinished")
     assert name.startswith("step-000002-")
-    assert depot.get_folder(f"runs/x/unfinished/{name}", tmp_path / "there", last=scratch.WHOLE)
+    assert storage.get_folder(f"runs/x/unfinished/{name}", tmp_path / "there", last=results.WHOLE)
     assert sorted(files_of(tmp_path / "there")) == ["checkpoints/step-000002/state.json", "metrics.jsonl", "whole"]
     assert not (tmp_path / "work/stage").exists()
 
 
 def test_a_failed_run_leaves_its_evidence_where_the_user_is(prepared):
-    _, depot, store, job, place = prepared
+    _, storage, folder, there, job, place = prepared
     job["config"]["optimizer"]["lr"] = 1e30
-    engine = DepotEngine(InlineEngine(), depot, store)
+    engine = there.through(InlineEngine(there.perform))
     engine.start("x", job)
     [(name, outcome)] = engine.wait(60)
     engine.close()
     assert (name, outcome["state"]) == ("x", "failed")
-    assert "what the step saw is in failed-step-" in outcome["error"]
-    folder = store.folder / place
-    (seen,) = folder.glob("failed-step-*.json")
-    assert json.loads(seen.read_text())["step"] >= 2
-    assert len(read(folder / "metrics.jsonl")) == json.loads(seen.read_text())["step"] - 1
-    assert scratch.progress_at(depot, place) == json.loads(seen.read_text())["step"] - 1  # to go on from
-    assert not (folder / "failed").exists()
-    assert store.state(folder) == "waiting"  # the runner says that it failed
+    assert "failed-step-" in outcome["error"]
+    run = RunFolder(folder.path / place)
+    (seen,) = run.path.glob("failed-step-*.json")
+    step = json.loads(seen.read_text())["step"]
+    assert step >= 2
+    assert len(run.log("metrics")) == step - 1
+    assert results.progress_at(storage, place) == step - 1  # to resume from
+    assert not (run.path / "failed").exists()
+    assert run.state == "waiting"  # the runner says that it failed
 
 
 def test_dead_attempts_are_removed_and_living_ones_are_left(tmp_path):
     for name in ("dead", "alive", "foreign"):
         filled(tmp_path / name / ("other" if name == "foreign" else "run"), a="x")
     with claim(tmp_path / "alive"):
-        scratch._remove_dead(tmp_path, "run")
+        results._remove_dead(tmp_path, "run")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["alive", "foreign"]
-
-
-def test_a_worker_with_another_version_does_nothing(prepared):
-    job = {**prepared[3], "version": "0.0.0"}
-    outcome = execute(job)
-    assert outcome["state"] == "failed"
-    assert "another gatespace" in outcome["error"]
-    assert "0.0.0" in outcome["error"]
-
-
-def test_scores_of_a_cluster_are_the_machines_own(both, tmp_path, monkeypatch):
-    plain = both[0]
-    store = Store(tmp_path / "study")
-    shutil.copytree(plain, store.folder)
-    shutil.rmtree(store.folder / "runs")
-    shutil.rmtree(store.folder / "scores")
-    (work,) = [work for work in outline(store, tiny_study(), 1)[1] if work.run is not None]
-    assert execute({**work.job(), "scores": str(store.scores)}) == {"state": "done"}
-    assert not store.scores.exists()
-    assert (scratch_of(str(store.scores)) / "scores" / "data.mdb").exists()
-    assert read(store.folder / "runs" / work.folder.name / "metrics.jsonl") == read(
-        plain / "runs" / work.folder.name / "metrics.jsonl"
-    )
 
 
 # ---------------------------------------------------------------------------------------------------- seen from outside
 
 
 def test_status_knows_what_runs_on_other_machines(prepared):
-    _, depot, store, job, place = prepared
+    _, storage, folder, there, job, place = prepared
     name = Path(place).name
-    folder = filled(store.folder.parent / "work/run", **{"checkpoints__step-000003__state.json": "x"})
-    scratch.put_snapshot(depot, place, folder, 3, folder / "checkpoints/step-000003")
-    store.now_running([name])
-    assert look(store).states[name] == "waiting"  # nobody holds the study
-    with claim(store.folder):
-        assert look(store).states[name] == "running"
-    engine = DepotEngine(InlineEngine(), depot, store)
-    engine._look_at([folder_of(job)])
+    here = filled(folder.path.parent / "work/run", **{"checkpoints__step-000003__state.json": "x"})
+    results.put_snapshot(storage, place, RunFolder(here), 3, here / "checkpoints/step-000003")
+    folder.now_running([name])
+    assert look(folder).states[name] == "waiting"  # no process holds the study
+    with folder.claim():
+        assert look(folder).states[name] == "running"
+    engine = there.through(InlineEngine())
+    engine.look_at([folder_of(job)])
     engine.close()
-    assert progress_of(folder_of(job)) == 3
+    assert folder_of(job).last_step() == 3
 
 
 def test_the_command_takes_a_url(tmp_path, both, cli_run):
-    _, far, depot = both
+    _, far, storage = both
     file = tmp_path / "study.yaml"
     file.write_text(dump_yaml(tiny_study()))
     result = cli_run(
-        "run", file, "--output", tmp_path / "out", "--results", depot.url, "--no-report", "--json", "--quiet"
+        "run", file, "--output", tmp_path / "out", "--results", storage.url, "--no-report", "--json", "--quiet"
     )
     assert result.exit_code == 0, result.stderr
     assert len(json.loads(result.stdout)["done"]) == len(list(far.glob("*/*/done")))

@@ -17,13 +17,12 @@ from typing import Any
 import pytest
 
 from gatespace.config import StudyConfig, dump_yaml
+from gatespace.runs import StudyFolder
 from gatespace.study.engines import LocalEngine
 from gatespace.study.results import read_results
 from gatespace.study.runner import run_study
-from gatespace.study.store import Store
-
-from ..conftest import settings as small
-from ..conftest import study as parsed
+from tests.study.conftest import settings as small
+from tests.study.conftest import study as parsed
 
 CALM = {
     "OMP_NUM_THREADS": "1",
@@ -65,14 +64,13 @@ def until(found: Callable[[], Any], what: str, *, every: float = 0.05) -> Any:
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Path:
     """The study as local processes do it."""
-    folder = tmp_path_factory.mktemp("reference") / "study"
+    folder = StudyFolder(tmp_path_factory.mktemp("reference") / "study")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GATESPACE_CACHE", str(shared_cache))
-        store = Store(folder)
-        threads = store.begin(study(), workers=2, threads=1)
-        outlook = run_study(study(), store, LocalEngine(2, threads), threads=threads)
-    assert {*outlook.states.values()} == {"done"}, [store.error(work.folder) for work in outlook.work]
-    return folder
+        threads = folder.begin(study(), workers=2, threads=1)
+        outlook = run_study(study(), folder, LocalEngine(2, threads), threads=threads)
+    assert {*outlook.states.values()} == {"done"}, outlook.errors()
+    return folder.path
 
 
 @pytest.fixture

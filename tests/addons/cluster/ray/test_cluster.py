@@ -11,13 +11,13 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: `make test-engines` has an environment with it")
 
-from gatespace.addons.cluster.ray_engine import RayEngine
+from gatespace.addons.cluster.ray_cluster import RayEngine
 from gatespace.config import TeachConfig, dump_config, parse_config
-from gatespace.config.study import ResourcesConfig
 from gatespace.errors import RunError, UsageError
-from gatespace.study.store import progress_of
+from gatespace.runs import RunFolder, StudyFolder
+from gatespace.study.engines import EngineSpec
 
-from .conftest import Nodes, descendants, gatespace, numbers, run_folder_of, until
+from .conftest import Nodes, descendants, gatespace, numbers, run_folder_of, study, until
 
 pytestmark = pytest.mark.slow
 
@@ -38,14 +38,14 @@ def test_a_killed_node_costs_nothing_that_a_checkpoint_has(tmp_path, file, refer
     words = ("run", file, "--output", folder, "--engine", "ray", "--address", cluster.address, "--no-report")
     with gatespace(*words) as process:
         held = until(lambda: run_folder_of(cluster.workers_of_second(), folder / "runs"), "run on the second node")
-        until(lambda: progress_of(held) >= 3 and list(held.glob("checkpoints/step-*")), "checkpoint")
+        until(lambda: RunFolder(held).last_step() >= 3 and list(held.glob("checkpoints/step-*")), "checkpoint")
         workers = cluster.workers_of_second()
         cluster.kill_second()
         timings = (held / "timings.jsonl").read_text().splitlines()
         assert not (held / "done").exists(), "the run was over before its node was killed"
         _, heard = process.communicate(timeout=600)
     assert process.returncode == 0, heard
-    assert "begun again (1 of 3 times)" in heard
+    assert "resumed (1 of 3 times)" in heard
     assert held.name in heard
     assert numbers(folder) == numbers(reference)
     # What a step took is never the same twice, so these steps were not done again.
@@ -54,10 +54,15 @@ def test_a_killed_node_costs_nothing_that_a_checkpoint_has(tmp_path, file, refer
     assert not [pid for pid in workers if Path(f"/proc/{pid}/fd").is_dir() and os.listdir(f"/proc/{pid}/fd")]
     # Each machine has scores of its own; the folder that all see has none.
     assert not (folder / "scores").exists()
-    assert [len(list(cache.glob("studies/*/scores/data.mdb"))) for cache in cluster.caches] == [1, 1]
+    assert [len(list(cache.glob("studies/*/scores"))) for cache in cluster.caches] == [1, 1]
 
 
 # ---------------------------------------------------------------------------------------------------- the engine
+
+
+def ray_engine(tmp_path: Path, address: str | None = None, note=lambda text: None, **resources: object) -> RayEngine:
+    spec = EngineSpec(study(resources=resources), StudyFolder(tmp_path / "study"), 1, 1, address, note=note)
+    return RayEngine(spec)
 
 
 def long_job(folder: Path, steps: int = 100_000) -> dict:
@@ -73,7 +78,7 @@ def ended(engine: RayEngine) -> list:
 
 def test_a_worker_that_is_lost_again_and_again_is_given_up(tmp_path):
     notes: list[str] = []
-    engine = RayEngine(1, 1, resources=ResourcesConfig(retries=1), note=notes.append)
+    engine = ray_engine(tmp_path, note=notes.append, retries=1)
     try:
         killed: set[int] = set()
         engine.start("victim", long_job(tmp_path / "run"))
@@ -108,7 +113,7 @@ def test_a_worker_that_is_lost_again_and_again_is_given_up(tmp_path):
 
 def test_a_run_goes_where_its_resources_are(tmp_path, nodes):
     cluster: Nodes = nodes()
-    engine = RayEngine(1, 1, cluster.address, resources=ResourcesConfig(custom={"second": 1}))
+    engine = ray_engine(tmp_path, cluster.address, custom={"second": 1})
     try:
         engine.start("model", long_job(tmp_path / "run", steps=1))
         assert ended(engine) == [("model", {"state": "done"})]
@@ -118,13 +123,13 @@ def test_a_run_goes_where_its_resources_are(tmp_path, nodes):
         engine.close()
 
 
-def test_what_no_node_has_is_said(nodes):
+def test_what_no_node_has_is_said(tmp_path, nodes):
     with pytest.raises(UsageError, match="more than this machine has") as caught:
-        RayEngine(1, 1, resources=ResourcesConfig(custom={"a100": 1}))
+        ray_engine(tmp_path, custom={"a100": 1})
     assert "a100 0" in str(caught.value)
     cluster: Nodes = nodes()
     notes: list[str] = []
-    engine = RayEngine(1, 1, cluster.address, resources=ResourcesConfig(gpus=2), note=notes.append)
+    engine = ray_engine(tmp_path, cluster.address, notes.append, gpus=2)
     engine.close()
     assert "GPU 2" in notes[0]
 
@@ -132,4 +137,4 @@ def test_what_no_node_has_is_said(nodes):
 def test_no_cluster_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where `auto` looks
     with pytest.raises(RunError, match="Ray could not be reached"):
-        RayEngine(1, 1, "auto")
+        ray_engine(tmp_path, "auto")

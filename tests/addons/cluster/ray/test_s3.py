@@ -15,8 +15,8 @@ pytest.importorskip("ray", reason="Ray is not installed: `make test-engines` has
 pytest.importorskip("s3fs", reason="s3fs is not installed: `make test-engines` has an environment with it")
 pytest.importorskip("moto.server", reason="moto is not installed: `make test-engines` has it")
 
-from gatespace.addons.cluster import scratch
-from gatespace.addons.cluster.depot import Depot
+from gatespace.addons.cluster import results
+from gatespace.addons.cluster.storage import Storage
 from gatespace.errors import RunError
 from gatespace.files import read
 
@@ -54,35 +54,35 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
 
 
 def test_folders_on_s3(s3, tmp_path):
-    depot = Depot(f"s3://{BUCKET}/some/where/")
+    storage = Storage(f"s3://{BUCKET}/some/where/")
     here = tmp_path / "here"
     (here / "deep").mkdir(parents=True)
     content = os.urandom(6_000_000)
     (here / "deep" / "large").write_bytes(content)
     (here / "empty").write_bytes(b"")
-    assert depot.names("runs") == []
-    assert depot.read("study.yaml") is None
-    assert not depot.get_folder("runs/x", tmp_path / "there", last="done")
-    depot.put_folder(here, "runs/x", last="done")
+    assert storage.names("runs") == []
+    assert storage.read("study.yaml") is None
+    assert not storage.get_folder("runs/x", tmp_path / "there", last="done")
+    storage.put_folder(here, "runs/x", last="done")
     # Another process sees it at once, and so does this one.
-    assert depot.has("runs/x/done")
-    assert Depot(depot.url).names("runs/x") == ["deep", "done", "empty"]
-    assert depot.get_folder("runs/x", tmp_path / "there", last="done")
+    assert storage.has("runs/x/done")
+    assert Storage(storage.url).names("runs/x") == ["deep", "done", "empty"]
+    assert storage.get_folder("runs/x", tmp_path / "there", last="done")
     assert (tmp_path / "there/deep/large").read_bytes() == content
     assert (tmp_path / "there/empty").read_bytes() == b""
-    depot.remove("runs/x")
-    depot.remove("runs/x")
-    assert not depot.has("runs/x/done")
-    assert depot.names("runs") == []
+    storage.remove("runs/x")
+    storage.remove("runs/x")
+    assert not storage.has("runs/x/done")
+    assert storage.names("runs") == []
     with pytest.raises(RunError, match="could not be written to s3://nosuch"):
-        Depot("s3://nosuch-bucket/x").write("a", b"")
+        Storage("s3://nosuch-bucket/x").write("a", b"")
 
 
 def test_a_node_that_is_killed_is_taken_over_by_one_that_shares_no_folder_with_it(tmp_path, file, reference, nodes, s3):
     cluster: Nodes = nodes(**s3)
-    folder, depot = tmp_path / "study", Depot(f"s3://{BUCKET}/cluster")
+    folder, storage = tmp_path / "study", Storage(f"s3://{BUCKET}/cluster")
     words = ("run", file, "--output", folder, "--engine", "ray", "--address", cluster.address, "--no-report")
-    with gatespace(*words, "--results", depot.url) as process:
+    with gatespace(*words, "--results", storage.url) as process:
         attempts = cluster.caches[1] / "studies"
 
         def begun() -> Path | None:
@@ -90,31 +90,31 @@ def test_a_node_that_is_killed_is_taken_over_by_one_that_shares_no_folder_with_i
             held = run_folder_of(cluster.workers_of_second(), attempts)
             if held is None or not re.search(r"-s\d+-", held.name):
                 return None
-            return held if scratch.progress_at(depot, f"runs/{held.name}") >= 2 else None
+            return held if results.progress_at(storage, f"runs/{held.name}") >= 2 else None
 
         held = until(begun, "run of the second node at the URL", every=0.3)
         place = f"runs/{held.name}"
         cluster.kill_second()
-        step = scratch.progress_at(depot, place)
-        assert not depot.has(f"{place}/done"), "the run was over before its node was killed"
-        (snapshot,) = [name for name in depot.names(f"{place}/{scratch.UNFINISHED}") if f"{step:06d}" in name]
-        before = read_timings(depot, f"{place}/{scratch.UNFINISHED}/{snapshot}")
+        step = results.progress_at(storage, place)
+        assert not storage.has(f"{place}/done"), "the run was over before its node was killed"
+        (snapshot,) = [name for name in storage.names(f"{place}/{results.UNFINISHED}") if f"{step:06d}" in name]
+        before = read_timings(storage, f"{place}/{results.UNFINISHED}/{snapshot}")
         _, heard = process.communicate(timeout=600)
     assert process.returncode == 0, heard
     assert f"{held.name}: " in heard
-    assert "begun again (1 of 3 times)" in heard
+    assert "resumed (1 of 3 times)" in heard
     assert numbers(folder) == numbers(reference)
     # What a step took is never the same twice: the first node's steps up to its last snapshot were not done again.
     assert step >= 2
     assert read(folder / place / "timings.jsonl")[:step] == before[:step]
     # The folder was filled from the URL, which holds nothing unfinished any more.
     for done in folder.glob("runs/*"):
-        assert sorted(depot.names(f"runs/{done.name}")) == sorted({*os.listdir(done), "reads"} - {"progress.json"})
+        assert sorted(storage.names(f"runs/{done.name}")) == sorted({*os.listdir(done), "reads"} - {"progress.json"})
     assert str(tmp_path / "study") in (folder / place / "config.yaml").read_text()
     assert "cache-" not in (folder / place / "config.yaml").read_text()
     # What it was begun with is there for whoever goes on from the URL alone.
-    assert json.loads(depot.read("store.json") or b"")["threads"] == 1
+    assert json.loads(storage.read("store.json") or b"")["threads"] == 1
 
 
-def read_timings(depot: Depot, place: str) -> list[dict]:
-    return [json.loads(line) for line in (depot.read(f"{place}/timings.jsonl") or b"").splitlines()]
+def read_timings(storage: Storage, place: str) -> list[dict]:
+    return [json.loads(line) for line in (storage.read(f"{place}/timings.jsonl") or b"").splitlines()]

@@ -1,0 +1,48 @@
+"""What a worker on a node does before its job. A real cluster is in `ray/`, where Ray is installed."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from gatespace.addons.cluster.ray_cluster import Node, asked, execute_on_node
+from gatespace.addons.cluster.results import scratch_of
+from gatespace.config.study import ResourcesConfig
+from gatespace.runs import StudyFolder
+from gatespace.study.outlook import outline
+from gatespace.study.runner import run_study
+from tests.study.conftest import InlineEngine, study
+
+
+def test_a_worker_with_another_version_does_nothing():
+    performed: list[object] = []
+    outcome = execute_on_node({"do": "train"}, Node(performed.append, version="0.0.0"))
+    assert outcome["state"] == "failed"
+    assert "another gatespace" in outcome["error"]
+    assert "0.0.0" in outcome["error"]
+    assert performed == []
+
+
+def test_what_a_run_asks_for():
+    assert asked(ResourcesConfig(), threads=3) == {"CPU": 3.0}
+    some = ResourcesConfig(cpus=2, gpus=0.5, memory_gb=1.5, custom={"a100": 1})
+    assert asked(some, threads=3) == {"CPU": 2, "GPU": 0.5, "memory": 1.5 * 2**30, "a100": 1}
+
+
+@pytest.mark.slow
+def test_scores_of_a_cluster_are_the_machines_own(tmp_path):
+    axes = {"restrictions": False, "static": [], "isolation": None}
+    teach, train = {"teacher": {"model": "tiny", "steps": 2}}, {**study().train, "pair": {"student": "tiny"}}
+    config = study(axes=axes, points=["G5"], seeds=[1], teach=teach, train=train)
+    folder = StudyFolder(tmp_path / "study")
+    run_study(config, folder, InlineEngine(), threads=folder.begin(config, workers=1, threads=1))
+    (work,) = [work for work in outline(folder, config, 1)[1] if work.run is not None]
+    before = work.folder.log("metrics")
+    assert folder.scores.exists()
+    shutil.rmtree(work.folder)
+    shutil.rmtree(folder.scores)
+    assert execute_on_node(work.job(), Node(scores=str(folder.scores))) == {"state": "done"}
+    assert not folder.scores.exists()
+    assert list((scratch_of(str(folder.scores)) / "scores").iterdir())
+    assert work.folder.log("metrics") == before
