@@ -1,4 +1,7 @@
-"""What an audit of the paper's own numbers shows. Every entry has its numbers and `says`, a sentence made of them."""
+"""The paper held against its own numbers: its tables recomputed, and an audit. Needs no torch.
+
+Every entry of the audit has its numbers and `says`, a sentence made of them.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from gatespace.addons.paper.counts import above_static, mean_deltas, null_cells, sharing
+from gatespace.addons.paper import counts, tables
 from gatespace.addons.paper.facts import facts, hundredths, seed_accuracies
-from gatespace.addons.paper.tables import differences, nine, selection_seed
+from gatespace.addons.paper.tables import SELECTION_SEED, Row, nine
 from gatespace.evidence.counts import win_count
 from gatespace.evidence.groups import Difference, anova, block_claim
 from gatespace.evidence.paired import seeds_needed
@@ -17,12 +20,30 @@ from gatespace.evidence.records import Anova, BlockClaim, WinCount
 from gatespace.gating.coefficients import Gate, NotApplicable
 from gatespace.seeding import stream
 
-Row = dict[str, Any]
 SIMULATIONS = 99_999
 
 
+def recompute() -> dict[str, Any]:
+    """Every table with what is printed, what is computed and whether they match; then the audit."""
+    return {
+        "nine": nine(),
+        "seed_sds": tables.seed_sds(),
+        "not_applicable": tables.not_applicable(),
+        "d_on_g2": tables.d_on_g2(),
+        "best_observed": tables.best_observed(),
+        "named_cells": tables.named_cells(),
+        "sampling_errors": tables.sampling_errors(),
+        "statements": tables.statements(),
+        "whole_counts": tables.whole_counts(),
+        "win_counts": counts.win_counts(),
+        "cells": counts.cells(),
+        "mean_deltas": counts.mean_deltas(),
+        "audit": audit(),
+    }
+
+
 def audit() -> dict[str, Row]:
-    """All of it: topic → numbers and a sentence."""
+    """Topic → numbers and a sentence."""
     return {
         "fresh_seeds": _fresh_seeds(),
         "group_claim": _group_claim(),
@@ -40,39 +61,40 @@ def audit() -> dict[str, Row]:
 
 def _fresh_seeds() -> Row:
     rows = nine()
-    chosen = selection_seed()
-    single = [d for row in rows for seed, d in zip(row["seeds"], row["differences"], strict=True) if seed != chosen]
-    fresh = [row["fresh_mean"] for row in rows]
+    pairs = [(s, d) for row in rows for s, d in zip(row["seeds"], row["differences"], strict=True)]
+    single = [difference for seed, difference in pairs if seed != SELECTION_SEED]
     on_chosen, on_fresh = statistics.fmean(row["delta_1seed"] for row in rows), statistics.fmean(single)
-    means = {"positive": _above(fresh), "zero": _zero(fresh), "negative": _below(fresh)}
-    singles = {"positive": _above(single), "zero": _zero(single), "negative": _below(single)}
+    means, singles = _signs([row["fresh_mean"] for row in rows]), _signs(single)
     return {
-        "selection_seed": chosen,
+        "selection_seed": SELECTION_SEED,
         "mean_on_selection_seed": on_chosen,
         "mean_on_fresh_seeds": on_fresh,
         "fresh_means": means,
         "single_differences": singles,
-        "says": f"Seed {chosen} both selects the nine comparisons and counts in their replication. On it their mean "
-        f"is {on_chosen:+.2f} pp, on the fresh seeds 2 and 3 it is {on_fresh:+.2f} pp: {means['positive']} of the nine "
-        f"means are positive, {means['zero']} is zero, {means['negative']} are negative, and the {len(single)} single "
-        f"differences split {singles['positive']} to {singles['negative']}.",
+        "says": f"Seed {SELECTION_SEED} both selects the nine comparisons and counts in their replication. On it their "
+        f"mean is {on_chosen:+.2f} pp, on the fresh seeds 2 and 3 it is {on_fresh:+.2f} pp: {means['positive']} of the "
+        f"nine means are positive, {means['zero']} is zero, {means['negative']} are negative, and the {len(single)} "
+        f"single differences split {singles['positive']} to {singles['negative']}.",
     }
+
+
+def _signs(values: list[float]) -> dict[str, int]:
+    above, below = sum(value > 1e-9 for value in values), sum(value < -1e-9 for value in values)
+    return {"positive": above, "zero": len(values) - above - below, "negative": below}
 
 
 def _group_claim() -> Row:
     cells = [
         Difference(row["task"], seed, row["a"], row["b"], d)
         for row in facts()["nine"]
-        for seed, d in differences(row).items()
+        for seed, d in tables.differences(row).items()
     ]
-    found = {}
-    for name, seed in (("all_seeds", None), ("fresh_seeds", selection_seed())):
-        claim = block_claim(cells, exclude_seed=seed)
-        assert isinstance(claim, BlockClaim)
-        found[name] = claim
-    whole, fresh = found["all_seeds"], found["fresh_seeds"]
+    whole, fresh = block_claim(cells), block_claim(cells, exclude_seed=SELECTION_SEED)
+    assert isinstance(whole, BlockClaim)
+    assert isinstance(fresh, BlockClaim)
     return {
-        **{name: _claim(claim) for name, claim in found.items()},
+        "all_seeds": _claim(whole),
+        "fresh_seeds": _claim(fresh),
         "says": f"As one claim over the nine, by means of (task, seed) blocks: {whole.mean:+.2f} pp, p = {whole.p:.3f} "
         f"over {whole.n} blocks with the selection seed, and {fresh.mean:+.2f} pp, p = {fresh.p:.2f} (sign-flip "
         f"{fresh.sign_flip_p:.2f}) over {fresh.n} blocks without it.",
@@ -114,13 +136,8 @@ def _omnibus() -> Row:
     for task, runs in facts()["per_seed_accuracy"].items():
         found = anova({point: {s: v / 100 for s, v in seed_accuracies(task, point).items()} for point in runs})
         assert isinstance(found, Anova)
-        tasks[task] = {
-            "f": found.f,
-            "df": list(found.df),
-            "p": found.p,
-            "residual_sd": found.sd,
-            "points": found.points,
-        }
+        numbers = {"f": found.f, "df": list(found.df), "p": found.p}
+        tasks[task] = numbers | {"residual_sd": found.sd, "points": found.points}
     parts = [f"{task} F({r['df'][0]}, {r['df'][1]}) = {r['f']:.2f}, p = {r['p']:.2f}" for task, r in tasks.items()]
     return {
         "tasks": tasks,
@@ -162,20 +179,14 @@ def _duplicates() -> Row:
 
 def _shared() -> Row:
     generator = np.random.default_rng(stream(0, "paper", "win count"))
-    found = win_count(null_cells(), generator=generator, simulations=SIMULATIONS)
+    found = win_count(counts.null_cells(), generator=generator, simulations=SIMULATIONS)
     assert isinstance(found, WinCount)
-    most = sharing()[0]
+    sharing = counts.sharing()
+    most = sharing[0]
     return {
         "most_shared": most,
-        "sharing": sharing(),
-        "wins": found.wins,
-        "losses": found.losses,
-        "naive_variance": found.naive_variance,
-        "null_variance": found.null_variance,
-        "effective_n": found.effective_n,
-        "naive_p": found.naive_p,
-        "correlated_p": found.correlated_p,
-        "simulations": found.simulations,
+        "sharing": sharing,
+        **{key: value for key, value in vars(found).items() if key not in ("ties", "note")},
         "says": f"Cells share runs: {most['restriction']} is the comparator of {most['cells']} of the {most['of']} "
         f"{most['task']} cells. Where nothing differs, the number of wins among {found.cells} cells has variance "
         f"{found.null_variance:.1f} and not {found.naive_variance:.0f}: it is worth {found.effective_n:.1f} "
@@ -186,8 +197,7 @@ def _shared() -> Row:
 
 
 def _infeasible() -> Row:
-    rows = {row["group"]: row for row in mean_deltas()}
-    row = rows["emotion_entropy"]
+    row = next(row for row in counts.mean_deltas() if row["group"] == "emotion_entropy")
     return {
         **row,
         "says": f"Emotion, entropy-only: a mean of {row['printed']:+.2f} pp over {row['cells']} cells is a sum of "
@@ -208,15 +218,8 @@ def _mean_lambda() -> Row:
             cut = gate.entropy_only()
             if isinstance(cut, NotApplicable):
                 continue
-            points.append(
-                {
-                    "task": task,
-                    "point": row["config"],
-                    "lam": list(gate.lam_range()),
-                    "restriction": cut.label,
-                    "restriction_lam": list(cut.lam_range()),
-                }
-            )
+            names = {"task": task, "point": row["config"], "restriction": cut.label}
+            points.append(names | {"lam": list(gate.lam_range()), "restriction_lam": list(cut.lam_range())})
     g1 = next(row for row in points if row["point"] == "G1")
     return {
         "entropy_only": points,
@@ -227,7 +230,7 @@ def _mean_lambda() -> Row:
 
 
 def _static() -> Row:
-    found = above_static()
+    found = counts.above_static()
     return {
         **found,
         "says": f"On hate at seed {found['seed']}, the constant λ = 0.5 ({found['static']:.4f}) is above every "
@@ -251,15 +254,3 @@ def _band() -> Row:
         f"{one:.2f}) and {printed['sigma_printed']} σ in another (SE of a difference of two, {two:.2f}). Neither knows "
         "that both models see the same examples, nor anything of seeds.",
     }
-
-
-def _above(values: list[float]) -> int:
-    return sum(value > 1e-9 for value in values)
-
-
-def _zero(values: list[float]) -> int:
-    return sum(abs(value) <= 1e-9 for value in values)
-
-
-def _below(values: list[float]) -> int:
-    return sum(value < -1e-9 for value in values)

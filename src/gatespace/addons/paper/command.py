@@ -1,4 +1,4 @@
-"""`gatespace paper`: the paper's tables from its own per-seed accuracies, and an audit of its numbers."""
+"""`gatespace paper`: the paper's tables recomputed from its per-seed accuracies, and an audit of its numbers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _recompute() -> dict[str, Any]:
     from gatespace.errors import missing_extra
 
     try:
-        from gatespace.addons.paper.paper import recompute
+        from gatespace.addons.paper.audit import recompute
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in ("numpy", "pandas", "scipy", "statsmodels"):
@@ -89,38 +89,47 @@ def _recompute() -> dict[str, Any]:
     return recompute()
 
 
-def _nine_table(rows: Sequence[Row]) -> Table:
-    table = _table("The nine over seeds 42, 2, 3, in pp: printed above, computed below (tab:3seed)")
-    table.add_column("task, axis / a - b", style="bold")
-    for name in ("mean", "SD", "95 % CI", "p", "match"):
+def _table(title: str, names: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table of text; the first column is bold, the others are set to the right."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    table.add_column(names[0], style="bold")
+    for name in names[1:]:
         table.add_column(name, justify="right")
     for row in rows:
-        old = row["printed"]
-        table.add_row(
-            f"{row['task']}, {row['axis']}\n{_label(row['a'])} - {_label(row['b'])}",
-            f"{old['mean']:+.2f}  \n{row['mean']:+.4f}",
-            f"{old['sd']:.2f}  \n{row['sd']:.4f}",
-            f"[{old['ci'][0]:+.2f}, {old['ci'][1]:+.2f}]\n[{row['ci'][0]:+.4f}, {row['ci'][1]:+.4f}]",
-            f"{old['p']:.2f}  \n{row['p']:.4f}",
-            f"\n{_VERDICTS[row['match']]}",
-        )
+        table.add_row(*row)
     return table
+
+
+def _nine_table(rows: Sequence[Row]) -> Table:
+    def cells(row: Row) -> Iterable[str]:
+        old = row["printed"]
+        yield f"{row['task']}, {row['axis']}\n{_label(row['a'])} - {_label(row['b'])}"
+        yield f"{old['mean']:+.2f}  \n{row['mean']:+.4f}"
+        yield f"{old['sd']:.2f}  \n{row['sd']:.4f}"
+        yield f"[{old['ci'][0]:+.2f}, {old['ci'][1]:+.2f}]\n[{row['ci'][0]:+.4f}, {row['ci'][1]:+.4f}]"
+        yield f"{old['p']:.2f}  \n{row['p']:.4f}"
+        yield f"\n{_VERDICTS[row['match']]}"
+
+    title = "The nine over seeds 42, 2, 3, in pp: printed above, computed below (tab:3seed)"
+    names = ("task, axis / a - b", "mean", "SD", "95 % CI", "p", "match")
+    return _table(title, names, [[*cells(row)] for row in rows])
 
 
 def _fresh_table(rows: Sequence[Row]) -> Table:
-    table = _table("By seed: 42 chose them, 2 and 3 are fresh; and what three seeds can show, in pp")
-    table.add_column("task, a - b", style="bold")
-    for name in ("42", "2", "3", "fresh", "flip p", "MDE"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
-            f"{row['task']} {_label(row['a'])} - {_label(row['b'])}",
-            *(f"{value:+.2f}" for value in row["differences"]),
-            _signed(row["fresh_mean"], 3),
-            f"{row['sign_flip']['p']:.2f}",
-            f"{row['mde']:.1f}",
-        )
-    return table
+    def cells(row: Row) -> Iterable[str]:
+        yield f"{row['task']} {_label(row['a'])} - {_label(row['b'])}"
+        yield from (f"{value:+.2f}" for value in row["differences"])
+        yield _signed(row["fresh_mean"], 3)
+        yield f"{row['sign_flip']['p']:.2f}"
+        yield f"{row['mde']:.1f}"
+
+    title = "By seed: 42 chose them, 2 and 3 are fresh; and what three seeds can show, in pp"
+    return _table(title, ("task, a - b", "42", "2", "3", "fresh", "flip p", "MDE"), [[*cells(row)] for row in rows])
 
 
 def _checks(found: dict[str, Any]) -> Iterable[tuple[str, list[tuple[str, str, str, bool | None]]]]:
@@ -175,70 +184,47 @@ def _checks(found: dict[str, Any]) -> Iterable[tuple[str, list[tuple[str, str, s
 
 
 def _check_table(title: str, rows: Iterable[tuple[str, str, str, bool | None]]) -> Table:
-    table = _table(title)
-    table.add_column("what", style="bold")
-    for name in ("printed", "computed", "match"):
-        table.add_column(name, justify="right")
-    for what, printed, computed, match in rows:
-        table.add_row(what, printed, computed, _VERDICTS[match])
-    return table
+    cells = [(what, printed, computed, _VERDICTS[match]) for what, printed, computed, match in rows]
+    return _table(title, ("what", "printed", "computed", "match"), cells)
 
 
 def _counts_table(rows: Sequence[Row]) -> Table:
-    table = _table("Published win counts: what follows from printed accuracies of seed 42")
-    table.add_column("cells", style="bold")
-    for name in ("of", "won", "won*", "lost", "open", "so", "paper", "verdict"):
-        table.add_column(name, justify="right")
-    for r in rows:
-        counts = [str(r[key]) for key in ("cells", "won", "won_unnamed", "lost", "undecided")]
-        table.add_row(
-            _GROUPS[r["group"]], *counts, f"{r['at_least']} to {r['at_most']}", str(r["published"]), r["verdict"]
-        )
-    return table
+    def cells(row: Row) -> Iterable[str]:
+        yield _GROUPS[row["group"]]
+        yield from (str(row[key]) for key in ("cells", "won", "won_unnamed", "lost", "undecided"))
+        yield f"{row['at_least']} to {row['at_most']}"
+        yield str(row["published"])
+        yield row["verdict"]
+
+    title = "Published win counts: what follows from printed accuracies of seed 42"
+    names = ("cells", "of", "won", "won*", "lost", "open", "so", "paper", "verdict")
+    return _table(title, names, [[*cells(row)] for row in rows])
 
 
 def _means_table(rows: Sequence[Row]) -> Table:
-    table = _table("Published mean differences: what they leave for open cells, in right answers")
-    table.add_column("cells", style="bold")
-    for name in ("mean", "known", "sum", "open", "left", "least", "possible"):
-        table.add_column(name, justify="right")
-    for r in rows:
-        table.add_row(
-            _GROUPS[r["group"]],
-            f"{r['printed']:+.2f}",
-            str(r["known_cells"]),
-            str(r["known_sum"]),
-            str(r["open_cells"]),
-            f"{r['needed'][0]} to {r['needed'][1]}",
-            "-" if r["minimum"] is None else str(r["minimum"]),
-            "yes" if r["feasible"] else "with ties" if r["feasible_with_ties"] else "NO",
-        )
-    return table
+    def cells(row: Row) -> Iterable[str]:
+        yield _GROUPS[row["group"]]
+        yield f"{row['printed']:+.2f}"
+        yield from (str(row[key]) for key in ("known_cells", "known_sum", "open_cells"))
+        yield f"{row['needed'][0]} to {row['needed'][1]}"
+        yield "-" if row["minimum"] is None else str(row["minimum"])
+        yield "yes" if row["feasible"] else "with ties" if row["feasible_with_ties"] else "NO"
+
+    title = "Published mean differences: what they leave for open cells, in right answers"
+    names = ("cells", "mean", "known", "sum", "open", "left", "least", "possible")
+    return _table(title, names, [[*cells(row)] for row in rows])
 
 
 def _verdict(found: dict[str, Any]) -> str:
-    matches = [row["match"] for _, rows in _all_checks(found) for row in rows]
+    keys = ("nine", "seed_sds", "d_on_g2", "best_observed", "named_cells", "sampling_errors", "statements")
+    matches = [row["match"] for key in keys for row in found[key]]
+    matches += [row["match"] for row in found["not_applicable"]["checks"]]
     yes, no, unknown = (sum(match is kind for match in matches) for kind in (True, False, None))
     whole = found["whole_counts"]
     return (
         f"{yes} of {yes + no} figures that can be computed match what is printed; {unknown} are determined by "
         f"nothing else. {whole['accuracies'] - whole['not_a_count']} of {whole['accuracies']} per-seed accuracies are "
         "whole numbers of right answers."
-    )
-
-
-def _all_checks(found: dict[str, Any]) -> Iterable[tuple[str, Sequence[Row]]]:
-    for key in ("nine", "seed_sds", "d_on_g2", "best_observed", "named_cells", "sampling_errors", "statements"):
-        yield key, found[key]
-    yield "not_applicable", found["not_applicable"]["checks"]
-
-
-def _table(title: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    return Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
     )
 
 

@@ -1,4 +1,4 @@
-"""What can and cannot be derived of the paper's win counts.
+"""What can and cannot be derived of the paper's win counts and mean differences.
 
 The 36 cells are not printed. What is: some accuracies, the best of each side, the ends of a grid, and differences from
 which others follow. So every run of seed 42 has a range of right answers, often a single number, and every cell is won,
@@ -8,10 +8,9 @@ lost or undecided.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from gatespace.addons.paper.facts import facts, seed_accuracies
+from gatespace.addons.paper.facts import SEEDS, facts
 from gatespace.evidence.counts import Cell
 
 Row = dict[str, Any]
@@ -24,7 +23,6 @@ class Range(NamedTuple):
 
     low: int
     high: int
-    source: str
 
     @property
     def exact(self) -> bool:
@@ -38,27 +36,20 @@ def known_counts(task: str) -> dict[str, Range]:
     found: dict[str, Range] = {}
     for point, run in facts()["per_seed_accuracy"][task].items():
         count = run["correct"]["42"]
-        found[point] = Range(count, count, "printed")
+        found[point] = Range(count, count)
     derived = facts()["derived_seed42_accuracy"][task]
     for name, entry in derived.items():
         point = name.split(" ")[0]
         if name != "bounds" and not name.startswith(("static", "best")) and point not in found:
-            found[point] = Range(entry["correct"], entry["correct"], "derived")
+            found[point] = Range(entry["correct"], entry["correct"])
     for name, ends in derived["bounds"].items():
         if isinstance(ends, list):
-            found[name] = Range(round(ends[0] * n), round(ends[1] * n), "within the grid's range")
-    # correct: static 0.5, best gap-only, best entropy-only, best of the family
-    best = dict(
-        zip(("static", "gap-only", "entropy-only", "family"), facts()["best_observed"][task]["correct"], strict=True)
-    )
+            found[name] = Range(round(ends[0] * n), round(ends[1] * n))
+    _static, *best = facts()["best_observed"][task]["correct"]  # no run has more than the best of its side
     for row in facts()["comparisons_36"][task]:
-        for point, side in (
-            (row["config"], "family"),
-            (row["gap_only"], "gap-only"),
-            (row["entropy_only"], "entropy-only"),
-        ):
-            if point is not None and point not in found:
-                found[point] = Range(0, best[side], "at most the best of its side")
+        for side, most in zip(("gap_only", "entropy_only", "config"), best, strict=True):
+            if row[side] is not None:
+                found.setdefault(row[side], Range(0, most))
     return found
 
 
@@ -105,11 +96,12 @@ def win_counts() -> list[Row]:
     found = cells()
     rows = []
     for group in GROUPS:
-        mine = [row for row in found if row["group"] == group]
-        rows.append(_counted(group, mine, _unnamed_wins(group), facts()["counts"][group]))
-    by_name = {row["group"]: row for row in rows}
-    for total, parts in (("emotion_total", GROUPS[:2]), ("hate_total", GROUPS[2:]), ("wins", GROUPS)):
-        rows.append(_total(total, [by_name[part] for part in parts]))
+        outcomes = [row["outcome"] for row in found if row["group"] == group]
+        counts = {"cells": len(outcomes), "won": outcomes.count("win"), "lost": outcomes.count("loss")}
+        rows.append(_counted(group, **counts, won_unnamed=_unnamed_wins(group)))
+    for total, parts in (("emotion_total", rows[:2]), ("hate_total", rows[2:4]), ("wins", rows[:4])):
+        keys = ("cells", "won", "won_unnamed", "lost")
+        rows.append(_counted(total, **{key: sum(part[key] for part in parts) for key in keys}))
     rows.append(_isolation())
     return rows
 
@@ -128,18 +120,6 @@ def _unnamed_wins(group: str) -> int:
     return facts()["counts"]["HG5_vs_G5_positive"]["value"][0] - 1 if above else 0
 
 
-def _counted(group: str, mine: list[Row], unnamed: int, published: Mapping[str, Any]) -> Row:
-    wins, losses = (sum(row["outcome"] == kind for row in mine) for kind in ("win", "loss"))
-    return _verdict(group, len(mine), wins, unnamed, losses, published["value"][0], published["src"])
-
-
-def _total(name: str, parts: list[Row]) -> Row:
-    published = facts()["counts"][name]
-    value = published["value"][0] if isinstance(published["value"], list) else published["value"]
-    sums = [sum(part[key] for part in parts) for key in ("cells", "won", "won_unnamed", "lost")]
-    return _verdict(name, sums[0], sums[1], sums[2], sums[3], value, published["src"])
-
-
 def _isolation() -> Row:
     """Of the 26 dynamic points against their static twins only those named in text and tables are known."""
     printed = {(row["task"], row["a"]): row["delta_1seed"] for row in facts()["nine"] if row["axis"] == "isolation"}
@@ -147,31 +127,34 @@ def _isolation() -> Row:
         if cell["cell"].endswith("mean-matched static"):
             printed[cell["task"], cell["cell"].split(" ")[0]] = cell["delta"]
     known = [delta for (task, _), delta in printed.items() if task in facts()["comparisons_36"]]
-    wins, losses = sum(delta > 0 for delta in known), sum(delta < 0 for delta in known)
-    published = facts()["counts"]["mean_match"]
-    return _verdict("mean_match", published["value"][1], wins, 0, losses, published["value"][0], published["src"])
+    won, lost = sum(delta > 0 for delta in known), sum(delta < 0 for delta in known)
+    return _counted("mean_match", cells=facts()["counts"]["mean_match"]["value"][1], won=won, lost=lost)
 
 
-def _verdict(group: str, total: int, won: int, unnamed: int, lost: int, published: int, src: str) -> Row:
-    undecided = total - won - unnamed - lost
-    least, most = won + unnamed, total - lost
-    if undecided == 0:
-        verdict = "derived" if published == least else "contradicted"
-    else:
-        verdict = "possible" if least <= published <= most else "contradicted"
+def _counted(group: str, *, cells: int, won: int, lost: int, won_unnamed: int = 0) -> Row:
+    printed = facts()["counts"][group]
+    published = printed["value"][0] if isinstance(printed["value"], list) else printed["value"]
+    at_least, at_most = won + won_unnamed, cells - lost
     return {
         "group": group,
-        "cells": total,
+        "cells": cells,
         "won": won,
-        "won_unnamed": unnamed,
+        "won_unnamed": won_unnamed,
         "lost": lost,
-        "undecided": undecided,
-        "at_least": least,
-        "at_most": most,
+        "undecided": at_most - at_least,
+        "at_least": at_least,
+        "at_most": at_most,
         "published": published,
-        "verdict": verdict,
-        "src": src,
+        "verdict": verdict(published, at_least, at_most),
+        "src": printed["src"],
     }
+
+
+def verdict(published: int, at_least: int, at_most: int) -> str:
+    """Whether a published count is what follows, can be, or cannot be."""
+    if not at_least <= published <= at_most:
+        return "contradicted"
+    return "derived" if at_least == at_most else "possible"
 
 
 # ------------------------------------------------------------------------------------------------------ the means
@@ -193,8 +176,7 @@ def mean_deltas() -> list[Row]:
         known = [row for row in mine if row["at_least"] is not None and row["at_least"] == row["at_most"]]
         open_cells = [row for row in mine if row not in known]
         total = sum(row["at_least"] for row in known)
-        printed = facts()["mean_delta_pp"][group]
-        wins = facts()["counts"][group]["value"][0]
+        printed, wins = facts()["mean_delta_pp"][group], facts()["counts"][group]["value"][0]
         must_lead = wins == len(mine) - sum(row["outcome"] == "loss" for row in mine)
         strict = _minimum(group, open_cells, lead=1) if must_lead else None
         loose = _minimum(group, open_cells, lead=0) if must_lead else None
@@ -274,5 +256,5 @@ def above_static() -> Row:
         "best_entropy_only": entropy / n,
         "family_known": len(exact),
         "family_above": sum(count > static for count in exact.values()),
-        "seed": next(iter(seed_accuracies("hate", "G4"))),
+        "seed": SEEDS[0],
     }
