@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import subprocess
 import sys
+import typing
 from typing import Any
 
 import pytest
@@ -12,29 +14,12 @@ import torch
 
 import gatespace
 from gatespace import gating
+from gatespace.gating.inputs import LossOptions, TokenOptions
+from gatespace.gating.loss import DEFAULTS
 
 REQUIRED = inspect.Parameter.empty
-ANY = object()  # a default that may change without breaking a caller
 
-GATED_OPTIONS: dict[str, Any] = {
-    "gate": REQUIRED,
-    "mask": None,
-    "top_k": 8,
-    "temperature": 1.0,
-    "stop_gradient": False,
-    "support": "full",
-    "support_k": None,
-    "entropy": "top_k",
-    "sampled": None,
-    "sampled_log_probs": None,
-    "segment_ids": None,
-    "u": None,
-    "coefficients": None,
-    "total_tokens": None,
-    "vocab_size": None,
-}
-OBJECTIVE_OPTIONS: dict[str, Any] = {
-    "objective": REQUIRED,
+INPUTS: dict[str, Any] = {
     "mask": None,
     "top_k": 8,
     "temperature": 1.0,
@@ -47,51 +32,76 @@ OBJECTIVE_OPTIONS: dict[str, Any] = {
     "vocab_size": None,
     "lam_order": None,
 }
-KL_OPTIONS: dict[str, Any] = {
-    "support": "full",
-    "support_k": 8,
-    "temperature": 1.0,
-    "sampled": None,
-    "sampled_log_probs": None,
-    "vocab_size": None,
-}
-LOGITS = ("student_logits", "teacher_logits")
-HIDDEN = ("student_hidden", "student_head", "teacher_hidden", "teacher_head")
-FUSED = {"recompute": None, "chunk_mb": ANY}
+GATED = {"gate": REQUIRED, "stop_gradient": False, "support": "full", "support_k": None, "coefficients": None}
+FUSED = {"recompute": None, "chunk_mb": 60}
 
-SIGNATURES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "gated_kl": (LOGITS, GATED_OPTIONS),
-    "fused_gated_kl": (HIDDEN, GATED_OPTIONS | FUSED),
-    "distillation_loss": (LOGITS, OBJECTIVE_OPTIONS),
-    "fused_distillation_loss": (HIDDEN, OBJECTIVE_OPTIONS | FUSED),
-    "forward_kl": (LOGITS, KL_OPTIONS),
-    "reverse_kl": (LOGITS, KL_OPTIONS),
+SIGNATURES: dict[str, tuple[tuple[str, ...], dict[str, Any], type | None]] = {
+    # name: positional, keyword-only with defaults, further fields of LossInputs as keywords
+    "gated_kl": (("student_logits", "teacher_logits"), GATED, LossOptions),
+    "fused_gated_kl": (
+        ("student_hidden", "student_head", "teacher_hidden", "teacher_head"),
+        GATED | FUSED,
+        LossOptions,
+    ),
+    "distillation_loss": (("student_logits", "teacher"), {"objective": REQUIRED, "inputs": DEFAULTS}, None),
+    "fused_distillation_loss": (
+        ("student_hidden", "student_head", "teacher_payload", "teacher_head"),
+        {"objective": REQUIRED, "inputs": DEFAULTS, **FUSED},
+        None,
+    ),
+    "forward_kl": (("student_logits", "teacher_logits"), {"support": "full", "support_k": 8}, TokenOptions),
+    "reverse_kl": (("student_logits", "teacher_logits"), {"support": "full", "support_k": 8}, TokenOptions),
 }
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures(name: str) -> None:
-    positional, options = SIGNATURES[name]
-    found = inspect.signature(getattr(gating, name)).parameters
-    kinds = {p.name: p.kind for p in found.values()}
-    assert tuple(n for n, kind in kinds.items() if kind is not inspect.Parameter.KEYWORD_ONLY) == positional
-    for n in positional:
-        assert kinds[n] is inspect.Parameter.POSITIONAL_OR_KEYWORD
-        assert found[n].default is REQUIRED
-    keyword_only = [n for n, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
-    assert keyword_only == list(options)
-    for n, default in options.items():
-        if default is not ANY:
-            assert found[n].default == default, n
-        else:
-            assert found[n].default is not REQUIRED
+    positional, options, further = SIGNATURES[name]
+    function = getattr(gating, name)
+    found = inspect.signature(function).parameters.values()
+    assert tuple(p.name for p in found if p.kind is p.POSITIONAL_OR_KEYWORD) == positional
+    assert all(p.default is REQUIRED for p in found if p.kind is p.POSITIONAL_OR_KEYWORD)
+    assert {p.name: p.default for p in found if p.kind is p.KEYWORD_ONLY} == options
+    rest = [typing.get_type_hints(function)[p.name] for p in found if p.kind is p.VAR_KEYWORD]
+    assert rest == ([] if further is None else [typing.Unpack[further]])
+
+
+def test_inputs_of_a_loss() -> None:
+    fields = dataclasses.fields(gating.LossInputs)
+    assert {one.name: one.default for one in fields} == INPUTS
+    assert typing.get_type_hints(LossOptions) == typing.get_type_hints(gating.LossInputs)
+    with pytest.raises(TypeError, match="topk"):
+        gating.gated_kl(torch.zeros(1, 1, 4), torch.zeros(1, 1, 4), gate=gating.Gate(), topk=2)  # type: ignore[call-arg]
+
+
+def test_the_form_with_keywords_is_the_one_with_inputs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (torch.randn(2, 3, 20, generator=generator) for _ in range(2))
+    options: dict[str, Any] = {
+        "mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
+        "top_k": 4,
+        "temperature": 2.0,
+        "entropy": "bucket",
+        "sampled": torch.tensor([[3, 1, 2], [0, 5, 6]]),
+        "sampled_log_probs": torch.full((2, 3), -1.5),
+        "segment_ids": torch.tensor([[0, 1, 1], [0, 0, 0]]),
+        "u": torch.tensor([0.2, 0.7]),
+        "total_tokens": 9.0,
+        "vocab_size": 18,
+        "lam_order": torch.tensor([4, 2, 0, 1, 3]),
+    }
+    assert options.keys() == INPUTS.keys()
+    objective = gating.Gated(gating.Gate.named("H2"), "hybrid", 5)
+    wanted = gating.distillation_loss(student, teacher, objective=objective, inputs=gating.LossInputs(**options))
+    found = gating.gated_kl(student, teacher, gate=gating.Gate.named("H2"), support="hybrid", support_k=5, **options)
+    assert torch.equal(found.loss, wanted.loss)
 
 
 @pytest.mark.parametrize(
     ("name", "positional", "options"),
     [
         ("teacher_entropy", ("teacher_logits",), {"top_k": 8, "entropy": "top_k"}),
-        ("gap", LOGITS, {}),
+        ("gap", ("student_logits", "teacher_logits"), {}),
         ("prompt_entropy", ("teacher_logits",), {"mask": None, "top_k": 8, "entropy": "top_k", "segment_ids": None}),
     ],
 )
@@ -128,7 +138,7 @@ def test_heads_and_teachers_by_top_k() -> None:
 
 
 def test_names_at_the_top_level() -> None:
-    for name in ("Gate", "gated_kl", "fused_gated_kl", "signals"):
+    for name in ("Gate", "LossInputs", "gated_kl", "fused_gated_kl", "objectives", "signals"):
         assert name in dir(gatespace)
         assert getattr(gatespace, name) is getattr(gating, name)
     with pytest.raises(AttributeError):

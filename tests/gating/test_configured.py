@@ -12,8 +12,8 @@ from gatespace.config.objective import Method
 from gatespace.errors import UsageError
 from gatespace.gating import OBJECTIVES, Gate, Gated, Static, objective
 from gatespace.gating.configured import build_gate, build_objective
+from gatespace.gating.inputs import ENTROPIES
 from gatespace.gating.supports import SUPPORTS
-from gatespace.gating.tokens import ENTROPIES
 
 
 def build(**settings: Any) -> Any:

@@ -16,6 +16,7 @@ from gatespace.errors import GatespaceError, MissingExtraError, RunError, UsageE
 from gatespace.gating import (
     EOPD,
     Head,
+    LossInputs,
     SampledReverseKL,
     TeacherTopK,
     ToDi,
@@ -96,7 +97,7 @@ def test_vocab_size_beyond_the_logits() -> None:
 def test_masks(mask: torch.Tensor) -> None:
     fails(lambda: gated_kl(z(), z(), gate=GATE, mask=mask), "mask")
     fails(lambda: fused_gated_kl(z(B, T, H), z(V, H), z(B, T, H), z(V, H), gate=GATE, mask=mask), "mask")
-    fails(lambda: distillation_loss(z(), z(), objective=ToDi(), mask=mask), "mask")
+    fails(lambda: distillation_loss(z(), z(), objective=ToDi(), inputs=LossInputs(mask=mask)), "mask")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,7 @@ def test_a_row_without_any_possible_token() -> None:
 def test_temperature(temperature: float) -> None:
     fails(lambda: gated_kl(z(), z(), gate=GATE, temperature=temperature), "temperature")
     fails(lambda: forward_kl(z(), z(), temperature=temperature), "temperature")
-    fails(lambda: distillation_loss(z(), z(), objective=ToDi(), temperature=temperature), "temperature")
+    fails(lambda: LossInputs(temperature=temperature), "temperature")
     fails(
         lambda: fused_gated_kl(z(B, T, H), z(V, H), z(B, T, H), z(V, H), gate=GATE, temperature=temperature),
         "temperature",

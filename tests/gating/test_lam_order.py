@@ -1,4 +1,4 @@
-"""λ dealt out to other tokens: the gate's values all of them, as constants, on both paths and every support."""
+"""λ permuted over tokens: all of the gate's values, as constants, on both paths and every support."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from gatespace import Gate
 from gatespace.errors import UsageError
 from gatespace.gating import (
     Gated,
+    LossInputs,
     Objective,
     TeacherTopK,
     ToDi,
@@ -69,9 +70,8 @@ def both(x: Inputs, objective: Objective, order: np.ndarray | None, *, top_k: bo
     for chunk_mb, recompute in ((None, None), (TINY, False), (TINY, True), (60, False)):
         hidden, weight = leaf(x.hidden), leaf(x.weight)
         if chunk_mb is None:
-            out = distillation_loss(
-                hidden @ weight.T, fixed(teacher_logits) if payload is None else payload, objective=objective, **options
-            )
+            teacher = fixed(teacher_logits) if payload is None else payload
+            out = distillation_loss(hidden @ weight.T, teacher, objective=objective, inputs=LossInputs(**options))
         else:
             out = fused_distillation_loss(
                 hidden,
@@ -79,9 +79,9 @@ def both(x: Inputs, objective: Objective, order: np.ndarray | None, *, top_k: bo
                 fixed(x.teacher_hidden) if payload is None else payload,
                 fixed(x.teacher_weight) if payload is None else None,
                 objective=objective,
+                inputs=LossInputs(**options),
                 chunk_mb=chunk_mb,
                 recompute=recompute,
-                **options,
             )
         out.loss.backward()
         found.append((out, hidden.grad, weight.grad))
@@ -126,20 +126,18 @@ def test_the_values_are_the_gate_s_to_the_bit_and_all_else_is_the_token_s_own(dt
     order = order_of(int(x.mask.sum()))
     tensors = [fixed(value, dtype) for value in (x.hidden, x.weight, x.teacher_hidden, x.teacher_weight)]
     mask = torch.as_tensor(x.mask)
-    dealt = fused_distillation_loss(
-        *tensors, objective=Gated(GATE), mask=mask, lam_order=torch.as_tensor(order), chunk_mb=TINY
-    )
+    permuted = fused_gated_kl(*tensors, gate=GATE, mask=mask, lam_order=torch.as_tensor(order), chunk_mb=TINY)
     own = fused_gated_kl(*tensors, gate=GATE, mask=mask, chunk_mb=TINY)
     keep = mask.bool()
     assert own.lam is not None
-    assert dealt.lam is not None
-    assert torch.equal(dealt.lam[keep], own.lam[keep][order])
-    assert sorted(dealt.lam[keep].tolist()) == sorted(own.lam[keep].tolist())
-    assert dealt.lam[keep].std() > 0.05
-    assert not torch.equal(dealt.lam, own.lam)
-    assert not dealt.lam[~keep].any()
+    assert permuted.lam is not None
+    assert torch.equal(permuted.lam[keep], own.lam[keep][order])
+    assert sorted(permuted.lam[keep].tolist()) == sorted(own.lam[keep].tolist())
+    assert permuted.lam[keep].std() > 0.05
+    assert not torch.equal(permuted.lam, own.lam)
+    assert not permuted.lam[~keep].any()
     for name in ("h", "u", "gap", "forward_kl", "reverse_kl", "weight", "tail_mass"):
-        assert torch.equal(getattr(dealt, name), getattr(own, name)), name
+        assert torch.equal(getattr(permuted, name), getattr(own, name)), name
 
 
 def test_in_its_own_order_it_is_the_gate_without_gradient_through_it() -> None:
@@ -175,18 +173,18 @@ def test_an_empty_mask() -> None:
 )
 def test_what_is_no_permutation_is_refused(order: torch.Tensor) -> None:
     with pytest.raises(UsageError, match="lam_order must be a permutation of the masked tokens"):
-        distillation_loss(torch.zeros(2, 3, 9), torch.zeros(2, 3, 9), objective=Gated(GATE), lam_order=order)
+        gated_kl(torch.zeros(2, 3, 9), torch.zeros(2, 3, 9), gate=GATE, lam_order=order)
 
 
 def test_there_must_be_a_lam_and_nothing_that_learns_from_it() -> None:
     x, order = inputs(8), order_of(8)
     student, teacher = fixed(x.hidden @ x.weight.T), fixed(x.teacher_hidden @ x.teacher_weight.T)
-    options: dict[str, Any] = {"mask": torch.as_tensor(x.mask), "lam_order": torch.as_tensor(order)}
+    given = LossInputs(mask=torch.as_tensor(x.mask), lam_order=torch.as_tensor(order))
     heads = [fixed(value) for value in (x.hidden, x.weight, x.teacher_hidden, x.teacher_weight)]
     learning = Gated(GATE, coefficients=leaf(GATE.abcd))
     for objective, message in ((ToDi(), "'todi' mixes nothing"), (learning, "nothing to learn")):
         with pytest.raises(UsageError, match=message):
-            distillation_loss(student, teacher, objective=objective, **options)
+            distillation_loss(student, teacher, objective=objective, inputs=given)
         with pytest.raises(UsageError, match=message):
-            fused_distillation_loss(*heads, objective=objective, **options)
+            fused_distillation_loss(*heads, objective=objective, inputs=given)
     assert gated_kl(student, teacher, gate=GATE, coefficients=leaf(GATE.abcd)).loss.requires_grad

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gatespace import Gate, gated_kl, signals
-from gatespace.gating import EOPD, Static, ToDi, distillation_loss, forward_kl, reverse_kl
+from gatespace.gating import EOPD, LossInputs, Static, ToDi, distillation_loss, forward_kl, reverse_kl
 
 from . import oracle
 from .compare import assert_close, fixed, leaf, numbers
@@ -186,14 +187,9 @@ def test_without_gap_exchanging_the_sides_negates_the_gate(case: Case, abc: tupl
 
 @given(cases())
 def test_todi_at_beta_1_is_forward_plus_reverse_and_symmetric(case: Case) -> None:
-    options = {
-        "mask": torch.as_tensor(case.mask),
-        "temperature": case.temperature,
-        "objective": ToDi(beta=1.0),
-        "top_k": 2,
-    }
-    todi = distillation_loss(fixed(case.student), fixed(case.teacher), **options)
-    swapped = distillation_loss(fixed(case.teacher), fixed(case.student), **options)
+    inputs = LossInputs(mask=torch.as_tensor(case.mask), temperature=case.temperature, top_k=2)
+    todi = distillation_loss(fixed(case.student), fixed(case.teacher), objective=ToDi(beta=1.0), inputs=inputs)
+    swapped = distillation_loss(fixed(case.teacher), fixed(case.student), objective=ToDi(beta=1.0), inputs=inputs)
     both, _ = run(case.student, case.teacher, Gate(), **of(case))
     assert_close(todi.per_token, numbers(both.forward_kl) + numbers(both.reverse_kl))
     assert_close(todi.loss, swapped.loss)
@@ -249,11 +245,9 @@ def test_hybrid_gated_loss_with_a_fixed_gate_is_unbiased(
 def test_eopd_with_an_infinite_threshold_is_plain_opd(case: Case, random: Any) -> None:
     v = case.student.shape[-1]
     sampled = np.array([[random.randrange(v) for _ in range(case.mask.shape[1])] for _ in range(case.mask.shape[0])])
-    options = {"mask": torch.as_tensor(case.mask), "top_k": 2}
+    inputs = LossInputs(mask=torch.as_tensor(case.mask), top_k=2, sampled=torch.as_tensor(sampled))
     z = leaf(case.student)
-    out = distillation_loss(
-        z, fixed(case.teacher), objective=EOPD(tau=math.inf, top_k=2), sampled=torch.as_tensor(sampled), **options
-    )
+    out = distillation_loss(z, fixed(case.teacher), objective=EOPD(tau=math.inf, top_k=2), inputs=inputs)
     out.loss.backward()
     loss, _, grad = oracle.batch_of(
         case.student,
@@ -269,21 +263,17 @@ def test_eopd_with_an_infinite_threshold_is_plain_opd(case: Case, random: Any) -
 def test_mean_policy_gradient_of_eopd(case: Case) -> None:
     """Σ_y s_y ∇PG(y) = ∇R at every token, by enumeration."""
     v = case.student.shape[-1]
-    options = {"mask": torch.as_tensor(case.mask), "top_k": 2}
+    inputs = LossInputs(mask=torch.as_tensor(case.mask), top_k=2)
     s = oracle.probabilities(case.student)
     mean = np.zeros(case.student.shape)
     for y in range(v):
         z = leaf(case.student)
-        distillation_loss(
-            z,
-            fixed(case.teacher),
-            objective=EOPD(tau=math.inf, top_k=2),
-            sampled=torch.full(case.mask.shape, y),
-            **options,
-        ).loss.backward()
+        one = replace(inputs, sampled=torch.full(case.mask.shape, y))
+        out = distillation_loss(z, fixed(case.teacher), objective=EOPD(tau=math.inf, top_k=2), inputs=one)
+        out.loss.backward()
         mean += s[..., y : y + 1] * z.grad.numpy()
     z = leaf(case.student)
-    distillation_loss(z, fixed(case.teacher), objective=Static(1.0), **options).loss.backward()
+    distillation_loss(z, fixed(case.teacher), objective=Static(1.0), inputs=inputs).loss.backward()
     assert_close(mean, z.grad, atol=1e-10)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,15 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gatespace import Gate, gated_kl
+from gatespace.errors import UsageError
 from gatespace.gating import (
     ABKD,
     AKL,
     EOPD,
     JSD,
+    OBJECTIVES,
     SKL,
     SRKL,
     Gated,
     Head,
+    LossInputs,
     SampledReverseKL,
     Static,
     ToDi,
@@ -102,9 +107,8 @@ def mixture(s: np.ndarray, t: np.ndarray, lam: float) -> oracle.Term:
 
 
 def needs(method: Any, sampled: np.ndarray) -> dict[str, torch.Tensor]:
-    """The sampled tokens, for the methods that read them."""
-    reads = isinstance(method, SampledReverseKL) or (isinstance(method, EOPD) and method.pg == "sampled")
-    return {"sampled": torch.as_tensor(sampled)} if reads else {}
+    """The sampled tokens, for the methods that look at them."""
+    return {"sampled": torch.as_tensor(sampled)} if method.uses_sampled() else {}
 
 
 def by_definition(
@@ -118,7 +122,7 @@ def by_definition(
 
 def run(student: np.ndarray, teacher: np.ndarray, method: Any, **options: Any) -> tuple[Any, np.ndarray]:
     z = leaf(student)
-    out = distillation_loss(z, fixed(teacher), objective=method, **options)
+    out = distillation_loss(z, fixed(teacher), objective=method, inputs=LossInputs(**options))
     out.loss.backward()
     assert z.grad is not None
     return out, z.grad.numpy()
@@ -235,7 +239,8 @@ def test_extreme_logits_stay_finite(name: str) -> None:
     sampled = student.argmax(-1)
     for dtype in (torch.float64, torch.float32):
         z = leaf(student, dtype)
-        out = distillation_loss(z, fixed(teacher, dtype), objective=method, **needs(method, sampled))
+        inputs = LossInputs(**needs(method, sampled))
+        out = distillation_loss(z, fixed(teacher, dtype), objective=method, inputs=inputs)
         out.loss.backward()
         assert torch.isfinite(out.loss)
         assert torch.isfinite(z.grad).all()
@@ -247,7 +252,8 @@ def test_bf16_logits(name: str) -> None:
     student, teacher, mask, sampled = batch(8)
     z = torch.as_tensor(student).to(torch.bfloat16).requires_grad_()
     zt = torch.as_tensor(teacher).to(torch.bfloat16)
-    out = distillation_loss(z, zt, objective=method, mask=torch.as_tensor(mask), **needs(method, sampled))
+    inputs = LossInputs(mask=torch.as_tensor(mask), **needs(method, sampled))
+    out = distillation_loss(z, zt, objective=method, inputs=inputs)
     out.loss.backward()
     loss, _, grad = by_definition(row, numbers(z), numbers(zt), sampled, mask)
     assert_close(out.loss, loss, rtol=1e-4, atol=1e-5)
@@ -533,15 +539,16 @@ def test_fused_equals_plain(name: str, off_policy: bool, temperature: float) -> 
     options: dict[str, Any] = needs(method, rng.integers(0, V, size=(B, T)))
     if off_policy:
         options["sampled_log_probs"] = fixed(np.log(rng.uniform(0.01, 0.5, size=(B, T))))
-    options |= {"objective": method, "mask": torch.as_tensor(mask), "temperature": temperature, "vocab_size": V - 2}
+    options |= {"mask": torch.as_tensor(mask), "temperature": temperature, "vocab_size": V - 2}
     if "sampled" in options:
         options["sampled"] = options["sampled"] % (V - 2)
+    call: dict[str, Any] = {"objective": method, "inputs": LossInputs(**options)}
     h, w = leaf(hidden), leaf(weight)
-    plain = distillation_loss(h @ w.T + fixed(bias), fixed(teacher_hidden @ teacher_weight.T), **options)
+    plain = distillation_loss(h @ w.T + fixed(bias), fixed(teacher_hidden @ teacher_weight.T), **call)
     plain.loss.backward()
     fh, fw = leaf(hidden), leaf(weight)
     fused = fused_distillation_loss(
-        fh, Head(fw, bias=fixed(bias)), fixed(teacher_hidden), fixed(teacher_weight), **options
+        fh, Head(fw, bias=fixed(bias)), fixed(teacher_hidden), fixed(teacher_weight), **call
     )
     fused.loss.backward()
     assert_close(fused.loss, plain.loss)
@@ -562,13 +569,13 @@ def test_fused_over_slices_of_the_vocabulary(name: str, recompute: bool) -> None
     v, shape = 150, (2, 50)
     hidden, weight = rng.normal(size=(*shape, H)), rng.normal(size=(v, H)) * 0.5
     teacher_hidden, teacher_weight = rng.normal(size=(*shape, HT)) * 0.5, rng.normal(size=(v, HT))
-    options = {"objective": method, **needs(method, rng.integers(0, v, size=shape))}
+    call: dict[str, Any] = {"objective": method, "inputs": LossInputs(**needs(method, rng.integers(0, v, size=shape)))}
     h, w = leaf(hidden), leaf(weight)
-    plain = distillation_loss(h @ w.T, fixed(teacher_hidden @ teacher_weight.T), **options)
+    plain = distillation_loss(h @ w.T, fixed(teacher_hidden @ teacher_weight.T), **call)
     plain.loss.backward()
     fh, fw = leaf(hidden), leaf(weight)
     fused = fused_distillation_loss(
-        fh, fw, fixed(teacher_hidden), fixed(teacher_weight), recompute=recompute, chunk_mb=0.1, **options
+        fh, fw, fixed(teacher_hidden), fixed(teacher_weight), recompute=recompute, chunk_mb=0.1, **call
     )
     fused.loss.backward()
     assert_close(fused.per_token, plain.per_token)
@@ -591,15 +598,49 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_published_defaults_names_and_citations(name: str) -> None:
+def test_published_defaults_and_names(name: str) -> None:
     kind, defaults = DEFAULTS[name]
     made = objective(name)
     assert type(made) is kind
     assert made.name == name
     for field, value in defaults.items():
         assert getattr(made, field) == value
-    assert len(made.citation) > 10
-    assert any(character.isdigit() for character in made.citation)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_method_has_its_formula_in_one_line_and_its_citation(name: str) -> None:
+    made = OBJECTIVES[name]
+    assert re.search(r"\(20\d\d\)", made.citation)
+    assert "\n" not in made.formula
+    greek = {"alpha": "α", "beta": "β", "tau": "τ", "lam": "λ"}
+    for parameter in inspect.signature(made).parameters:
+        if parameter in greek:
+            assert greek[parameter] in made.formula, parameter
+    own = {"formula", "name"} - set(vars(made))
+    assert not own, f"{own} of another class"
+
+
+@pytest.mark.parametrize(
+    ("made", "uses"),
+    [
+        (ToDi(), False),
+        (EOPD(), True),
+        (EOPD(pg="exact"), False),
+        (SampledReverseKL(), True),
+        (Gated(Gate.named("G5")), False),
+        (Gated(Gate.named("G5"), "hybrid"), True),
+        (Static(0.5, "bucket"), False),
+    ],
+)
+def test_which_methods_look_at_the_sampled_token(made: Any, uses: bool) -> None:
+    assert made.uses_sampled() is uses
+    student, teacher, _, sampled = batch(3)
+    if uses:
+        with pytest.raises(UsageError, match="response token ids are needed"):
+            run(student, teacher, made)
+    here, _ = run(student, teacher, made, sampled=torch.as_tensor(sampled))
+    there, _ = run(student, teacher, made, sampled=torch.as_tensor((sampled + 1) % V))
+    assert torch.equal(here.per_token, there.per_token) is not uses
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,10 @@ class Objective(ABC):
         """A tensor of the objective's own that wants gradient, or None."""
         return None
 
+    def uses_sampled(self) -> bool:
+        """Whether it looks at the response token itself, and so at the probability under which it was sampled."""
+        return False
+
     def __call__(self, tokens: Tokens) -> TokenLoss:
         """L_t for N tokens, with telemetry."""
         divergence = self.divergence(tokens)
@@ -233,6 +237,9 @@ class Gated(Objective):
 
     def learned(self) -> Tensor | None:
         return self.coefficients
+
+    def uses_sampled(self) -> bool:
+        return self.support == "hybrid"
 
     def divergence(self, tokens: Tokens) -> KLPair:
         return kl_pair(tokens, self.support, self.support_k)

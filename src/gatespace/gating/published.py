@@ -103,6 +103,9 @@ class EOPD(Objective):
         if not 0 <= self.clip < 1:
             raise UsageError("clip of EOPD lies in [0, 1)", got=self.clip)
 
+    def uses_sampled(self) -> bool:
+        return self.pg == "sampled"
+
     def divergence(self, tokens: Tokens) -> Terms:
         return Terms(self._policy_gradient(tokens), self._forward(tokens))
 
@@ -292,6 +295,9 @@ class SampledReverseKL(Objective):
     def __post_init__(self) -> None:
         if self.estimator not in ("k1", "k3"):
             raise unknown_name("estimator", self.estimator, ("k1", "k3"))
+
+    def uses_sampled(self) -> bool:
+        return True
 
     def divergence(self, tokens: Tokens) -> Tensor:
         log_s = tokens.student_sampled()

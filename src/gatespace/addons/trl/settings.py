@@ -13,8 +13,8 @@ from gatespace.errors import UsageError
 from gatespace.gating.coefficients import Gate
 from gatespace.gating.configured import build_gate, build_objective
 from gatespace.gating.fused import CHUNK_MB
-from gatespace.gating.objectives import Gated, Objective
-from gatespace.gating.published import EOPD, OBJECTIVES, SampledReverseKL
+from gatespace.gating.objectives import Objective
+from gatespace.gating.published import OBJECTIVES
 
 
 @dataclass
@@ -121,11 +121,6 @@ class GatedDistillationConfig(DistillationConfig):  # type: ignore[misc]  # TRL 
 
     def _check_sampler(self, objective: Objective) -> None:
         """A term of the sampled token needs the probability under which it was sampled."""
-        sampled = (
-            isinstance(objective, SampledReverseKL)
-            or (isinstance(objective, EOPD) and objective.pg == "sampled")
-            or (isinstance(objective, Gated) and objective.support == "hybrid")
-        )
         own: dict[str, tuple[Any, ...]] = {
             "temperature": (1,),
             "top_p": (1, None),
@@ -137,7 +132,7 @@ class GatedDistillationConfig(DistillationConfig):  # type: ignore[misc]  # TRL 
         }
         drawn = {name: getattr(self, name) for name in own if hasattr(self, name)} | dict(self.generation_kwargs or {})
         changed = {name: value for name, value in drawn.items() if name in own and value not in own[name]}
-        if sampled and changed:
+        if objective.uses_sampled() and changed:
             raise UsageError(
                 "this objective looks at the sampled tokens, and they must be the student's own at temperature 1",
                 got=", ".join(f"{name}={value}" for name, value in changed.items()),
