@@ -36,6 +36,10 @@ def server(folder: str) -> Iterator[Scripted]:
         yield server
 
 
+def opened(server: Scripted, student: Model, folder: Path | None = None, *, rehearse: bool = True) -> VllmSampler:
+    return VllmSampler(server.address, student, folder, rehearse=rehearse, patience=20.0)
+
+
 def change(model: Model) -> None:
     with torch.no_grad():
         for parameter in model.network.parameters():
@@ -54,7 +58,7 @@ def test_a_folder_with_an_untied_head_has_the_same_weights(student: Model, tmp_p
 
 
 def test_the_server_samples_with_the_weights_of_the_last_sync(server: Scripted, student: Model, tmp_path: Path) -> None:
-    with VllmSampler(server.address, student, tmp_path) as sampler:
+    with opened(server, student, tmp_path) as sampler:
         change(student)
         assert sampler.sync() < 1e-3
         rollout = sampler.sample(PROMPTS, sampling=GREEDY, stop=lambda ids: False)
@@ -69,7 +73,7 @@ def test_the_server_samples_with_the_weights_of_the_last_sync(server: Scripted, 
 
 
 def test_responses_end_where_stop_says(server: Scripted, student: Model) -> None:
-    with VllmSampler(server.address, student) as sampler:
+    with opened(server, student) as sampler:
         whole = sampler.sample(PROMPTS, sampling=GREEDY, stop=lambda ids: False)
         cut = sampler.sample(PROMPTS, sampling=GREEDY, stop=lambda ids: len(ids) == 2)
     assert cut.responses == [ids[:2] for ids in whole.responses]
@@ -88,22 +92,22 @@ def test_a_server_that_keeps_its_old_head_is_refused(server: Scripted, student: 
         return reply
 
     server.script["/collective_rpc"] = load
-    with VllmSampler(server.address, student, tmp_path, rehearse=False):
+    with opened(server, student, tmp_path, rehearse=False):
         pass  # before an update the old head is the right one
     with pytest.raises(RunError, match="does not have the weights of"):
-        VllmSampler(server.address, student, tmp_path)
+        opened(server, student, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_server_without_development_mode_takes_no_weights(scripted: Scripted, student: Model, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="VLLM_SERVER_DEV_MODE"):
-        VllmSampler(scripted.address, student, tmp_path)
+        opened(scripted, student, tmp_path)
 
 
 def test_weights_are_sent_again_after_an_interruption(server: Scripted, student: Model, tmp_path: Path) -> None:
     old = server.model
     change(student)
-    with VllmSampler(server.address, student, tmp_path) as sampler:
+    with opened(server, student, tmp_path) as sampler:
         expected = sampler.sample(PROMPTS, sampling=GREEDY, stop=lambda ids: False)
         left = [Reply(head=b"")]
 
@@ -130,7 +134,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", list(BAD))
 def test_a_bad_response_is_an_error(name: str, server: Scripted, student: Model) -> None:
-    with VllmSampler(server.address, student) as sampler:
+    with opened(server, student) as sampler:
 
         def bad(body: dict[str, Any]) -> Any:
             found = server.complete(body)
