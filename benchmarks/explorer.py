@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from gatespace.addons.pages.build import build_explorer
+from gatespace.addons.pages.explore import build_explorer
 from gatespace.gating.coefficients import Gate
 from gatespace.seeding import generator
 
@@ -57,7 +57,8 @@ def main() -> None:
         gates = [Gate.named("G2"), Gate.named("H3")][: 1 + args.compare]
         made = build_explorer([folder], gates=gates, most_tokens=args.tokens)
         found = measure(made.write(), args.seconds)
-    found |= {"tokens": made.tokens, "responses": made.responses, "gates": len(gates), "page_bytes": len(made.html)}
+    found |= {"tokens": made.counts["tokens"], "responses": made.counts["responses"], "gates": len(gates)}
+    found["page_bytes"] = len(made.html)
     if args.json:
         print(json.dumps(found, indent=2))
         return

@@ -76,6 +76,6 @@ async function test() {
 }
 
 const place = process.argv.indexOf("--out");
-const out = resolve(here, place > 0 ? process.argv[place + 1] : "../src/gatespace/explore/static");
+const out = resolve(here, place > 0 ? process.argv[place + 1] : "../src/gatespace/addons/pages/static");
 if (!existsSync(join(here, "node_modules/esbuild"))) throw new Error("run npm ci first");
 await (process.argv.includes("--test") ? test() : build(out));

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from gatespace.config import TeachConfig, TrainConfig, parse_config
-from gatespace.training.run import teach, train
+from gatespace.training.train import teach, train
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page

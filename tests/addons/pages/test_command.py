@@ -1,21 +1,30 @@
+"""`gatespace explore` and `gatespace watch`."""
+
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
 
 from gatespace.cli.app import app
-from tests.explore.conftest import own_copy, records
+from tests.addons.pages.conftest import own_copy, records
+from tests.addons.pages.test_page import ask
+from tests.addons.pages.watched import begin
 
 
 def run(*args):
-    return CliRunner(env={"COLUMNS": "100", "NO_COLOR": "1"}).invoke(app, ["explore", *map(str, args)])
+    return CliRunner(env={"COLUMNS": "100", "NO_COLOR": "1"}).invoke(app, [*map(str, args)])
 
 
-def test_it_writes_a_page_and_says_where(gated, tmp_path):
+def test_explore_writes_a_page_and_says_where(gated, tmp_path):
     copy = own_copy(gated, tmp_path / "run")
-    result = run(copy)
+    result = run("explore", copy)
     assert result.exit_code == 0, result.output
     count = len(records(copy))
     assert f"of {count} responses, 1 run" in result.output
@@ -25,7 +34,7 @@ def test_it_writes_a_page_and_says_where(gated, tmp_path):
 
 def test_json_and_what_is_left_out(runs, tmp_path):
     page = tmp_path / "x.html"
-    result = run(runs, "--output", page, "--gate", "-4,0,0,0", "--gate", "H2", "--tokens", "60", "--json")
+    result = run("explore", runs, "--output", page, "--gate", "-4,0,0,0", "--gate", "H2", "--tokens", "60", "--json")
     assert result.exit_code == 0, result.output
     said = json.loads(result.output)
     assert said["html"] == str(page)
@@ -44,8 +53,53 @@ def test_json_and_what_is_left_out(runs, tmp_path):
         (["{run}", "--serve", "--json"], "--serve writes nothing"),
     ],
 )
-def test_mistakes_are_told_without_a_traceback(gated, args, words):
-    result = run(*[arg.replace("{run}", str(gated)) for arg in args])
+def test_mistakes_of_explore_are_told_without_a_traceback(gated, args, words):
+    result = run("explore", *[arg.replace("{run}", str(gated)) for arg in args])
     assert result.exit_code == 2
     assert words in result.output
     assert "Traceback" not in result.output
+
+
+def test_explore_serves_until_interrupted(gated):
+    command = [sys.executable, "-m", "gatespace", "explore", str(gated), "--serve"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    try:
+        port = int(re.match(r"http://127\.0\.0\.1:(\d+)/", process.stdout.readline())[1])
+        status, body, _ = ask(("127.0.0.1", port))
+        assert status == 200
+        assert "<!doctype html>" in body
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 0
+    finally:
+        process.kill()
+        process.stdout.close()
+    assert not (gated / "explorer.html").exists()
+
+
+def test_watch_serves_until_interrupted(tmp_path, monkeypatch):
+    monkeypatch.setenv("GATESPACE_CACHE", str(tmp_path / "cache"))
+    command = [sys.executable, "-m", "gatespace", "watch", str(tmp_path / "later"), "--json"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    )
+    try:
+        said = json.loads(process.stdout.readline())
+        assert said["folder"] == str(tmp_path / "later")
+        assert re.fullmatch(rf"http://127\.0\.0\.1:{said['port']}/\?token=[\w-]{{32}}", said["url"])
+        path = said["url"].partition(str(said["port"]))[2].replace("/", "/snapshot", 1)
+        assert json.loads(ask(("127.0.0.1", said["port"]), path)[1])["kind"] == "nothing"
+        begin(tmp_path / "later")
+        process.send_signal(signal.SIGINT)
+        rest, heard = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert (process.returncode, rest) == (0, "")
+    assert heard.splitlines() == [f"nothing in {tmp_path / 'later'} yet; the page shows it when it begins"]
+
+
+def test_mistakes_of_watch_are_told_without_a_traceback(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    for words in ([tmp_path], [tmp_path / "notes.txt"], [tmp_path / "later", "--port", "99999"]):
+        result = run("watch", *words)
+        assert result.exit_code == 2
+        assert "Traceback" not in result.output

@@ -1,56 +1,20 @@
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import math
 import re
-import shutil
 import subprocess
 import sys
-from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 from scipy import stats
 
-from gatespace.addons.pages.build import build_explorer
-from gatespace.addons.pages.data import _t_interval, payload, wilson
-from gatespace.addons.pages.page import render, safe_json
-from gatespace.addons.pages.sources import find_runs
+from gatespace.addons.pages.explore import _t_interval, build_explorer, find_runs, payload, wilson
 from gatespace.errors import UsageError
 from gatespace.gating.coefficients import Gate, named_points
+from gatespace.runs import StudyFolder
 from gatespace.study.plan import make_plan
-from gatespace.study.store import Store
-from tests.explore.conftest import GATE, own_copy, records
-
-ROOT = Path(__file__).resolve().parents[2]
-WEB = ROOT / "web"
-STATIC = ROOT / "src/gatespace/explore/static"
-HOSTILE = ["</script><script>alert(1)</script>", "<!--<script>", "a\u2028b\u2029c", "\ud800 alone", "&lt;b&gt;", "]]>"]
-
-
-class Elements(HTMLParser):
-    """What a browser would see."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.scripts: list[tuple[dict[str, str | None], str]] = []
-        self.inside = False
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.inside = tag == "script"
-        if self.inside:
-            self.scripts.append((dict(attrs), ""))
-
-    def handle_endtag(self, tag):
-        self.inside = False
-
-    def handle_data(self, data):
-        if self.inside:
-            about, text = self.scripts[-1]
-            self.scripts[-1] = (about, text + data)
+from tests.addons.pages.conftest import GATE, own_copy, records
 
 
 def test_columns_are_what_was_recorded(runs):
@@ -132,21 +96,21 @@ def test_a_study_is_read_with_its_points(runs, tmp_path):
             "seeds": [1, 2],
         },
     )
-    store = Store(tmp_path / "study")
-    store.begin(config, workers=1, threads=1)
+    study = StudyFolder(tmp_path / "study")
+    study.begin(config, workers=1, threads=1)
     plan = make_plan(config, {})
     done = [spec for spec in plan.runs.values() if spec.kind == "point" and (spec.point, spec.seed) != ("H1", 2)]
     for spec in done:
-        folder = own_copy(runs / "gated", store.run(spec.id))
+        folder = own_copy(runs / "gated", study.run(spec.id).path)
         identity = json.loads((folder / "identity.json").read_text())
         identity["content"]["gate"] = ",".join(map(str, spec.gate))
         (folder / "identity.json").write_text(json.dumps(identity))
         summary = json.loads((folder / "summary.json").read_text())
         summary["evaluation"]["val"]["metrics"] |= {"accuracy": 0.5 + spec.seed / 10, "correct": 10 + 2 * spec.seed}
         (folder / "summary.json").write_text(json.dumps(summary))
-    found = find_runs([store.folder])
+    found = find_runs([study.path])
     data = payload(found)
-    assert (found.kind, found.title, found.home) == ("study", "mine", store.folder)
+    assert (found.kind, found.title, found.home) == ("study", "mine", study.path)
     assert [run["id"] for run in data["runs"]] == [spec.id for spec in done]  # runs that have not begun are not there
     marks = {mark["label"]: mark for mark in data["marks"]}
     assert set(marks) == {"G5", "H1"}
@@ -228,31 +192,6 @@ def test_mistakes_are_errors_with_a_way_out(runs, gated, tmp_path):
     assert "trace.tokens_every" in error([silent])
 
 
-# ---------------------------------------------------------------------- the page
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_no_text_ends_the_data(text):
-    data = {"schema": 1, "strings": [text], text: None}
-    page = render("explorer", title=text, data=data)
-    page.encode("utf-8", "surrogatepass" if "\ud800" in page.split("<style>")[0] else "strict")
-    about, program = Elements(page).scripts
-    assert about[0] == {"type": "application/json", "id": "data"}
-    assert json.loads(about[1]) == data
-    assert program[1] == (STATIC / "explorer.js").read_text()
-    assert not set("<>&\u2028\u2029") & set(safe_json(data))
-
-
-def test_the_policy_allows_this_program_only(gated):
-    page = build_explorer([gated]).html
-    allowed = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]
-    for kind, name in (("script", "explorer.js"), ("style", "explorer.css")):
-        digest = base64.b64encode(hashlib.sha256((STATIC / name).read_bytes()).digest()).decode()
-        assert f"{kind}-src 'sha256-{digest}';" in allowed
-    assert allowed.startswith("default-src 'none';")
-    assert not re.search(r"""(src|href)=["']https?:""", page)
-
-
 def test_where_it_is_written(gated, tmp_path):
     copy = own_copy(gated, tmp_path / "run")
     made = build_explorer([copy])
@@ -264,43 +203,12 @@ def test_where_it_is_written(gated, tmp_path):
 def test_it_needs_no_torch(gated, tmp_path):
     code = (
         "import sys; sys.modules['torch'] = None; from pathlib import Path;"
-        "from gatespace.addons.pages import build_explorer;"
+        "from gatespace.addons.pages.explore import build_explorer;"
         f"print(build_explorer([Path({str(gated)!r})]).write(Path({str(tmp_path / 'x.html')!r})))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "x.html").exists()
-
-
-# ---------------------------------------------------------------------- what was built
-
-
-def test_built_files_are_of_these_sources():
-    if not WEB.is_dir():
-        pytest.skip("the sources of the front end (web/) are not here")
-    names = [path.relative_to(WEB).as_posix() for path in (WEB / "src").rglob("*") if path.is_file()]
-    digest = hashlib.sha256()
-    for name in sorted([*names, "build.mjs", "package-lock.json"]):
-        digest.update(name.encode() + b"\0" + (WEB / name).read_bytes() + b"\0")
-    assert (STATIC / "SOURCES.txt").read_text().strip() == digest.hexdigest(), "run `npm run build` in web/"
-
-
-def test_building_again_gives_the_same(tmp_path):
-    node = shutil.which("node")
-    if node is None or not (WEB / "node_modules/esbuild").is_dir():
-        pytest.skip("no Node with the packages of web/ here (npm ci)")
-    subprocess.run([node, "build.mjs", "--out", str(tmp_path)], cwd=WEB, check=True, capture_output=True, timeout=60)
-    names = sorted(path.name for path in STATIC.iterdir())
-    assert names == sorted(path.name for path in tmp_path.iterdir())
-    for name in names:
-        assert (tmp_path / name).read_bytes() == (STATIC / name).read_bytes(), name
-
-
-def test_built_files_are_small_and_have_their_licences():
-    assert sum(path.stat().st_size for path in STATIC.iterdir()) <= 300_000
-    licences = (STATIC / "LICENSES.txt").read_text()
-    assert "preact" in licences
-    assert "The MIT License" in licences
 
 
 def test_rounding_of_the_record_is_all_that_separates_lam(gated):

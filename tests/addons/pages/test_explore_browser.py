@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from gatespace.addons.pages.build import build_explorer
+from gatespace.addons.pages.explore import build_explorer
 from gatespace.config import TrainConfig, load_config
 from gatespace.gating.coefficients import SATURATION, Gate
 from gatespace.gating.configured import build_gate
 from gatespace.gating.signals import teacher_entropy
-from tests.explore.conftest import GATE, own_copy, records
+from tests.addons.pages.conftest import GATE, own_copy, records
 
-AXE = Path(__file__).resolve().parents[2] / "web/node_modules/axe-core/axe.min.js"
+AXE = Path(__file__).resolve().parents[3] / "web/node_modules/axe-core/axe.min.js"
 
 
 @pytest.fixture(scope="module")

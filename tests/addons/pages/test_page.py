@@ -1,18 +1,76 @@
+"""A page as one file, that no text in it can break, and over HTTP for this machine only; what was built for it."""
+
 from __future__ import annotations
 
+import base64
+import hashlib
 import http.client
-import os
+import json
 import re
-import signal
+import shutil
 import subprocess
-import sys
 import threading
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from gatespace.addons.pages.serve import page_server
+from gatespace.addons.pages.explore import build_explorer
+from gatespace.addons.pages.page import page_server, render, safe_json
 from gatespace.errors import RunError, UsageError
+
+ROOT = Path(__file__).resolve().parents[3]
+WEB = ROOT / "web"
+STATIC = ROOT / "src/gatespace/addons/pages/static"
+HOSTILE = ["</script><script>alert(1)</script>", "<!--<script>", "a\u2028b\u2029c", "\ud800 alone", "&lt;b&gt;", "]]>"]
+
+
+class Elements(HTMLParser):
+    """What a browser would see."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.scripts: list[tuple[dict[str, str | None], str]] = []
+        self.inside = False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.inside = tag == "script"
+        if self.inside:
+            self.scripts.append((dict(attrs), ""))
+
+    def handle_endtag(self, tag):
+        self.inside = False
+
+    def handle_data(self, data):
+        if self.inside:
+            about, text = self.scripts[-1]
+            self.scripts[-1] = (about, text + data)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_text_ends_the_data(text):
+    data = {"schema": 1, "strings": [text], text: None}
+    page = render("explorer", title=text, data=data)
+    page.encode("utf-8", "surrogatepass" if "\ud800" in page.split("<style>")[0] else "strict")
+    about, program = Elements(page).scripts
+    assert about[0] == {"type": "application/json", "id": "data"}
+    assert json.loads(about[1]) == data
+    assert program[1] == (STATIC / "explorer.js").read_text()
+    assert not set("<>&\u2028\u2029") & set(safe_json(data))
+
+
+def test_the_policy_allows_this_program_only(gated):
+    page = build_explorer([gated]).html
+    allowed = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]
+    for kind, name in (("script", "explorer.js"), ("style", "explorer.css")):
+        digest = base64.b64encode(hashlib.sha256((STATIC / name).read_bytes()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}';" in allowed
+    assert allowed.startswith("default-src 'none';")
+    assert not re.search(r"""(src|href)=["']https?:""", page)
+
+
+# ---------------------------------------------------------------------- over HTTP
 
 
 @pytest.fixture
@@ -64,17 +122,32 @@ def test_a_port_that_is_taken():
         page_server(lambda: "", port=server.server_address[1])
 
 
-def test_the_command_serves_until_interrupted(gated):
-    command = [sys.executable, "-m", "gatespace", "explore", str(gated), "--serve"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
-    try:
-        port = int(re.match(r"http://127\.0\.0\.1:(\d+)/", process.stdout.readline())[1])
-        status, body, _ = ask(("127.0.0.1", port))
-        assert status == 200
-        assert "<!doctype html>" in body
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 0
-    finally:
-        process.kill()
-        process.stdout.close()
-    assert not Path(gated / "explorer.html").exists()
+# ---------------------------------------------------------------------- what was built
+
+
+def test_built_files_are_of_these_sources():
+    if not WEB.is_dir():
+        pytest.skip("the sources of the front end (web/) are not here")
+    names = [path.relative_to(WEB).as_posix() for path in (WEB / "src").rglob("*") if path.is_file()]
+    digest = hashlib.sha256()
+    for name in sorted([*names, "build.mjs", "package-lock.json"]):
+        digest.update(name.encode() + b"\0" + (WEB / name).read_bytes() + b"\0")
+    assert (STATIC / "SOURCES.txt").read_text().strip() == digest.hexdigest(), "run `npm run build` in web/"
+
+
+def test_building_again_gives_the_same(tmp_path):
+    node = shutil.which("node")
+    if node is None or not (WEB / "node_modules/esbuild").is_dir():
+        pytest.skip("no Node with the packages of web/ here (npm ci)")
+    subprocess.run([node, "build.mjs", "--out", str(tmp_path)], cwd=WEB, check=True, capture_output=True, timeout=60)
+    names = sorted(path.name for path in STATIC.iterdir())
+    assert names == sorted(path.name for path in tmp_path.iterdir())
+    for name in names:
+        assert (tmp_path / name).read_bytes() == (STATIC / name).read_bytes(), name
+
+
+def test_built_files_are_small_and_have_their_licences():
+    assert sum(path.stat().st_size for path in STATIC.iterdir()) <= 300_000
+    licences = (STATIC / "LICENSES.txt").read_text()
+    assert "preact" in licences
+    assert "The MIT License" in licences

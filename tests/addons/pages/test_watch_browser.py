@@ -1,4 +1,4 @@
-"""The live page in a real browser: a real study that is killed and taken up again, and folders in every state."""
+"""The live page in a real browser: a real study that is killed and resumed, and folders in every state."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ import pytest
 
 from gatespace.addons.pages.watch import watch_server
 from gatespace.config import StudyConfig, parse_config
-from gatespace.files import claim
 from gatespace.study.plan import make_plan
-from tests.explore.test_browser import AXE, settle
-from tests.explore.watched import begin, finish, under_way
+from tests.addons.pages.test_explore_browser import AXE, settle
+from tests.addons.pages.watched import begin, finish, under_way
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -150,7 +149,7 @@ def test_a_real_study_from_before_its_beginning_through_kills_and_restarts(pages
             assert "G5, seed 1 0." in label
         until(page, names["G5"], "c[4] === 'stopped'")
         assert page.locator("[data-name=state]").inner_text() == "stopped"
-        assert "Nobody is working on it" in page.locator("main").inner_text()
+        assert "No process is working on it" in page.locator("main").inner_text()
     page.locator(".banner.lost").wait_for()
     recorded = (folder / "runs" / names["G5"] / "metrics.jsonl").read_text().count("\n")
     with command(*study), command("watch", folder) as server:
@@ -165,14 +164,14 @@ def test_a_real_study_from_before_its_beginning_through_kills_and_restarts(pages
 @pytest.fixture
 def study(tmp_path):
     """Runs in every state; the folder and one run are held for the length of a test."""
-    store, work = begin(tmp_path / "study")
+    study, work = begin(tmp_path / "study")
     under_way(work["messages G4 seed 1"].folder, 10, accuracy=0.5)
     finish(work["messages G4 seed 1"].folder, 0.8)
     under_way(work["messages G5 seed 1"].folder, 4, accuracy=0.25)
     under_way(work["messages static:0.5 seed 1"].folder, 7)
-    store.fail(work["messages todi seed 1"].folder, f"it {EVIL}", "Traceback (most recent call last): …")
-    with claim(store.folder), claim(work["messages G5 seed 1"].folder):
-        yield store.folder, work
+    work["messages todi seed 1"].folder.fail(f"it {EVIL}", "Traceback (most recent call last): …")
+    with study.claim(), work["messages G5 seed 1"].folder.claim():
+        yield study.path, work
 
 
 def checked(page: Page) -> list[str]:

@@ -7,10 +7,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from gatespace.config import StudyConfig, dump_yaml, parse_config
+from gatespace.config import StudyConfig, parse_config
 from gatespace.files import encode
+from gatespace.runs import RunFolder, StudyFolder
 from gatespace.study.outlook import Work, outline
-from gatespace.study.store import Store
 
 STUDY: dict[str, Any] = {
     "name": "watched",
@@ -23,14 +23,12 @@ STUDY: dict[str, Any] = {
 }
 
 
-def begin(folder: Path, **changes: Any) -> tuple[Store, dict[str, Work]]:
+def begin(path: Path, **changes: Any) -> tuple[StudyFolder, dict[str, Work]]:
     """A study that has begun, and its pieces of work by title."""
     config = parse_config(StudyConfig, STUDY | changes)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "study.yaml").write_text(dump_yaml(config))
-    (folder / "store.json").write_text('{"threads": 1, "workers": 2}')
-    store = Store(folder)
-    return store, {work.title: work for work in outline(store, config)[1]}
+    study = StudyFolder(path)
+    study.begin(config, workers=2, threads=1)
+    return study, {work.title: work for work in outline(study, config)[1]}
 
 
 def record(step: int, **changes: Any) -> dict[str, Any]:
@@ -45,16 +43,17 @@ def lines(path: Path, *records: dict[str, Any], tail: bytes = b"") -> None:
         file.write(b"".join(map(encode, records)) + tail)
 
 
-def under_way(folder: Path, steps: int, *, first: int = 1, accuracy: float | None = None) -> None:
+def under_way(run: RunFolder, steps: int, *, first: int = 1, accuracy: float | None = None) -> None:
     """A run that has recorded some steps."""
-    lines(folder / "metrics.jsonl", *(record(step) for step in range(first, first + steps)))
-    lines(folder / "timings.jsonl", *({"step": i, "wall": {"update": 0.5, "score": 1.0}} for i in range(steps)))
+    lines(run.log_file("metrics"), *(record(step) for step in range(first, first + steps)))
+    lines(run.log_file("timings"), *({"step": i, "wall": {"update": 0.5, "score": 1.0}} for i in range(steps)))
     if accuracy is not None:
-        lines(folder / "evaluations.jsonl", {"step": steps, "split": "val", "accuracy": accuracy, "macro_f1": 0.1})
-    (folder / "config.yaml").touch()
+        lines(run.log_file("evaluations"), {"step": steps, "split": "val", "accuracy": accuracy, "macro_f1": 0.1})
+    run.config_file.touch()
 
 
-def finish(folder: Path, accuracy: float) -> None:
+def finish(run: RunFolder, accuracy: float) -> None:
+    run.path.mkdir(parents=True, exist_ok=True)
     for split, value in (("val", accuracy), ("test", 0.999)):
-        (folder / f"evaluation-{split}.json").write_text(json.dumps({"metrics": {"accuracy": value}}))
-    (folder / "done").touch()
+        run.evaluation_file(split).write_text(json.dumps({"metrics": {"accuracy": value}}))
+    run.mark_done()

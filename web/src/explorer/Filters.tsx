@@ -34,9 +34,9 @@ export function Filters({ view }: { view: View }) {
             change={(run) => change({ run: Number(run) })}
           />
         )}
-        <Choice label="answer" value={state.outcome} options={OUTCOMES.map((value) => ({ value, text: OUTCOME_NAMES[value] }))} change={(outcome) => change({ outcome })} />
+        <Choice label="response" value={state.outcome} options={OUTCOMES.map((value) => ({ value, text: OUTCOME_NAMES[value] }))} change={(outcome) => change({ outcome })} />
         <Choice label="gold label" value={state.gold} options={named(texts(of.gold))} change={(gold) => change({ gold })} />
-        <Choice label="label in the answer" value={state.label} options={named(texts(of.label))} change={(label) => change({ label })} />
+        <Choice label="predicted label" value={state.label} options={named(texts(of.label))} change={(label) => change({ label })} />
         <Choice label="from step" value={String(state.from)} options={stepped("first")} change={(from) => change({ from: Number(from) })} />
         <Choice label="to step" value={String(state.to)} options={stepped("last")} change={(to) => change({ to: Number(to) })} />
       </div>

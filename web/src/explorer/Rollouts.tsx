@@ -157,7 +157,7 @@ function Response({ view, response, paired }: { view: View; response: number; pa
     <article class="response" aria-label={`Response at step ${of.step[response]}, row ${of.row[response]}, of ${run.label}`}>
       <p class="prompt">{book.string(of.text[response])}</p>
       <p class="muted facts">
-        <span class={verdict}>{VERDICT[verdict]}</span> gold <b>{book.string(of.gold[response]) ?? "unknown"}</b>, answer{" "}
+        <span class={verdict}>{VERDICT[verdict]}</span> gold <b>{book.string(of.gold[response]) ?? "unknown"}</b>, predicted{" "}
         <b>{book.string(of.label[response]) ?? "unreadable"}</b> · step {of.step[response]}
         {book.data.runs.length > 1 && ` · ${run.label}, seed ${run.seed}`}
         {source !== "student" && ` · written by: ${source}`}

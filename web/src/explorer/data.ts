@@ -1,4 +1,4 @@
-/** What stands in the page, and the same in a form that is quick to compute with. `gatespace.explore.data` writes it. */
+/** What stands in the page, and the same in a form that is quick to compute with. `gatespace.addons.pages.explore` writes it. */
 
 import { type Columns, entropyOfTop, type Gate, gateOf, numberOf } from "./gate.ts";
 

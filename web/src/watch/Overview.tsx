@@ -30,7 +30,7 @@ export function Overview({ snapshot }: { snapshot: Snapshot }) {
       </p>
       {snapshot.kind === "study" && !snapshot.alive && snapshot.state !== "done" && (
         <p>
-          Nobody is working on it. Go on with <code>gatespace run {quoted(snapshot.folder)}{snapshot.state === "failed" ? " --retry" : ""}</code>.
+          No process is working on it. Resume it with <code>gatespace run {quoted(snapshot.folder)}{snapshot.state === "failed" ? " --retry" : ""}</code>.
         </p>
       )}
     </section>
@@ -46,7 +46,7 @@ function left(snapshot: Snapshot): string {
   if (seconds === null) return state === "running" ? "time left is known when the first run is done" : "time left is not known";
   if (seconds <= 0) return "nothing left";
   const text = `about ${duration(seconds)} left`;
-  if (state !== "running") return `${text} once it goes on`;
+  if (state !== "running") return `${text} once it is resumed`;
   const end = new Date(Date.now() + 1000 * seconds);
   const today = end.toDateString() === new Date().toDateString();
   return `${text}, until ${end.toLocaleString("en-GB", { hour: "2-digit", minute: "2-digit", ...(today ? {} : { weekday: "short", day: "numeric", month: "short" }) })}`;
@@ -108,7 +108,7 @@ function local(when: string): string {
 const LINKS: Record<Link, string> = {
   asking: "Asking the server …",
   open: "",
-  lost: "The server does not answer. This page goes on asking; what it shows is as of the last answer.",
+  lost: "The server does not respond. This page keeps asking, and shows what came last.",
   refused: "The server has another token. Open the address that it has printed.",
 };
 

@@ -2,7 +2,7 @@
 
 import type { Snapshot } from "./snapshot.ts";
 
-/** ``open``: all is well; ``lost``: nobody answers; ``refused``: the token is not that of the server. */
+/** ``open``: all is well; ``lost``: no reply; ``refused``: the token is not that of the server. */
 export type Link = "asking" | "open" | "lost" | "refused";
 
 const BUSY = 1000;

@@ -1,7 +1,7 @@
-"""A page that is one file: its structure, its look, its program and its data, with nothing to fetch.
+"""A page for a browser: as one file with nothing to fetch, and over HTTP for this machine only.
 
-What stands in the data was written by models and found in the world. It is put into the page so that no text can end
-the data and begin something else, and the page's policy lets a browser run only the program that was built with it.
+What stands in a page's data was written by models and found in the world. It is put into the page so that no text can
+end the data and begin something else, and the page's policy lets a browser run only the program that was built with it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import hashlib
 import html
 import json
 import re
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
-from gatespace.errors import RunError
+from gatespace.errors import GatespaceError, RunError, UsageError
 
-__all__ = ["policy", "render", "safe_json"]
+__all__ = ["Reply", "loopback_server", "page_server", "render", "safe_json"]
 
 _UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
 _PAGE = """<!doctype html>
@@ -36,6 +39,11 @@ _PAGE = """<!doctype html>
 </body>
 </html>
 """
+_HOST = "127.0.0.1"
+_SECONDS_TO_SPEAK = 30
+
+
+# ---------------------------------------------------------------------------------------------------- one file
 
 
 def render(name: str, *, title: str, data: Any, connect: bool = False) -> str:
@@ -48,18 +56,13 @@ def render(name: str, *, title: str, data: Any, connect: bool = False) -> str:
         connect: Whether the page may ask the server that it came from for more.
     """
     js, css = (_asset(f"{name}.{kind}") for kind in ("js", "css"))
-    return _PAGE.format(
-        policy=policy(js, css, connect=connect), title=html.escape(title), css=css, js=js, data=safe_json(data)
-    )  # fmt: skip
-
-
-def policy(js: str, css: str, *, connect: bool = False) -> str:
-    """The content security policy of a page with this program and this look: these two, and nothing from elsewhere."""
     server = "connect-src 'self'; " if connect else ""
-    return (
+    # This program and this look, and nothing from elsewhere.
+    policy = (
         f"default-src 'none'; script-src '{_digest(js)}'; style-src '{_digest(css)}'; {server}"
         "base-uri 'none'; form-action 'none'"
     )
+    return _PAGE.format(policy=policy, title=html.escape(title), css=css, js=js, data=safe_json(data))
 
 
 def safe_json(data: Any) -> str:
@@ -82,3 +85,96 @@ def _asset(name: str) -> str:
 
 def _digest(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+# ---------------------------------------------------------------------------------------------------- over HTTP
+
+
+class Reply(NamedTuple):
+    """The reply to a request."""
+
+    status: HTTPStatus
+    text: str
+    kind: str = "text/plain"
+    policy: str = "default-src 'none'; frame-ancestors 'none'"
+    """The content security policy of the header; a page may have a stricter one in itself."""
+
+
+def page_server(page: Callable[[], str], *, port: int = 0) -> ThreadingHTTPServer:
+    """A server of one page on the loopback address; `serve_forever` starts it.
+
+    Args:
+        page: Makes the page, anew for every request, so that a reload shows what has come since.
+        port: 0: one that is free.
+    """
+
+    def reply(target: str) -> Reply:
+        if target.partition("?")[0] != "/":
+            return Reply(HTTPStatus.NOT_FOUND, "only / is served here\n")
+        return Reply(HTTPStatus.OK, page(), "text/html", "frame-ancestors 'none'")
+
+    return loopback_server(reply, port=port)
+
+
+def loopback_server(reply: Callable[[str], Reply], *, port: int = 0) -> ThreadingHTTPServer:
+    """A server on the loopback address that can be read from and nothing else.
+
+    Args:
+        reply: To a path with its query; called by several threads.
+        port: 0: one that is free.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        server_version = "gatespace"
+        sys_version = ""
+        timeout = _SECONDS_TO_SPEAK
+
+        def do_GET(self) -> None:
+            self._handle(with_body=True)
+
+        def do_HEAD(self) -> None:
+            self._handle(with_body=False)
+
+        def _handle(self, *, with_body: bool) -> None:
+            # A page of another site whose name leads here must not read what is served: its Host gives it away.
+            if (self.headers.get("Host") or "").rpartition(":")[0] not in (_HOST, "localhost"):
+                self._send(Reply(HTTPStatus.FORBIDDEN, "not a name of this machine\n"), with_body)
+                return
+            try:
+                found = reply(self.path)
+            except GatespaceError as error:
+                found = Reply(HTTPStatus.INTERNAL_SERVER_ERROR, f"{error}\n")
+            self._send(found, with_body)
+
+        def _send(self, found: Reply, with_body: bool) -> None:
+            body = found.text.encode("utf-8", "backslashreplace")
+            self.send_response(found.status)
+            for name, value in {
+                "Content-Type": f"{found.kind}; charset=utf-8",
+                "Content-Length": str(len(body)),
+                "Content-Security-Policy": found.policy,
+                "Cache-Control": "no-store",
+                "Cross-Origin-Resource-Policy": "same-origin",
+                "X-Content-Type-Options": "nosniff",
+                "X-Frame-Options": "DENY",
+                "Referrer-Policy": "no-referrer",
+            }.items():
+                self.send_header(name, value)
+            try:
+                self.end_headers()
+                if with_body:
+                    self.wfile.write(body)
+            except ConnectionError:  # the browser has left
+                self.close_connection = True
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing: the terminal is for the address and for errors."""
+
+    try:
+        server = ThreadingHTTPServer((_HOST, port), Handler)
+    except (OSError, OverflowError) as error:
+        raise UsageError(
+            "the page cannot be served at this port", got=port, why=str(error), instead="another --port, or 0 for any"
+        ) from None
+    server.daemon_threads = True
+    return server

@@ -1,7 +1,8 @@
-"""The live page of a study: a server on the loopback address that only reads, for whoever has the token.
+"""The live page of a study or a run: a server on the loopback address that only reads, for those who have its token.
 
-The address of a folder's page, its port and its token, is kept in the user's cache, readable by the user alone. A page
-that is open finds the server again after a restart, and a bookmark stays good.
+`Watcher` looks at a folder and gives a snapshot, as values that JSON knows; `watch_server` serves it. The folder is
+only read. The address of its page, port and token, is kept in the user's cache, readable by the user alone: an open
+page finds the server again after a restart, and a bookmark stays good. No torch here.
 """
 
 from __future__ import annotations
@@ -9,26 +10,43 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import math
 import os
 import secrets
-from collections.abc import Callable
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from gatespace.addons.pages.page import render
-from gatespace.addons.pages.serve import Answer, loopback_server
-from gatespace.addons.pages.watch_snapshot import SCHEMA, Watcher
-from gatespace.errors import UsageError
+from gatespace.addons.pages.explore import read_run
+from gatespace.addons.pages.page import Reply, loopback_server, render
+from gatespace.errors import GatespaceError, UsageError
 from gatespace.models.cache_root import cache_root
+from gatespace.runs import RunFolder, StudyFolder
+from gatespace.study.outlook import Outlook, Work, look, outline
 
-__all__ = ["Watch", "watch_server"]
+__all__ = ["Watch", "Watcher", "check_watchable", "watch_server"]
 
+SCHEMA = 1
+MOST_POINTS = 240
+"""Of a curve that is sent: a chart has about as many pixels."""
+_RECENT = 20
+_MOST_BYTES = 32_000_000
+_FRESH_SECONDS = 0.8
+_MOST_TEXT = 20_000
 _TOKEN_BYTES = 24
 _PRIVATE = 0o600
+
+
+# ---------------------------------------------------------------------------------------------------- the server
 
 
 @dataclass(frozen=True)
@@ -49,62 +67,76 @@ class Watch:
         return f"http://127.0.0.1:{self.port}/?token={self.token}"
 
 
+def check_watchable(folder: Path) -> bool:
+    """Whether there is a study or a run in `folder` yet; an error where there is something else."""
+    if not folder.exists():
+        return False
+    if not folder.is_dir():
+        raise UsageError("only a folder can be watched", got=str(folder), instead="the folder of a study or of a run")
+    if StudyFolder(folder).exists or any(_runs_in(folder)):
+        return True
+    if any(not one.name.startswith(".") for one in folder.iterdir()):
+        raise UsageError(
+            "this is not the folder of a study or a run",
+            got=str(folder),
+            why="it has other things in it, and no study.yaml and no config.yaml",
+            instead="a folder of `gatespace run` or `gatespace train`, or one that is not there yet",
+        )
+    return False
+
+
 def watch_server(folder: Path, *, port: int | None = None, new_address: bool = False) -> Watch:
     """A server of the live page of `folder`.
 
     Args:
         folder: Of a study or a run; it need not be there yet.
         port: None: the one it had before, if that is free, else any; 0: any that is free.
-        new_address: Forget the token of earlier times, so that addresses which others have seen are void.
+        new_address: Forget the earlier token, so that addresses which others have seen are void.
     """
     place = Path(folder).expanduser().absolute()
-    kept = None if new_address else _kept(place)
+    kept = None if new_address else _kept_address(place)
     token = secrets.token_urlsafe(_TOKEN_BYTES) if kept is None else kept[1]
-    answer = _answers(Watcher(place), token)
+    reply = _replies(Watcher(place), token)
     try:
-        server = loopback_server(answer, port=kept[0] if kept is not None and port is None else port or 0)
+        server = loopback_server(reply, port=kept[0] if kept is not None and port is None else port or 0)
     except UsageError:
         if port is not None or kept is None:
             raise
-        server = loopback_server(answer)  # another watcher of this folder has the port
+        server = loopback_server(reply)  # another watcher of this folder has the port
     watch = Watch(server, token)
     if kept is None or port is not None:
-        _keep(place, watch)
+        _keep_address(place, watch)
     return watch
 
 
-def _answers(watcher: Watcher, token: str) -> Callable[[str], Answer]:
-    def answer(target: str) -> Answer:
+def _replies(watcher: Watcher, token: str) -> Callable[[str], Reply]:
+    def reply(target: str) -> Reply:
         parts = urlsplit(target)
         query = parse_qs(parts.query)
         given = query.get("token", [""])[-1]
-        # Without the token nobody learns even what there is. How long the comparison takes tells nothing either.
+        # Without the token not even what there is can be learned. How long the comparison takes says nothing either.
         if not hmac.compare_digest(given.encode("utf-8", "surrogatepass"), token.encode()):
-            return Answer(
-                HTTPStatus.FORBIDDEN, "the address that `gatespace watch` printed has a token: use all of it\n"
-            )
+            text = "the address that `gatespace watch` printed has a token: use all of it\n"
+            return Reply(HTTPStatus.FORBIDDEN, text)
         if parts.path == "/":
             title = f"{watcher.folder.name} – gatespace watch"
             page = render("watch", title=title, data={"schema": SCHEMA}, connect=True)
-            return Answer(HTTPStatus.OK, page, "text/html", "frame-ancestors 'none'")
+            return Reply(HTTPStatus.OK, page, "text/html", "frame-ancestors 'none'")
         if parts.path == "/snapshot":
             found = watcher.snapshot(query.get("since", [""])[-1])
-            return Answer(HTTPStatus.OK, json.dumps(found, allow_nan=False), "application/json")
-        return Answer(HTTPStatus.NOT_FOUND, "only / and /snapshot are served here\n")
+            return Reply(HTTPStatus.OK, json.dumps(found, allow_nan=False), "application/json")
+        return Reply(HTTPStatus.NOT_FOUND, "only / and /snapshot are served here\n")
 
-    return answer
-
-
-# ---------------------------------------------------------------------------------------------------- the address
+    return reply
 
 
-def _place_of(folder: Path) -> Path:
+def _address_file(folder: Path) -> Path:
     return cache_root() / "watch" / f"{hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]}.json"
 
 
-def _kept(folder: Path) -> tuple[int, str] | None:
-    """(Port, token) of earlier times; None where there are none, or where others could have read them."""
-    path = _place_of(folder)
+def _kept_address(folder: Path) -> tuple[int, str] | None:
+    """(Port, token) of an earlier server; None where there was none, or where others could have read them."""
+    path = _address_file(folder)
     try:
         about = path.stat()
         if about.st_mode & 0o077 or about.st_uid != os.getuid():
@@ -116,8 +148,8 @@ def _kept(folder: Path) -> tuple[int, str] | None:
     return (port, token) if 0 < port < 65536 and len(token) >= _TOKEN_BYTES and token.isascii() else None
 
 
-def _keep(folder: Path, watch: Watch) -> None:
-    path = _place_of(folder)
+def _keep_address(folder: Path, watch: Watch) -> None:
+    path = _address_file(folder)
     text = json.dumps({"folder": str(folder), "port": watch.port, "token": watch.token}) + "\n"
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -129,3 +161,437 @@ def _keep(folder: Path, watch: Watch) -> None:
     except OSError:  # the page works without; only a restart has another address
         with suppress(OSError):
             beside.unlink()
+
+
+# ---------------------------------------------------------------------------------------------------- snapshots
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A run, or another piece of work of a study."""
+
+    folder: RunFolder
+    state: str
+    id: str
+    title: str
+    task: str
+    point: str
+    kind: str
+    seed: int | None
+    steps: int
+    error: str = ""
+
+    @property
+    def place(self) -> Path:
+        return self.folder.path
+
+
+@dataclass(frozen=True)
+class _Look:
+    """Everything at one moment."""
+
+    kind: str
+    """``study``, ``run``, ``runs``, or ``nothing`` where nothing has begun."""
+    title: str
+    alive: bool = False
+    pieces: tuple[_Piece, ...] = ()
+    seconds_left: float | None = None
+    workers: int = 1
+    problem: str = ""
+
+
+class Watcher:
+    """Looks at a folder, at most so often as is of use, however many ask.
+
+    Args:
+        folder: Of a study, of a run, or of runs; it need not be there yet.
+        most_bytes: How much of the logs one look reads at most; the next goes on from there.
+        fresh_seconds: For how long a look is good.
+    """
+
+    def __init__(
+        self, folder: Path, *, most_bytes: int = _MOST_BYTES, fresh_seconds: float = _FRESH_SECONDS
+    ) -> None:  # fmt: skip
+        self.folder = Path(folder).expanduser().absolute()
+        self._most_bytes, self._fresh_seconds = most_bytes, fresh_seconds
+        self._epoch = secrets.token_hex(4)
+        self._version = 0
+        self._at = -math.inf
+        self._look = _Look("nothing", self.folder.name)
+        self._records: dict[Path, Records] = {}
+        # What was read from settings, with marks that change when their files do.
+        self._abouts: dict[Path, tuple[Any, dict[str, Any]]] = {}
+        self._outline: tuple[Any, list[Work], str] | None = None
+        self._lock = threading.Lock()
+
+    def snapshot(self, since: str = "") -> dict[str, Any]:
+        """How it stands, with the curves that have changed.
+
+        Args:
+            since: `version` of the snapshot that the asker has; from another watcher, or "", it gives all curves.
+        """
+        with self._lock:
+            if time.monotonic() - self._at >= self._fresh_seconds:
+                self._refresh()
+                self._at = time.monotonic()
+            return self._snapshot(since)
+
+    # ------------------------------------------------------------------ looking
+
+    def _refresh(self) -> None:
+        try:
+            self._look = self._see()
+        except (GatespaceError, OSError, ValueError, KeyError) as error:
+            # Files may be changing. What was seen last is better than nothing, with the reason beside it.
+            text = str(error) if isinstance(error, GatespaceError) else f"{type(error).__name__}: {error}"
+            self._look = replace(self._look, problem=text[:_MOST_TEXT])
+        self._version += 1
+        budget = Budget(self._most_bytes)
+        for piece in sorted(self._look.pieces, key=lambda piece: piece.state != "running"):
+            records = self._records.setdefault(piece.place, Records(piece.folder))
+            records.read(budget, self._version, done=piece.state == "done")
+        gone = self._records.keys() - {piece.place for piece in self._look.pieces}
+        for held in (self._records, self._abouts):
+            for place in gone & held.keys():
+                del held[place]
+
+    def _see(self) -> _Look:
+        if StudyFolder(self.folder).exists:
+            return self._see_study(StudyFolder(self.folder))
+        runs = list(_runs_in(self.folder))
+        if not runs:
+            return _Look("nothing", self.folder.name)
+        pieces = tuple(self._run(run) for run in runs)
+        kind = "run" if runs[0].path == self.folder else "runs"
+        return _Look(kind, self.folder.name, any(piece.state == "running" for piece in pieces), pieces)
+
+    def _see_study(self, study: StudyFolder) -> _Look:
+        written = (_mark(study.study_file), _mark(study.bases_file))
+        if self._outline is None or self._outline[0] != written:
+            config = study.config()
+            self._outline = (written, outline(study, config)[1], config.name)
+        _, work, name = self._outline
+        outlook = look(study, work)
+        pieces = tuple(_piece_of(one, outlook) for one in work)
+        return _Look("study", name, study.is_running, pieces, outlook.seconds_left(study.workers), study.workers)
+
+    def _run(self, run: RunFolder) -> _Piece:
+        mark = (_mark(run.config_file), _mark(run.done_file))
+        held = self._abouts.get(run.path)
+        if held is None or held[0] != mark:
+            held = self._abouts[run.path] = (mark, _about(run))
+        return _Piece(folder=run, state=run.state, error=run.error(), **held[1])
+
+    # ------------------------------------------------------------------ what is sent
+
+    def _snapshot(self, since: str) -> dict[str, Any]:
+        seen = self._look
+        epoch, _, text = since.partition(".")
+        known = int(text) if epoch == self._epoch and text.isdecimal() else 0
+        rows = [self._row(piece) for piece in seen.pieces]
+        records = {piece.id: (piece, self._records[piece.place]) for piece in seen.pieces}
+        return {
+            "schema": SCHEMA,
+            "version": f"{self._epoch}.{self._version}",
+            "whole": known == 0,
+            "kind": seen.kind,
+            "title": seen.title,
+            "folder": str(self.folder),
+            "alive": seen.alive,
+            "state": _state(seen, [row["state"] for row in rows]),
+            "workers": seen.workers,
+            "seconds_left": plain(self._seconds_left(seen)),
+            "behind": any(one.behind for _, one in records.values()),
+            "problem": seen.problem,
+            "rows": rows,
+            "curves": {
+                name: one.curves(piece.steps)
+                for name, (piece, one) in records.items()
+                if one.version > known and (piece.steps or one.steps)
+            },
+        }
+
+    def _row(self, piece: _Piece) -> dict[str, Any]:
+        records, state = self._records[piece.place], piece.state
+        step = piece.folder.last_step() if records.behind or not records.steps else records.step
+        if state == "waiting" and step > 0:
+            state = "stopped"
+        on_the_way = max(records.accuracies.items(), default=(0, None))[1]
+        failure = piece.folder.failure() if state == "failed" else {}
+        return {
+            "id": piece.id,
+            "title": piece.title,
+            "task": piece.task,
+            "point": piece.point,
+            "kind": piece.kind,
+            "seed": piece.seed,
+            "state": state,
+            "step": min(step, piece.steps) if piece.steps else step,
+            "steps": piece.steps,
+            "loss": plain(records.loss[-1]) if records.loss else None,
+            "lam": plain(records.lam[-1]) if records.lam else None,
+            "accuracy": plain(records.final if state == "done" else on_the_way),
+            "seconds": plain(piece.folder.seconds()) if state in ("running", "done") else None,
+            "error": piece.error[:_MOST_TEXT],
+            "details": str(failure.get("details") or "")[-_MOST_TEXT:],
+            "when": str(failure.get("when") or ""),
+        }
+
+    def _seconds_left(self, seen: _Look) -> float | None:
+        """By the study's own estimate; that of runs alone is by the pace of their last steps."""
+        if seen.kind == "study":
+            return seen.seconds_left
+        running = [(piece, self._records[piece.place]) for piece in seen.pieces if piece.state == "running"]
+        left = [(piece.steps - one.step) * (one.seconds_per_step or math.nan) for piece, one in running]
+        return max(left) if left and not any(map(math.isnan, left)) else None
+
+
+def _runs_in(folder: Path) -> Iterator[RunFolder]:
+    if RunFolder(folder).config_file.is_file():
+        yield RunFolder(folder)
+    elif folder.is_dir():
+        yield from (run for one in sorted(folder.iterdir()) if (run := RunFolder(one)).config_file.is_file())
+
+
+def _piece_of(work: Work, outlook: Outlook) -> _Piece:
+    run, state = work.run, outlook.states[work.name]
+    reason = outlook.blocked.get(work.name, "")
+    return _Piece(
+        folder=work.folder,
+        state="blocked" if reason else state,
+        id=work.name,
+        title=work.title,
+        task=work.task,
+        point=run.point if run is not None else work.title.removesuffix(f" of {work.task}"),
+        kind=run.kind if run is not None else "preparation",
+        seed=None if run is None else run.seed,
+        steps=work.steps,
+        error=reason or (work.folder.error() if state == "failed" else ""),
+    )
+
+
+def _about(run: RunFolder) -> dict[str, Any]:
+    """What a run's configuration says of it."""
+    name, settings = run.path.name, run.settings()
+    task = settings.get("task")
+    numbers = {key: value if isinstance(value := settings.get(key), int) else None for key in ("seed", "steps")}
+    found: dict[str, Any] = {
+        "id": name,
+        "title": name,
+        "task": str(task.get("name") or "") if isinstance(task, dict) else "",
+        "point": "teach",
+        "kind": "run",
+        "seed": numbers["seed"],
+        "steps": numbers["steps"] or 0,
+    }
+    try:
+        distilled = read_run(run)
+    except (GatespaceError, OSError, ValueError, KeyError, TypeError):  # of another release; there is less to say of it
+        return found | {"point": name}
+    return found if distilled is None else found | {"point": distilled.label, "kind": distilled.kind}
+
+
+def _state(seen: _Look, states: list[str]) -> str:
+    if seen.alive:
+        return "running"
+    if all(state == "done" for state in states):
+        return "done" if states else "nothing"
+    if all(state in ("done", "failed", "blocked") for state in states):
+        return "failed"
+    return "stopped"
+
+
+def _mark(path: Path) -> tuple[int, int, int] | None:
+    """Changes whenever the file does."""
+    try:
+        about = path.stat()
+    except OSError:
+        return None
+    return about.st_mtime_ns, about.st_size, about.st_ino
+
+
+# ---------------------------------------------------------------------------------------------------- logs that grow
+# A run that resumes from a checkpoint cuts its logs and writes them anew from there, a folder may vanish and come back,
+# and a copy may take the place of a file. Whatever happens, what is held is what the files say.
+
+
+class Budget:
+    """How many bytes one look may read, so that long logs do not keep a page waiting."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+
+class Tail:
+    """A log of JSON objects, one per line; each look reads only what has come since the last one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.behind = False
+        """Whether there is more than the budgets have allowed."""
+        self._offset = 0
+        self._file: tuple[int, int] | None = None
+        self._last = b""
+
+    def read(self, budget: Budget) -> tuple[bool, list[dict[str, Any]]]:
+        """(Whether all that was read before is void, the records that have come since)."""
+        try:
+            file = self.path.open("rb")
+        except OSError:
+            return self._forget(), []
+        with file:
+            about = os.fstat(file.fileno())
+            same = self._file == (about.st_dev, about.st_ino) and self._offset <= about.st_size and self._is_last(file)
+            anew = False if same else self._forget()
+            self._file = (about.st_dev, about.st_ino)
+            wanted = about.st_size - self._offset
+            if wanted <= 0 or budget.left <= 0:
+                self.behind = wanted > 0
+                return anew, []
+            file.seek(self._offset)
+            data = file.read(min(wanted, budget.left))
+            if len(data) < wanted and not data.endswith(b"\n"):
+                data += file.readline()  # the budget bends for the line that it ends in
+        budget.left -= len(data)
+        lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)  # what has no end yet is not whole
+        self._offset += sum(map(len, lines))
+        self._last = lines[-1] if lines else self._last
+        self.behind = len(data) < wanted
+        return anew, [record for line in lines if (record := _record(line)) is not None]
+
+    def _is_last(self, file: Any) -> bool:
+        """Whether the last line that was read still stands where it stood."""
+        file.seek(self._offset - len(self._last))
+        return bool(file.read(len(self._last)) == self._last)
+
+    def _forget(self) -> bool:
+        held = self._offset > 0
+        self._offset, self._file, self._last, self.behind = 0, None, b"", False
+        return held
+
+
+class Records:
+    """What the logs of one run say, held as columns, and its last evaluation."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._run = run
+        self._metrics, self._evaluations, self._timings = (
+            Tail(run.log_file(name)) for name in ("metrics", "evaluations", "timings")
+        )
+        self.steps, self.loss, self.lam = array("q"), array("d"), array("d")
+        self.accuracies: dict[int, float] = {}
+        """Step → accuracy on validation."""
+        self.final: float | None = None
+        """Accuracy on validation of a run that is done."""
+        self._final_mark: Any = None
+        self._pace: deque[float] = deque(maxlen=_RECENT)
+        self.version = 0
+        """Of the look at which it changed last."""
+
+    @property
+    def behind(self) -> bool:
+        """Whether the files have more."""
+        return self._metrics.behind or self._evaluations.behind
+
+    @property
+    def step(self) -> int:
+        """The last one."""
+        return self.steps[-1] if self.steps else 0
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Over the last steps."""
+        return math.fsum(self._pace) / len(self._pace) if self._pace else None
+
+    def read(self, budget: Budget, version: int, *, done: bool = False) -> None:
+        """Take in what has come; `version` is that of the look, `done` whether the run is."""
+        anew, records = self._metrics.read(budget)
+        if anew:
+            del self.steps[:], self.loss[:], self.lam[:]
+        for record in records:
+            self._add(record)
+        again, evaluations = self._evaluations.read(budget)
+        if again:
+            self.accuracies.clear()
+        for record in evaluations:
+            # Test is for the end: what is seen on the way must not be what decides.
+            if record.get("split") == "val" and isinstance(record.get("step"), int):
+                self.accuracies[record["step"]] = _number(record.get("accuracy"))
+        void, timings = self._timings.read(budget)
+        if void:
+            self._pace.clear()
+        for record in timings[-_RECENT:]:
+            wall = record.get("wall")
+            self._pace.append(math.fsum(map(_number, wall.values())) if isinstance(wall, dict) else math.nan)
+        ended = self._read_final(done)
+        if anew or again or records or evaluations or ended:
+            self.version = version
+
+    def _read_final(self, done: bool) -> bool:
+        """Whether the accuracy at the end is another one than at the last look."""
+        mark = _mark(self._run.evaluation_file("val")) if done else None
+        if mark == self._final_mark:
+            return False
+        self.final, self._final_mark = None, mark
+        if mark is not None:
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                self.final = float((self._run.evaluation("val") or {})["metrics"]["accuracy"])
+        return True
+
+    def _add(self, record: dict[str, Any]) -> None:
+        step = record.get("step")
+        if not isinstance(step, int):
+            return
+        while self.steps and self.steps[-1] >= step:
+            del self.steps[-1], self.loss[-1], self.lam[-1]
+        self.steps.append(step)
+        self.loss.append(_number(record.get("loss")))
+        self.lam.append(_number(record.get("lam_mean")))
+
+    def curves(self, steps: int, most: int = MOST_POINTS) -> dict[str, Any]:
+        """The columns as JSON has them, thinned to at most `most` points; `steps` is how many the whole run has."""
+        accuracies = self.accuracies | ({} if self.final is None else {self.step or steps: self.final})
+        evaluated = sorted(accuracies)
+        return {
+            "step": thinned(self.steps, most, last=True),
+            "loss": thinned(self.loss, most),
+            "lam": thinned(self.lam, most),
+            "evaluated": evaluated,
+            "accuracy": [plain(accuracies[step]) for step in evaluated],
+        }
+
+
+def thinned(values: Sequence[float], most: int, *, last: bool = False) -> list[float | None]:
+    """`values` in at most `most` groups of equal size: the mean of each, or its last value.
+
+    Example:
+        >>> thinned([1.0, 3.0, float("nan"), 5.0, 7.0], 3)
+        [2.0, 5.0, 7.0]
+    """
+    size = max(1, math.ceil(len(values) / most))
+    groups = (values[start : start + size] for start in range(0, len(values), size))
+    return [plain(group[-1]) if last else plain(_mean(group)) for group in groups]
+
+
+def plain(value: float | None) -> float | None:
+    """A number as JSON has it, in as many digits as a chart can show; None where there is none."""
+    if value is None or not math.isfinite(value):
+        return None
+    return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+def _mean(values: Sequence[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return math.fsum(known) / len(known) if known else math.nan
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
