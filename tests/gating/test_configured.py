@@ -8,7 +8,6 @@ from typing import Any, get_args
 import pytest
 
 from gatespace.config import ObjectiveConfig, parse_config
-from gatespace.config.objective import Method
 from gatespace.errors import UsageError
 from gatespace.gating import OBJECTIVES, Gate, Gated, Static, objective
 from gatespace.gating.configured import build_gate, build_objective
@@ -39,7 +38,7 @@ def test_settings_of_a_gate_arrive() -> None:
 
 
 @pytest.mark.parametrize("gate", ["G5", [0, 1, 0, 0], [0, 0, 0, -2], {"student_entropy": 2}])
-def test_any_gate_that_reads_a_signal_can_be_shuffled(gate: object) -> None:
+def test_any_gate_that_depends_on_a_signal_can_be_shuffled(gate: object) -> None:
     assert build(gate=gate, shuffle=True).gate == build(gate=gate).gate
 
 
@@ -51,7 +50,7 @@ def test_static() -> None:
     assert build(method="static", params={"lam": 1}).gate == Gate.static(1.0)
 
 
-@pytest.mark.parametrize("method", [method for method in get_args(Method) if method not in ("gated", "static")])
+@pytest.mark.parametrize("method", [method for method in OBJECTIVES if method not in ("gated", "static")])
 def test_published_methods(method: str) -> None:
     assert build(method=method) == objective(method)
     defaults = {name: p.default for name, p in inspect.signature(OBJECTIVES[method]).parameters.items()}
@@ -60,7 +59,6 @@ def test_published_methods(method: str) -> None:
 
 
 def test_names_are_those_of_gating() -> None:
-    assert set(get_args(Method)) == set(OBJECTIVES)
     fields = ObjectiveConfig.model_fields
     assert get_args(fields["support"].annotation) == SUPPORTS
     assert set(get_args(fields["entropy"].annotation)) == set(ENTROPIES)
