@@ -178,7 +178,7 @@ def test_a_server_that_stays_away_is_an_error_in_the_end(
     with client(service.address, tiny, patience=2.0, timeout=1.0) as remote:
         remote.score(PROMPTS, RESPONSES)
         scripted.stop()
-        with pytest.raises(RunError, match="has not answered for"):
+        with pytest.raises(RunError, match="has not replied for"):
             remote.score(PROMPTS, [[9], [9], [9]])
 
 
