@@ -1,4 +1,4 @@
-"""A client of a teacher service made of the bare socket: it says what it is told to, right or wrong."""
+"""A client of a teacher service made of the bare socket, which sends anything; and a brake for the model."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import zmq
 from torch import Tensor
 
 from gatespace.addons.service import wire
-from gatespace.addons.service.keys import ClientKeys, endpoint
-from gatespace.addons.service.worker import ModelThread
+from gatespace.addons.service.backend import Scorer
+from gatespace.addons.service.keys import ClientKeys, service_address
+from gatespace.files import Closing
 from gatespace.models import Model
+from gatespace.teacher.scores import ScoreSpec
 
 PATIENCE = 20.0
 """Seconds after which a test fails rather than waits."""
@@ -37,7 +38,16 @@ QUESTIONS = [
 ]
 
 
-class RawClient:
+PROMPTS, RESPONSES = [prompt for prompt, _ in QUESTIONS], [response for _, response in QUESTIONS]
+
+
+def spec(model: Model, **changes: Any) -> ScoreSpec:
+    """What the tests ask for, unless they change it."""
+    values = {"prefix": tuple(PREFIX), "max_new_tokens": CAP, "vocab_size": model.vocab_size, "k": 5}
+    return ScoreSpec(**{**values, **changes})
+
+
+class RawClient(Closing):
     """A DEALER socket, each wait with a deadline."""
 
     def __init__(self, address: str, model: Model, *, keys: ClientKeys | None = None, identity: bytes = b"") -> None:
@@ -48,16 +58,11 @@ class RawClient:
             self.socket.setsockopt(zmq.ROUTING_ID, identity)
         if keys is not None:
             keys.apply(self.socket)
-        self.socket.connect(endpoint(address).tcp)
+        self.socket.connect(service_address(address).tcp)
         self.session = ""
         self.ids = itertools.count(1000)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self.socket.close()
 
     def send(self, message: wire.Message, arrays: Sequence[wire.Array] = ()) -> list[wire.Frame]:
@@ -101,7 +106,7 @@ class RawClient:
 
     def request(self, questions: Sequence[tuple[list[int], list[int]]], id: int | None = None) -> int:
         id = next(self.ids) if id is None else id
-        arrays = wire.question_arrays([prompt for prompt, _ in questions], [response for _, response in questions])
+        arrays = wire.request_arrays([prompt for prompt, _ in questions], [response for _, response in questions])
         self.send(wire.ScoreRequest(id, self.session), arrays)
         return id
 
@@ -117,21 +122,19 @@ class RawClient:
 
 
 class Brake:
-    """Holds the model before each batch until it is let go, so that what waits is known."""
+    """Holds the model before each batch until `go`, so that it is known what waits."""
 
     def __init__(self, monkeypatch: Any) -> None:
         self._go = threading.Semaphore(0)
         self.waiting = threading.Semaphore(0)
-        self.batches: list[Any] = []
-        scored = ModelThread._scored
+        score = Scorer.score
 
-        def held(thread: ModelThread, job: Any) -> Any:
-            self.batches.append(job)
+        def held(scorer: Scorer, batch: Any) -> Any:
             self.waiting.release()
             assert self._go.acquire(timeout=PATIENCE)
-            return scored(thread, job)
+            return score(scorer, batch)
 
-        monkeypatch.setattr(ModelThread, "_scored", held)
+        monkeypatch.setattr(Scorer, "score", held)
 
     def reached(self) -> None:
         """Wait until the model has a batch."""

@@ -1,6 +1,6 @@
-"""Teacher services in processes of their own, to be killed, stopped and started again.
+"""Teacher services in processes of their own, to be killed, suspended and restarted.
 
-Run as a module it is a nursery: it imports torch and transformers once, and forks for each life of a service.
+Run as a module it imports torch and transformers once, and forks for each start of a service.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def serve(order: dict[str, Any], answer: int) -> None:
@@ -27,7 +27,7 @@ def serve(order: dict[str, Any], answer: int) -> None:
 
     torch.set_num_threads(1)
     model = load_model(order["model"])
-    server = TeacherServer(model, f"tcp://127.0.0.1:{order['port']}", limits=ServerLimits(**order["limits"]), keys=None)
+    server = TeacherServer(model, f"tcp://127.0.0.1:{order['port']}", limits=ServerLimits(**order["limits"]))
     signal.signal(signal.SIGTERM, lambda *_: server.drain())
     os.write(answer, (json.dumps({"pid": os.getpid(), "address": server.address}) + "\n").encode())
     server.run()
@@ -93,7 +93,7 @@ class Nursery:
         path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._started: list[Service] = []
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.teacher.services"],
+            [sys.executable, "-m", "tests.addons.service.services"],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

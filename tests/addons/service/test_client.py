@@ -19,41 +19,14 @@ from gatespace.addons.service.keys import ServerKeys, client_keys, read_pair, wr
 from gatespace.addons.service.server import ServerLimits, TeacherServer
 from gatespace.errors import RunError, UsageError
 from gatespace.gating.tokens import TeacherTopK
-from gatespace.models import Model, TinyPair, build_tiny, load_model
-from gatespace.tasks import synthetic_task
+from gatespace.models import Model
 from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.local import LocalTeacher
 from gatespace.teacher.scores import Scores, TeacherAwayError
 
-from .test_local import CAP, PREFIX, QUESTIONS
+from .raw_client import CAP, PROMPTS, QUESTIONS, RESPONSES, spec
 
-PROMPTS, RESPONSES = [prompt for prompt, _ in QUESTIONS], [response for _, response in QUESTIONS]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("GATESPACE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GATESPACE_CACHE", str(tmp_path_factory.mktemp("pair")))
-        return build_tiny(synthetic_task())
-
-
-@pytest.fixture(scope="module")
-def model(pair: TinyPair) -> Model:
-    return load_model(str(pair.teacher))
+Client = Callable[..., RemoteTeacher]
 
 
 @pytest.fixture(scope="module")
@@ -62,17 +35,16 @@ def server(model: Model) -> Iterator[TeacherServer]:
         yield server
 
 
-def digest(model: Model) -> str:
-    return wire.vocabulary_digest(model.tokenizer.get_vocab())
-
-
 @pytest.fixture
-def client(model: Model) -> Iterator[Callable[..., RemoteTeacher]]:
+def client(model: Model) -> Iterator[Client]:
     made: list[RemoteTeacher] = []
+    asked = ("payload", "k", "vocab_size")
 
     def make(address: str, **settings: Any) -> RemoteTeacher:
-        whole = {"max_new_tokens": CAP, "tokenizer_digest": digest(model), "timeout": 20.0, "patience": 60.0}
-        made.append(RemoteTeacher(address, PREFIX, **{**whole, **settings}))
+        wanted = spec(model, **{name: settings.pop(name) for name in asked if name in settings})
+        digest = wire.vocabulary_digest(model.tokenizer.get_vocab())
+        settings = {"tokenizer_digest": digest, "timeout": 20.0, "patience": 60.0, **settings}
+        made.append(RemoteTeacher(address, wanted, **settings))
         return made[-1]
 
     yield make
@@ -103,14 +75,13 @@ def assert_same(found: Scores, wanted: Scores) -> None:
 
 
 @pytest.mark.parametrize("payload", ["hidden", "top_k"])
-def test_remote_is_local_to_the_bit(
-    payload: str, server: TeacherServer, model: Model, client: Callable[..., RemoteTeacher]
-) -> None:
+def test_remote_is_local_to_the_bit(payload: str, server: TeacherServer, model: Model, client: Client) -> None:
     settings: dict[str, Any] = {"payload": payload, "k": 9, "vocab_size": 400}
-    local = LocalTeacher(model, PREFIX, max_new_tokens=CAP, **settings)
+    local = LocalTeacher(model, spec(model, **settings))
     remote = client(server.address, **settings)
     assert (remote.fingerprint, remote.numerics) == (model.fingerprint(), local.numerics)
-    assert (remote.model_name, remote.vocab_size) == (model.name, 400)
+    assert remote.about() == {"address": server.address, "model": model.name, "numerics": local.numerics}
+    assert remote.vocab_size == 400
     wanted = local.score(PROMPTS, RESPONSES)
     assert_same(remote.score(PROMPTS, RESPONSES), wanted)
     assert (remote.stats.rows, remote.stats.tokens) == (local.stats.rows, local.stats.tokens)
@@ -118,15 +89,15 @@ def test_remote_is_local_to_the_bit(
     assert remote.stats.passes >= 1
     # one by one, and several under way at once
     waiting = [remote.ask([prompt], [response]) for prompt, response in QUESTIONS]
-    for place in (3, 0, 11, *range(12)):
+    for place in (3, 0, 9, *range(10)):
         assert_same(waiting[place](), local.score([PROMPTS[place]], [RESPONSES[place]]))
 
 
-def test_more_than_a_server_takes_at_once_is_divided(model: Model, client: Callable[..., RemoteTeacher]) -> None:
-    wanted = LocalTeacher(model, PREFIX, max_new_tokens=CAP).score(PROMPTS, RESPONSES)
+def test_more_than_a_server_takes_at_once_is_divided(model: Model, client: Client) -> None:
+    wanted = LocalTeacher(model, spec(model)).score(PROMPTS, RESPONSES)
     width = model.head.weight.shape[1] * 4
     for limits, at_least in (
-        (ServerLimits(rows=5, client_queue=1), 3),
+        (ServerLimits(rows=5, client_queue=1), 2),
         (ServerLimits(tokens=98), 6),
         (ServerLimits(reply_bytes=9 * width, client_queue=2), 7),
     ):
@@ -137,9 +108,9 @@ def test_more_than_a_server_takes_at_once_is_divided(model: Model, client: Calla
             remote.close()
 
 
-def test_two_clients_at_once(server: TeacherServer, model: Model, client: Callable[..., RemoteTeacher]) -> None:
+def test_two_clients_at_once(server: TeacherServer, model: Model, client: Client) -> None:
     kinds: list[dict[str, Any]] = [{"payload": "hidden"}, {"payload": "top_k", "k": 5}]
-    wanted = [LocalTeacher(model, PREFIX, max_new_tokens=CAP, **kind).score(PROMPTS, RESPONSES) for kind in kinds]
+    wanted = [LocalTeacher(model, spec(model, **kind)).score(PROMPTS, RESPONSES) for kind in kinds]
     remotes = [client(server.address, **kind) for kind in kinds]
     found: list[list[Scores]] = [[], []]
 
@@ -160,11 +131,11 @@ def test_two_clients_at_once(server: TeacherServer, model: Model, client: Callab
 
 @pytest.mark.parametrize("payload", ["hidden", "top_k"])
 def test_local_and_remote_share_a_cache(
-    payload: str, server: TeacherServer, model: Model, client: Callable[..., RemoteTeacher], tmp_path: Path
+    payload: str, server: TeacherServer, model: Model, client: Client, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"payload": payload, "k": 7}
     with ScoreCache(tmp_path / "scores") as cache:
-        local = LocalTeacher(model, PREFIX, max_new_tokens=CAP, cache=cache, **settings)
+        local = LocalTeacher(model, spec(model, **settings), cache=cache)
         remote = client(server.address, cache=cache, **settings)
         wanted = local.score(PROMPTS[:6], RESPONSES[:6])
         before = server.status().requests
@@ -178,9 +149,7 @@ def test_local_and_remote_share_a_cache(
         assert local.stats.passes == passes
 
 
-def test_the_head_is_fetched_once(
-    server: TeacherServer, model: Model, client: Callable[..., RemoteTeacher], own_cache: Path
-) -> None:
+def test_the_head_is_fetched_once(server: TeacherServer, model: Model, client: Client, own_cache: Path) -> None:
     first = client(server.address).score(PROMPTS[:1], RESPONSES[:1])
     (kept,) = (own_cache / "heads").iterdir()
     written = kept.stat().st_mtime_ns
@@ -195,19 +164,19 @@ def test_the_head_is_fetched_once(
     assert first.head.weight.equal(model.head.weight)
 
 
-def test_encrypted(model: Model, client: Callable[..., RemoteTeacher], tmp_path: Path) -> None:
+def test_encrypted(model: Model, client: Client, tmp_path: Path) -> None:
     ours, theirs, stranger = (write_keys(tmp_path / name) for name in ("client", "server", "stranger"))
     keys = ServerKeys(read_pair(theirs.secret), frozenset([read_pair(ours.secret).public]))
     with TeacherServer(model, "tcp://127.0.0.1:0", keys=keys) as server:
         remote = client(server.address, keys=client_keys(ours.secret, theirs.public))
-        wanted = LocalTeacher(model, PREFIX, max_new_tokens=CAP).score(PROMPTS, RESPONSES)
+        wanted = LocalTeacher(model, spec(model)).score(PROMPTS, RESPONSES)
         assert_same(remote.score(PROMPTS, RESPONSES), wanted)
         for wrong in (
             client_keys(stranger.secret, theirs.public),
             client_keys(ours.secret, stranger.public),
             None,
         ):
-            with pytest.raises(TeacherAwayError, match="has not answered") as caught:
+            with pytest.raises(TeacherAwayError, match="has not replied") as caught:
                 client(server.address, keys=wrong, timeout=0.4, patience=1.0)
             assert ("keys" in caught.value.why) == (wrong is not None)
 
@@ -215,10 +184,10 @@ def test_encrypted(model: Model, client: Callable[..., RemoteTeacher], tmp_path:
 # ---------------------------------------------------------------------------------------------------- refusals
 
 
-def test_what_is_refused(server: TeacherServer, client: Callable[..., RemoteTeacher]) -> None:
+def test_what_is_refused(server: TeacherServer, client: Client) -> None:
     with pytest.raises(UsageError, match="do not have the same vocabulary"):
         client(server.address, tokenizer_digest="0" * 64)
-    with pytest.raises(UsageError, match="encrypted connection only"):
+    with pytest.raises(UsageError, match="needs an encrypted connection"):
         client("zmq://teacher.example.org:5555")
     with pytest.raises(UsageError, match="is not an address"):
         client("zmq://127.0.0.1")
@@ -297,7 +266,7 @@ class Actor:
             "tokenizer": hello.tokenizer,
             "numerics": "n",
             "kept": True,
-            "vocab_size": 50,
+            "vocab_size": hello.vocab_size,
             "payloads": ("top_k",),
             "k": 2,
             "width": 4,
@@ -311,7 +280,7 @@ class Actor:
         return session
 
     def reply(self, packet: wire.Packet, *, id: int | None = None, value: float = -1.0, k: int = 2) -> None:
-        _, responses = wire.questions_of(packet)
+        _, responses = wire.request_rows(packet)
         count = sum(map(len, responses))
         tensors = [
             torch.ones(count, k, dtype=torch.int32),
@@ -343,7 +312,7 @@ def stage() -> Iterator[Callable[..., Actor]]:
         actor.close()
 
 
-def asked(actor: Actor, client: Callable[..., RemoteTeacher], **settings: Any) -> tuple[RemoteTeacher, list[str]]:
+def asked(actor: Actor, client: Client, **settings: Any) -> tuple[RemoteTeacher, list[str]]:
     notes: list[str] = []
     whole = {"payload": "top_k", "k": 2, "timeout": 0.6, "patience": 8.0, "report": notes.append}
     return client(actor.address, **{**whole, **settings}), notes
@@ -354,9 +323,7 @@ def value_of(scores: Scores) -> float:
     return float(scores.payload.log_probs.unique())
 
 
-def test_a_lost_question_is_asked_again_under_its_id(
-    stage: Callable[..., Actor], client: Callable[..., RemoteTeacher]
-) -> None:
+def test_a_lost_request_is_repeated_under_its_id(stage: Callable[..., Actor], client: Client) -> None:
     ids: list[int] = []
 
     def play(actor: Actor) -> None:
@@ -375,7 +342,7 @@ def test_a_lost_question_is_asked_again_under_its_id(
     assert notes == []  # it was there all the time
 
 
-def test_a_busy_server_is_asked_again_later(stage: Callable[..., Actor], client: Callable[..., RemoteTeacher]) -> None:
+def test_a_busy_server_is_retried_later(stage: Callable[..., Actor], client: Client) -> None:
     moments: list[float] = []
 
     def play(actor: Actor) -> None:
@@ -393,7 +360,7 @@ def test_a_busy_server_is_asked_again_later(stage: Callable[..., Actor], client:
     assert all(pause >= 0.049 * 2**place for place, pause in enumerate(pauses))  # the least, half of the longest
 
 
-def test_a_forgotten_session_is_begun_again(stage: Callable[..., Actor], client: Callable[..., RemoteTeacher]) -> None:
+def test_a_lost_session_is_begun_again(stage: Callable[..., Actor], client: Client) -> None:
     sessions: list[str] = []
 
     def play(actor: Actor) -> None:
@@ -410,27 +377,29 @@ def test_a_forgotten_session_is_begun_again(stage: Callable[..., Actor], client:
     remote, notes = asked(stage(play), client)
     assert value_of(remote.score([[1]], [[2]])) == -1.0
     assert sessions[-1] == sessions[-2]
-    assert sum("was started again; going on" in note for note in notes) == 1
+    assert sum("was restarted; continuing" in note for note in notes) == 1
 
 
-def test_a_server_that_goes_is_waited_for(stage: Callable[..., Actor], client: Callable[..., RemoteTeacher]) -> None:
+def test_a_server_that_ends_is_waited_for(stage: Callable[..., Actor], client: Client) -> None:
     def play(actor: Actor) -> None:
         actor.welcome()
         packet = actor.hear(wire.ScoreRequest)
         actor.say(wire.Draining("server-1", 1))
         actor.reply(packet)
-        actor.hear(wire.Ping, pong=None)
-        assert sum(isinstance(message, wire.ScoreRequest) for message in actor.heard) == 1  # none of a server that goes
+        refused = actor.hear(wire.ScoreRequest).message.id
+        actor.say(wire.failure(RunError("it is ending"), code=wire.DRAINING, id=refused, retry=True))
         actor.say(wire.Bye())
         actor.welcome()
-        actor.reply(actor.hear(wire.ScoreRequest), value=-3.0)
+        again = actor.hear(wire.ScoreRequest)
+        assert again.message.id == refused
+        actor.reply(again, value=-3.0)
 
     remote, _ = asked(stage(play), client, timeout=3.0)
     assert value_of(remote.score([[1]], [[2]])) == -1.0
     assert value_of(remote.score([[1]], [[2]])) == -3.0
 
 
-def test_garbage_is_no_answer(stage: Callable[..., Actor], client: Callable[..., RemoteTeacher]) -> None:
+def test_garbage_is_no_reply(stage: Callable[..., Actor], client: Client) -> None:
     def play(actor: Actor) -> None:
         actor.welcome()
         actor.hear(wire.ScoreRequest)
@@ -443,29 +412,25 @@ def test_garbage_is_no_answer(stage: Callable[..., Actor], client: Callable[...,
 
 
 @pytest.mark.parametrize("change", ["shape", "rows", "kind"])
-def test_an_answer_to_another_question_is_an_error(
-    change: str, stage: Callable[..., Actor], client: Callable[..., RemoteTeacher]
-) -> None:
+def test_a_reply_to_another_request_is_an_error(change: str, stage: Callable[..., Actor], client: Client) -> None:
     def play(actor: Actor) -> None:
         actor.welcome()
         packet = actor.hear(wire.ScoreRequest)
         if change == "shape":
             actor.reply(packet, k=3)
         elif change == "rows":
-            longer = wire.Packet(packet.message, wire.question_arrays([[1], [1]], [[2], [2]]))
+            longer = wire.Packet(packet.message, wire.request_arrays([[1], [1]], [[2], [2]]))
             actor.reply(longer)
         else:
             hidden = wire.ScoreReply(packet.message.id, "hidden", 1, 0, 0)
             actor.say(hidden, [wire.array_of(torch.zeros(1, 4))])
 
     remote, _ = asked(stage(play), client)
-    with pytest.raises(RunError, match="has answered another question"):
+    with pytest.raises(RunError, match="has replied to another request"):
         remote.score([[1]], [[2]])
 
 
-def test_another_teacher_than_before_is_refused(
-    stage: Callable[..., Actor], client: Callable[..., RemoteTeacher]
-) -> None:
+def test_another_teacher_than_before_is_refused(stage: Callable[..., Actor], client: Client) -> None:
     def play(actor: Actor) -> None:
         actor.welcome()
         actor.hear(wire.ScoreRequest)
@@ -478,18 +443,16 @@ def test_another_teacher_than_before_is_refused(
     assert "fingerprint is other, and was f" in str(caught.value)
 
 
-def test_another_version_is_refused(stage: Callable[..., Actor], client: Callable[..., RemoteTeacher]) -> None:
+def test_another_version_is_refused(stage: Callable[..., Actor], client: Client) -> None:
     def play(actor: Actor) -> None:
         actor.hear(wire.Hello)
         actor.socket.send_multipart([actor.asking, b"GST\x63\x90"])
 
-    with pytest.raises(UsageError, match="another version of the wire"):
+    with pytest.raises(UsageError, match="another version of the wire format"):
         asked(stage(play), client)
 
 
-def test_what_the_model_cannot_do_is_the_runs_error(
-    stage: Callable[..., Actor], client: Callable[..., RemoteTeacher]
-) -> None:
+def test_what_the_model_cannot_do_is_the_runs_error(stage: Callable[..., Actor], client: Client) -> None:
     def play(actor: Actor) -> None:
         actor.welcome()
         packet = actor.hear(wire.ScoreRequest)
@@ -503,17 +466,17 @@ def test_what_the_model_cannot_do_is_the_runs_error(
     assert (caught.value.got, caught.value.why, caught.value.instead) == ("nan", "it is broken", "another one")
 
 
-def test_nobody_there(client: Callable[..., RemoteTeacher]) -> None:
+def test_not_running(client: Client) -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         port = socket.bind_to_random_port("tcp://127.0.0.1")
     notes: list[str] = []
-    with pytest.raises(TeacherAwayError, match=f"the teacher at zmq://127.0.0.1:{port} has not answered") as caught:
+    with pytest.raises(TeacherAwayError, match=f"the teacher at zmq://127.0.0.1:{port} has not replied") as caught:
         client(f"zmq://127.0.0.1:{port}", timeout=0.3, patience=1.0, report=notes.append)
-    assert any("has not answered for 0.3 s; trying again" in note for note in notes)
+    assert any("has not replied for 0.3 s; retrying" in note for note in notes)
     assert "teacher serve" in caught.value.instead
 
 
-def test_there_but_at_work(stage: Callable[..., Actor], client: Callable[..., RemoteTeacher]) -> None:
+def test_busy(stage: Callable[..., Actor], client: Client) -> None:
     def play(actor: Actor) -> None:
         actor.welcome()
         packet = actor.hear(wire.ScoreRequest)
@@ -525,6 +488,6 @@ def test_there_but_at_work(stage: Callable[..., Actor], client: Callable[..., Re
 
     remote, notes = asked(actor := stage(play), client, timeout=0.4)
     assert value_of(remote.score([[1]], [[2]])) == -5.0
-    assert any("is there and at work" in note for note in notes)
+    assert any("is busy" in note for note in notes)
     assert sum(isinstance(message, wire.ScoreRequest) for message in actor.heard) == 1
     assert sum(isinstance(message, wire.Hello) for message in actor.heard) == 1

@@ -1,4 +1,4 @@
-"""`gatespace teacher` in real processes: it serves, tells how it is doing, and ends when it is told to."""
+"""`gatespace teacher` in real processes: serve, status, keygen, and the end by a signal."""
 
 from __future__ import annotations
 
@@ -17,21 +17,16 @@ import pytest
 
 from gatespace.addons.service import wire
 from gatespace.addons.service.keys import ClientKeys, client_keys
-from gatespace.models import Model, build_tiny, load_model
-from gatespace.tasks import synthetic_task
-from tests.teacher.raw_client import CAP, PREFIX, QUESTIONS, RawClient
+from gatespace.models import Model, TinyPair
+from gatespace.teacher.local import LocalTeacher
+from tests.addons.service.raw_client import PROMPTS, QUESTIONS, RESPONSES, RawClient, spec
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny(synthetic_task(size=600), tmp_path_factory.mktemp("tiny")).teacher
+ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Model:
-    return load_model(str(folder))
+@pytest.fixture
+def folder(tiny: TinyPair) -> Path:
+    return tiny.teacher
 
 
 @contextmanager
@@ -57,9 +52,7 @@ def serving(folder: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], d
 
 def scored(address: str, model: Model, keys: ClientKeys | None = None) -> bool:
     """Whether the service has the bits of the model in this process."""
-    from gatespace.teacher.local import LocalTeacher
-
-    right = LocalTeacher(model, PREFIX, max_new_tokens=CAP).score(*map(list, zip(*QUESTIONS[:3], strict=True))).payload
+    right = LocalTeacher(model, spec(model)).score(PROMPTS[:3], RESPONSES[:3]).payload
     with RawClient(address, model, keys=keys) as client:
         welcome = client.hello()
         assert isinstance(welcome, wire.Welcome)
@@ -109,7 +102,7 @@ def test_serve_with_keys(folder: Path, model: Model, run: Any, tmp_path: Path) -
         for options in ((), ("--key", made["stranger"]["secret"], "--server-key", public)):
             result = run("teacher", "status", address, "--timeout", "0.3", *options)
             assert result.exit_code == 1
-            assert "does not answer" in result.stderr
+            assert "does not reply" in result.stderr
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=20)
         assert (process.returncode, err) == (0, "")
@@ -138,7 +131,7 @@ def test_serve_with_keys(folder: Path, model: Model, run: Any, tmp_path: Path) -
         ),
         (("serve", "--model", "no such model", "--engine", "vllm", "--vllm", "vllm://a:1"), "no such model"),
         (("serve", "--model", "x", "--engine", "vllm", "--vllm", "vllm://a:1", "--precision", "fp7"), "precision"),
-        (("status", "http://x:1"), "not the address"),
+        (("status", "http://x:1"), "no kind of teacher called http"),
         (("status", "--key", "a.key"), "needs"),
         (("sreve",), "did you mean 'serve'"),
     ],
@@ -152,7 +145,7 @@ def test_mistakes(args: tuple[str, ...], message: str, run: Any) -> None:
 def test_keygen_replaces_nothing(run: Any, tmp_path: Path) -> None:
     shown = run("teacher", "keygen", str(tmp_path / "a"))
     assert shown.exit_code == 0
-    assert "nobody else may read" in shown.stdout
+    assert "which only you can read" in shown.stdout
     assert (tmp_path / "a.key").read_text().strip() not in shown.stdout
     again = run("teacher", "keygen", str(tmp_path / "a"))
     assert again.exit_code == 2
@@ -168,4 +161,4 @@ def test_status_needs_no_torch(python: Callable[..., Any]) -> None:
     )
     result = python("-c", script)
     assert result.returncode == 1
-    assert "does not answer" in result.stderr
+    assert "does not reply" in result.stderr

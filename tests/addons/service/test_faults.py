@@ -1,4 +1,4 @@
-"""A client and a service in another process, which is killed, stopped, ended and started again."""
+"""A client and a service in another process, which is killed, suspended, ended and restarted."""
 
 from __future__ import annotations
 
@@ -12,38 +12,13 @@ import torch
 
 from gatespace.addons.service.client import RemoteTeacher
 from gatespace.addons.service.wire import vocabulary_digest
-from gatespace.models import Model, TinyPair, build_tiny, load_model
-from gatespace.tasks import synthetic_task
+from gatespace.models import Model, TinyPair
 from gatespace.teacher.local import LocalTeacher
 from gatespace.teacher.scores import Scores, TeacherAwayError
 
+from .raw_client import PROMPTS, RESPONSES, spec
 from .services import Nursery, Service
 from .test_client import assert_same
-from .test_local import CAP, PREFIX, QUESTIONS
-
-PROMPTS, RESPONSES = [prompt for prompt, _ in QUESTIONS], [response for _, response in QUESTIONS]
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GATESPACE_CACHE", str(cache))
-
-
-@pytest.fixture(scope="module")
-def pair(cache: Path) -> TinyPair:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GATESPACE_CACHE", str(cache))
-        return build_tiny(synthetic_task())
-
-
-@pytest.fixture(scope="module")
-def model(pair: TinyPair) -> Model:
-    return load_model(str(pair.teacher))
 
 
 @pytest.fixture(scope="module")
@@ -51,21 +26,21 @@ def wanted(model: Model) -> Scores:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return LocalTeacher(model, PREFIX, max_new_tokens=CAP).score(PROMPTS, RESPONSES)
+        return LocalTeacher(model, spec(model)).score(PROMPTS, RESPONSES)
     finally:
         torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
-def nursery(cache: Path) -> Iterator[Nursery]:
-    found = Nursery(cache)
+def nursery(shared_place: Path) -> Iterator[Nursery]:
+    found = Nursery(shared_place / "cache")
     yield found
     found.close()
 
 
 @pytest.fixture
-def service(nursery: Nursery, pair: TinyPair) -> Iterator[Service]:
-    found = nursery.start(pair.teacher)
+def service(nursery: Nursery, tiny: TinyPair) -> Iterator[Service]:
+    found = nursery.start(tiny.teacher)
     yield found
     found.end()
 
@@ -76,16 +51,14 @@ def connect(model: Model) -> Iterator[Callable[..., tuple[RemoteTeacher, list[st
 
     def make(service: Service, *, timeout: float = 1.0, patience: float = 30.0) -> tuple[RemoteTeacher, list[str]]:
         notes: list[str] = []
-        digest = vocabulary_digest(model.tokenizer.get_vocab())
-        settings = {"timeout": timeout, "patience": patience}
         made.append(
             RemoteTeacher(
                 service.address,
-                PREFIX,
-                max_new_tokens=CAP,
-                tokenizer_digest=digest,
+                spec(model),
+                tokenizer_digest=vocabulary_digest(model.tokenizer.get_vocab()),
+                timeout=timeout,
+                patience=patience,
                 report=notes.append,
-                **settings,  # type: ignore[arg-type]
             )
         )
         return made[-1], notes
@@ -100,7 +73,7 @@ Connect = Callable[..., tuple[RemoteTeacher, list[str]]]
 
 @pytest.mark.slow
 def test_killed_again_and_again(
-    nursery: Nursery, service: Service, pair: TinyPair, wanted: Scores, connect: Connect
+    nursery: Nursery, service: Service, tiny: TinyPair, wanted: Scores, connect: Connect
 ) -> None:
     """Under questions of two clients, at moments that nobody chooses."""
     services, over = [service], threading.Event()
@@ -111,7 +84,7 @@ def test_killed_again_and_again(
         try:
             remote, _ = connect(service)
             while not over.is_set():
-                waiting = [remote.ask(PROMPTS[place : place + 6], RESPONSES[place : place + 6]) for place in (0, 6)]
+                waiting = [remote.ask(PROMPTS[place : place + 5], RESPONSES[place : place + 5]) for place in (0, 5)]
                 halves = [one() for one in waiting]
                 whole = torch.cat([half.payload for half in halves], 1)  # type: ignore[arg-type, misc]
                 found.append(Scores(whole, halves[0].head))
@@ -124,7 +97,7 @@ def test_killed_again_and_again(
     for pause in (0.5, 0.2, 0.35, 0.05):
         over.wait(pause)
         services[-1].kill()
-        services.append(nursery.start(pair.teacher, service.port))
+        services.append(nursery.start(tiny.teacher, service.port))
     answered = len(found)
     while len(found) < answered + 4 and not broken:
         over.wait(0.05)
@@ -138,7 +111,7 @@ def test_killed_again_and_again(
 
 
 def test_ended_in_good_order(
-    nursery: Nursery, service: Service, pair: TinyPair, wanted: Scores, connect: Connect
+    nursery: Nursery, service: Service, tiny: TinyPair, wanted: Scores, connect: Connect
 ) -> None:
     """SIGTERM: what was asked is answered, the rest by the successor."""
     remote, notes = connect(service)
@@ -146,13 +119,13 @@ def test_ended_in_good_order(
     waiting = remote.ask(PROMPTS, RESPONSES)
     service.signal(signal.SIGTERM)
     service.wait()
-    successor = nursery.start(pair.teacher, service.port)
+    successor = nursery.start(tiny.teacher, service.port)
     try:
         assert_same(waiting(), wanted)
         assert_same(remote.score(PROMPTS, RESPONSES), wanted)
     finally:
         successor.end()
-    assert sum("was started again" in note for note in notes) == 1
+    assert sum("was restarted" in note for note in notes) == 1
 
 
 def test_stopped_for_a_while(service: Service, wanted: Scores, connect: Connect) -> None:
@@ -160,22 +133,22 @@ def test_stopped_for_a_while(service: Service, wanted: Scores, connect: Connect)
     service.signal(signal.SIGSTOP)
     threading.Timer(1.0, service.signal, [signal.SIGCONT]).start()
     assert_same(remote.score(PROMPTS, RESPONSES), wanted)
-    assert any("has not answered for 0.3 s; trying again" in note for note in notes)
-    assert any("has answered after" in note for note in notes)
+    assert any("has not replied for 0.3 s; retrying" in note for note in notes)
+    assert any("has replied after" in note for note in notes)
 
 
 def test_gone_for_good(service: Service, connect: Connect) -> None:
     remote, _ = connect(service, timeout=0.3, patience=1.0)
     service.kill()
-    with pytest.raises(TeacherAwayError, match="has not answered for 1 s"):
+    with pytest.raises(TeacherAwayError, match="has not replied for 1 s"):
         remote.score(PROMPTS, RESPONSES)
 
 
-def test_not_there_yet(nursery: Nursery, service: Service, pair: TinyPair, wanted: Scores, connect: Connect) -> None:
+def test_not_there_yet(nursery: Nursery, service: Service, tiny: TinyPair, wanted: Scores, connect: Connect) -> None:
     """A client that is started before its teacher."""
     service.kill()
     started: list[Service] = []
-    thread = threading.Timer(0.5, lambda: started.append(nursery.start(pair.teacher, service.port)))
+    thread = threading.Timer(0.5, lambda: started.append(nursery.start(tiny.teacher, service.port)))
     thread.start()
     remote, _ = connect(service, timeout=0.4)
     thread.join()
@@ -187,10 +160,10 @@ def test_a_client_that_vanishes_leaves_no_trace(service: Service, wanted: Scores
     for _ in range(3):
         vanishing, _ = connect(service)
         vanishing.ask(PROMPTS, RESPONSES)
-        socket = vanishing._link._socket
+        socket = vanishing._connection._socket
         assert socket is not None
         socket.close(linger=0)  # no farewell, with a question under way
-        vanishing._link._socket = None
+        vanishing._connection._socket = None
         remote, notes = connect(service)
         assert_same(remote.score(PROMPTS, RESPONSES), wanted)
         assert notes == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zmq
@@ -98,10 +97,10 @@ def test_both_sides(tmp_path: Path) -> None:
     [
         ("tcp://127.0.0.1:5555", "tcp://127.0.0.1:5555", True),
         ("zmq://127.1.2.3:0", "tcp://127.1.2.3:0", True),
-        ("tcp://localhost:*", "tcp://127.0.0.1:*", True),
+        ("tcp://localhost:*", "tcp://127.0.0.1:0", True),
         ("tcp://[::1]:5", "tcp://[::1]:5", True),
         ("tcp://0.0.0.0:5", "tcp://0.0.0.0:5", False),
-        ("tcp://*:5", "tcp://*:5", False),
+        ("tcp://*:5", "tcp://0.0.0.0:5", False),
         ("tcp://[::]:5", "tcp://[::]:5", False),
         ("tcp://10.0.0.7:5", "tcp://10.0.0.7:5", False),
         ("tcp://eth0:5", "tcp://eth0:5", False),
@@ -131,13 +130,16 @@ def test_without_keys_on_this_machine_only(address: str, tcp: str, loopback: boo
     ],
 )
 def test_what_is_no_address(address: str) -> None:
-    for serving in (True, False):
-        with pytest.raises(UsageError, match="not the address"):
-            keys.endpoint(address, serving=serving)
-
-
-@pytest.mark.parametrize("address", ["zmq://*:5", "zmq://h:*", "zmq://h:0"])
-def test_clients_need_a_real_address(address: Any) -> None:
     with pytest.raises(UsageError, match="not the address"):
-        keys.endpoint(address)
-    assert keys.endpoint("zmq://host-1.example.org:80").zmq == "zmq://host-1.example.org:80"
+        keys.check_bind(address, secured=True)
+    with pytest.raises(UsageError, match="address"):
+        keys.service_address(address)
+
+
+@pytest.mark.parametrize(
+    "address", ["zmq://*:5", "zmq://h:*", "zmq://h:0", "zmq://h:5/model", "vllm://h:5", "tcp://h:5"]
+)
+def test_clients_need_a_real_address(address: str) -> None:
+    with pytest.raises(UsageError, match="address"):
+        keys.service_address(address)
+    assert keys.service_address("zmq://host-1.example.org:80").tcp == "tcp://host-1.example.org:80"

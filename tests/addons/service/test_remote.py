@@ -21,7 +21,7 @@ from gatespace.files import read
 from gatespace.models import Model, TinyPair, build_tiny
 from gatespace.tasks import synthetic_task
 from gatespace.teacher.scores import TeacherAwayError
-from gatespace.training.run import train
+from gatespace.training.train import train
 from tests.teacher.services import Nursery, Service
 
 from .test_resume import assert_same_numbers
@@ -189,7 +189,7 @@ def test_a_service_that_stays_away_ends_the_run_which_can_go_on(
     done = listener.steps[-1]
     assert done == 3 or (done == 4 and staleness == 1)  # what was asked ahead may have been answered before the end
     assert caught.value.what.startswith(f"step {done + 1} could not")
-    assert caught.value.instead == f"see to the teacher; the same command then goes on from step {done}"
+    assert caught.value.instead == f"see to the teacher; the same command then resumes from step {done}"
     assert caught.value.exit_code == 1
     assert [path.name for path in (remote.output / "checkpoints").iterdir()] == [f"step-00000{done}"]
     with pytest.raises(TeacherAwayError):  # it is still away: nothing is lost
@@ -199,7 +199,7 @@ def test_a_service_that_stays_away_ends_the_run_which_can_go_on(
     train(remote, listener)
     service.end()
     assert listener.steps == list(range(done + 1, 7))
-    assert any(f"going on from step {done} of 6" in note for note in listener.notes)
+    assert any(f"resuming from step {done} of 6" in note for note in listener.notes)
     assert_same_numbers(remote.output, local.output, but=("model/README.md",))  # it says where the teacher was
 
 

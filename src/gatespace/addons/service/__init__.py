@@ -1,1 +1,58 @@
-"""The teacher as a service over ZMQ: server, client, keys, and the command `gatespace teacher`."""
+"""A teacher as a service over ZMQ: one model that many students share, in other processes or on other machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gatespace.addons.service.client import RemoteTeacher
+    from gatespace.config import TrainConfig
+    from gatespace.models import Model
+    from gatespace.teacher.cache import ScoreCache
+    from gatespace.teacher.scores import ScoreSpec
+    from gatespace.training.setup import Placement
+
+
+def open_teacher(
+    config: TrainConfig,
+    student: Model,
+    spec: ScoreSpec,
+    *,
+    place: Placement,
+    cache: ScoreCache | None,
+    report: Callable[[str], None],
+) -> RemoteTeacher:
+    """The teacher of `pair.teacher: zmq://HOST:PORT`; an error where it cannot be this student's."""
+    from gatespace.addons.service.client import Options, RemoteTeacher
+    from gatespace.addons.service.keys import client_keys
+    from gatespace.addons.service.wire import vocabulary_digest
+    from gatespace.config import in_setting, parse_config
+    from gatespace.errors import UsageError
+
+    with in_setting("teacher.options"):
+        options = parse_config(Options, dict(config.teacher.options))
+        keys = client_keys(options.client_key, options.server_key)
+    with in_setting("pair.teacher"):
+        teacher = RemoteTeacher(
+            config.pair.teacher,
+            spec,
+            tokenizer_digest=vocabulary_digest(student.tokenizer.get_vocab()),
+            keys=keys,
+            timeout=options.timeout,
+            patience=options.patience,
+            cache=cache,
+            report=report,
+            device=place.device,
+        )
+    packed = "PackedBody" in teacher.numerics.split("/")
+    if config.engine.packed is not None and config.engine.packed != packed:
+        teacher.close()
+        raise UsageError(
+            "engine.packed: the teacher's forward passes are others",
+            got=f"{str(config.engine.packed).lower()}, and {str(packed).lower()} at {config.pair.teacher}",
+            instead="null, or a teacher in this process",
+        )
+    if teacher.dtype != place.dtype:
+        report(f"the teacher computes in {str(teacher.dtype).removeprefix('torch.')}, this run in {place.precision}")
+    return teacher

@@ -1,7 +1,7 @@
-"""What a teacher service computes with: a model in its own process, or a vLLM server.
+"""What a teacher service scores with: a model in this process, or a vLLM server.
 
-The service itself knows wires, clients and turns; a backend knows what the teacher is and makes one for every kind of
-question.
+`Backend` describes the teacher and makes one for every `ScoreSpec`. `Scorer` keeps the latest of them and scores
+batches; it belongs to the thread of the model.
 """
 
 from __future__ import annotations
@@ -9,284 +9,403 @@ from __future__ import annotations
 import hashlib
 import shlex
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
 
-from gatespace.addons.service.head import HeadBytes
-from gatespace.addons.service.schedule import Kind
-from gatespace.addons.service.wire import vocabulary_digest
-from gatespace.addons.vllm.process import VllmProcess
-from gatespace.addons.vllm.server import RefusedError, ServerAwayError, VllmServer
-from gatespace.addons.vllm.source import VllmSource
-from gatespace.addons.vllm.teacher import VllmTeacher, name_fingerprint
-from gatespace.errors import GatespaceError, RunError, UsageError
+import torch
+from torch import Tensor
+
+from gatespace.addons.service import wire
+from gatespace.addons.service.schedule import Request, Row
+from gatespace.errors import GatespaceError, RunError, UsageError, unknown_name
+from gatespace.gating.tokens import TeacherTopK
 from gatespace.models.load import Model
 from gatespace.teacher.cache import ScoreCache
-from gatespace.teacher.local import LocalStats, LocalTeacher
-from gatespace.teacher.scores import Scores, TeacherAwayError
+from gatespace.teacher.local import LocalTeacher
+from gatespace.teacher.scores import Scores, ScoreSpec, Teacher, TeacherAwayError
 
-MAX_CHOICES = 1024
-"""First choices that a vLLM server started here gives at most."""
-_TIMEOUT = 300.0
-"""Seconds that vLLM may take for a batch. One that nobody listens at is away at once."""
-
-
-class ServedTeacher(Protocol):
-    """A teacher as the thread of the model uses it. One that is away for a while raises `TeacherAwayError`."""
-
-    stats: LocalStats
-    numerics: str
-
-    def score(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Scores:
-        """The scores of all tokens of `responses`, each the continuation of its prompt (after the shared prefix)."""
-        ...
-
-    def close(self) -> None:
-        """It is not needed any more."""
-        ...
+_MAX_LOGPROBS = 1024
+"""The largest k of a vLLM server that is started here."""
+_VLLM_START = 1200.0
+"""Seconds until a vLLM server that is started here has to be ready."""
+_VLLM_TIMEOUT = 300.0
+"""Seconds that vLLM may take for a batch."""
 
 
-class Backend(Protocol):
-    """What a service says of its teacher, and how it gets one. All but `close` is for one thread at a time."""
+class Backend:
+    """A teacher, and what clients need to know about it. For one thread at a time."""
 
     name: str
     fingerprint: str
-    kept: bool
-    """Whether scores may be kept under the fingerprint."""
+    cacheable: bool
+    """Whether scores may be cached under the fingerprint."""
+    cache: ScoreCache | None
+    """Scores computed before."""
     tokenizers: frozenset[str]
-    """Digests by which a student's tokens may be named."""
+    """Digests by which a student's vocabulary may be named."""
     payloads: tuple[str, ...]
     vocab_size: int
     """Ids of the tokenizer."""
     rows: int
-    """Ids that the head tells of."""
+    """Rows of the head; those beyond `vocab_size` are padding."""
     reach: int | None
-    """Prefix, prompt and response of a row."""
+    """The longest row: prefix, prompt and response."""
     width: int
-    """Columns of a hidden state, and"""
+    """Columns of a hidden state."""
     dtype: str
-    """its type."""
+    """Of a hidden state."""
 
-    def teacher(self, kind: Kind) -> ServedTeacher:
-        """A teacher for questions of a kind."""
-        ...
+    def teacher(self, spec: ScoreSpec) -> Teacher:
+        """A teacher for rows of a spec."""
+        raise NotImplementedError
+
+    def score(self, teacher: Teacher, rows: Sequence[Row]) -> Scores:
+        """The scores of rows by one of its teachers; `TeacherAwayError` where a retry may succeed."""
+        return teacher.score([row.prompt for row in rows], [row.response for row in rows])
 
     def head(self) -> HeadBytes:
-        """The bytes of the head; asked for only where hidden states are offered."""
-        ...
+        """The head's bytes, for the payload ``hidden``."""
+        raise UsageError("this teacher has no head that can be sent", got=self.name)
 
     def close(self) -> None:
         """End what was started."""
-        ...
 
 
-class LocalBackend:
+# ---------------------------------------------------------------------------------------------------- this process
+
+
+class LocalBackend(Backend):
     """A model in this process.
 
     Args:
-        model: The teacher; its weights must not change from here on.
-        cache: Scores computed before, and from now on.
+        model: The teacher; its weights must not change.
+        cache: Scores computed before.
         packed: As in `body_of`.
     """
 
-    payloads: tuple[str, ...] = ("hidden", "top_k")
-    kept = True
+    payloads = ("hidden", "top_k")
+    cacheable = True
 
     def __init__(self, model: Model, *, cache: ScoreCache | None = None, packed: bool | None = None) -> None:
-        self._model, self._cache, self._packed = model, cache, packed
         weight = model.head.weight
+        self._model, self.cache, self._packed = model, cache, packed
         self.name, self.fingerprint = model.name, model.fingerprint()
-        self.tokenizers = frozenset({model.tokenizer_digest(), vocabulary_digest(model.tokenizer.get_vocab())})
-        self.vocab_size, self.rows, self.width = model.vocab_size, len(weight), weight.shape[1]
         self.dtype = str(weight.dtype).removeprefix("torch.")
+        if self.dtype not in wire.FLOATS:
+            raise UsageError("a model of this type cannot be served", got=self.dtype, instead=", ".join(wire.FLOATS))
+        self.tokenizers = frozenset({model.tokenizer_digest(), wire.vocabulary_digest(model.tokenizer.get_vocab())})
+        self.vocab_size, self.rows, self.width = model.vocab_size, len(weight), weight.shape[1]
         reach = getattr(model.network.config.get_text_config(), "max_position_embeddings", None)
         self.reach = reach if isinstance(reach, int) and reach > 0 else None
 
-    def teacher(self, kind: Kind) -> LocalTeacher:
-        """A teacher for questions of a kind."""
-        return LocalTeacher(
-            self._model,
-            kind.prefix,
-            max_new_tokens=kind.max_new_tokens,
-            payload=kind.payload,
-            k=kind.k,
-            vocab_size=kind.vocab_size,
-            cache=self._cache,
-            packed=self._packed,
-        )
+    def teacher(self, spec: ScoreSpec) -> Teacher:
+        """A teacher for rows of a spec."""
+        return LocalTeacher(self._model, spec, cache=self.cache, packed=self._packed)
 
     def head(self) -> HeadBytes:
-        """The bytes of the head."""
+        """The bytes of the model's head."""
         return HeadBytes(self._model)
 
-    def close(self) -> None:
-        """Nothing was started."""
+
+class HeadBytes:
+    """The bytes of a model's head: its weight, followed by its bias. A weight on the CPU is not copied."""
+
+    def __init__(self, model: Model) -> None:
+        head = model.head
+        weight = wire.array_of(head.weight)
+        self._data = memoryview(weight.data)
+        if head.bias is not None:
+            bias = wire.array_of(head.bias)
+            if bias.dtype != weight.dtype:
+                got = f"a weight of type {weight.dtype}, a bias of type {bias.dtype}"
+                raise UsageError("the head of this model cannot be sent", got=got, instead="the payload top_k")
+            self._data = memoryview(bytes(self._data) + bytes(bias.data))
+        rows, columns = weight.shape
+        self.info = wire.HeadInfo(
+            sha256=hashlib.sha256(self._data).hexdigest(),
+            bytes=self._data.nbytes,
+            dtype=weight.dtype,  # type: ignore[arg-type]  # one of wire.FLOATS
+            shape=(rows, columns),
+            bias=head.bias is not None,
+            scale=float(head.scale),
+            softcap=None if head.softcap is None else float(head.softcap),
+            parts=-(-self._data.nbytes // wire.PART_BYTES),
+        )
+
+    def part(self, number: int) -> wire.Array:
+        """The buffer of a part."""
+        data = self._data[number * wire.PART_BYTES : (number + 1) * wire.PART_BYTES]
+        return wire.Array("uint8", (data.nbytes,), data)
 
 
-class VllmBackend:
-    """A vLLM server: one that is started here, and again whenever it ends; or one that somebody else looks after.
+# ---------------------------------------------------------------------------------------------------- vLLM
+
+
+class VllmBackend(Backend):
+    """A vLLM server: one that is started here, and restarted when it ends; or one at an address.
 
     Args:
-        source: The model, as far as it is known without its weights.
-        where: The Python of an environment with vLLM; or ``vllm://host:port[/model]`` of a server with that model.
-        cache: Scores computed before; not used with a server of somebody else's, which tells no hash of its weights.
-        dtype: ``float32`` or ``bfloat16``, of a server that is started here.
+        model: A folder, or a name on the Hub.
+        where: The Python of an environment with vLLM; or ``vllm://HOST:PORT[/MODEL]`` of a server with that model.
+        cache: Scores computed before; not used with a server at an address, which sends no hash of its weights.
+        precision: ``fp32``, ``bf16``, or None for bf16, of a server that is started here.
         max_model_len: The longest prefix, prompt and response, of a server that is started here.
-        options: Further options of it.
-        patience: Seconds until it has to be ready.
-        report: Is told what is worth a line.
+        arguments: More arguments of it, as in a shell.
+        report: Called with a message when vLLM is started, ends, or comes back.
     """
 
-    payloads: tuple[str, ...] = ("top_k",)
+    payloads = ("top_k",)
 
     def __init__(
         self,
-        source: VllmSource,
+        model: str,
         where: str,
         *,
         cache: ScoreCache | None = None,
-        dtype: str = "bfloat16",
+        precision: str | None = None,
         max_model_len: int = 2048,
-        options: Sequence[str] = (),
-        patience: float = 1200.0,
+        arguments: str = "",
         report: Callable[[str], None] | None = None,
     ) -> None:
-        self._source, self._report = source, report or (lambda text: None)
+        from gatespace.addons.vllm import check_place
+        from gatespace.addons.vllm.process import VllmProcess
+        from gatespace.addons.vllm.server import VllmServer
+        from gatespace.addons.vllm.source import vllm_source
+        from gatespace.addons.vllm.teacher import name_fingerprint
+
+        check_place(where)
+        if precision not in (None, "auto", "fp32", "bf16"):
+            raise unknown_name("precision", precision, ("auto", "fp32", "bf16"))
+        self._report = report or (lambda text: None)
+        self._source = source = vllm_source(model, weights="://" not in where, report=report)
+        self.dtype = "float32" if precision == "fp32" else "bfloat16"
+        options = shlex.split(arguments)
         self._process: VllmProcess | None = None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
-        self.name, self.dtype = source.name, dtype
-        self.tokenizers = frozenset({vocabulary_digest(source.tokenizer.get_vocab())})
+        self.name = source.name
+        self.tokenizers = frozenset({wire.vocabulary_digest(source.tokenizer.get_vocab())})
         self.vocab_size, self.rows, self.width = source.vocab_size, source.rows, int(source.config.hidden_size)
-        self.kept = "://" not in where
-        self._cache = cache if self.kept else None
-        if self.kept:
+        self.cacheable = "://" not in where
+        self.cache = cache if self.cacheable else None
+        if self.cacheable:
             self._scratch = tempfile.TemporaryDirectory(prefix="gatespace-vllm-")
             log = Path(self._scratch.name) / "vllm.log"
-            self._report(f"starting vLLM with {source.name}; it writes to {log}")
+            self._report(f"starting vLLM with {source.name}; its log is {log}")
             try:
                 self._process = VllmProcess(
                     Path(where).expanduser(),
                     source.folder,
                     log=log,
-                    dtype=dtype,
+                    dtype=self.dtype,
                     max_model_len=min(max_model_len, source.reach or max_model_len),
-                    max_logprobs=MAX_CHOICES,
+                    max_logprobs=_MAX_LOGPROBS,
                     options=options,
-                    patience=patience,
+                    patience=_VLLM_START,
                 )
             except BaseException:
                 self._scratch.cleanup()
                 raise
             where = self._process.address
-        self._server = VllmServer(where, timeout=_TIMEOUT, patience=_TIMEOUT, wait=False)
+        self.address = where
+        self._server = VllmServer(where, timeout=_VLLM_TIMEOUT, patience=_VLLM_TIMEOUT, wait=False)
         try:
             card, version = self._server.card(), self._server.version()
-            self.reach = card.max_model_len
-            # One token is always written.
-            self.reach = None if self.reach is None else self.reach - 1
+            # One more token is always generated.
+            self.reach = None if card.max_model_len is None else card.max_model_len - 1
             if self._process is None:
                 self.fingerprint = name_fingerprint(card, version)
             else:
-                identity = "\n".join(("gatespace vllm 2", source.fingerprint(), dtype, shlex.join(options)))
+                identity = "\n".join(("gatespace vllm 2", source.fingerprint(), self.dtype, shlex.join(options)))
                 self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         except BaseException:
             self.close()
             raise
 
     @property
-    def address(self) -> str:
-        """Of the vLLM server."""
-        return str(self._server.place)
-
-    @property
     def pid(self) -> int | None:
-        """Of the vLLM server, where it was started here."""
+        """Of a vLLM server that was started here."""
         return None if self._process is None else self._process.pid
 
-    def teacher(self, kind: Kind) -> ServedTeacher:
-        """A teacher for questions of a kind."""
-        self.revive()
-        return _Supervised(self, kind)
+    def teacher(self, spec: ScoreSpec) -> Teacher:
+        """A teacher for rows of a spec."""
+        from gatespace.addons.vllm.teacher import VllmTeacher
 
-    def head(self) -> HeadBytes:
-        """There is none to be had."""
-        raise UsageError("vLLM does not give its head away")
+        with self._supervised():
+            return VllmTeacher(
+                self.address,
+                spec,
+                self._source.tokenizer,
+                cache=self.cache,
+                fingerprint=self.fingerprint,
+                timeout=_VLLM_TIMEOUT,
+                patience=_VLLM_TIMEOUT,
+                wait=False,
+            )
+
+    def score(self, teacher: Teacher, rows: Sequence[Row]) -> Scores:
+        """The scores of rows; a server that was started here and has ended is restarted."""
+        with self._supervised():
+            return super().score(teacher, rows)
 
     def close(self) -> None:
         """End the server that was started here."""
         self._server.close()
         if self._process is not None:
-            self._process.stop()
+            self._process.close()
         if self._scratch is not None:
             self._scratch.cleanup()
 
-    # ------------------------------------------------------------------ life and death
+    @contextmanager
+    def _supervised(self) -> Iterator[None]:
+        """Restart vLLM if it has ended; `TeacherAwayError` where it ends meanwhile, so that clients retry."""
+        from gatespace.addons.vllm.server import RefusedError, ServerAwayError
 
-    def revive(self) -> None:
-        """Start our server again if it has ended; `TeacherAwayError` if it does not come back."""
-        process = self._process
-        if process is None or process.alive:
-            return
-        self._report("vLLM has ended; starting it again")
+        if self._process is not None and not self._process.alive:
+            self._restart()
         try:
-            process.restart()
-        except RunError as error:
-            self._report(str(error))
-            raise TeacherAwayError("vLLM has ended and does not start again", got=error.got) from error
-        self._report("vLLM is back")
-
-    def lost(self) -> bool:
-        """Whether vLLM is not there, or not well. One of ours that only seems to live is ended."""
-        if self._server.healthy():
-            return False
-        if self._process is not None and self._process.alive:
-            self._process.kill()
-        return True
-
-
-class _Supervised:
-    """A `VllmTeacher` behind which the server may end and come back."""
-
-    def __init__(self, backend: VllmBackend, kind: Kind) -> None:
-        self._backend = backend
-        source = backend._source
-        self._teacher = self._guarded(
-            lambda: VllmTeacher(
-                backend.address,
-                kind.prefix,
-                max_new_tokens=kind.max_new_tokens,
-                k=kind.k,
-                tokenizer=source.tokenizer,
-                vocab_size=kind.vocab_size,
-                cache=backend._cache,
-                fingerprint=backend.fingerprint,
-                timeout=_TIMEOUT,
-                patience=_TIMEOUT,
-                wait=False,
-            )
-        )
-        self.stats, self.numerics = self._teacher.stats, self._teacher.numerics
-
-    def score(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Scores:
-        self._backend.revive()
-        scores: Scores = self._guarded(lambda: self._teacher.score(prompts, responses))
-        return scores
-
-    def close(self) -> None:
-        self._teacher.close()
-
-    def _guarded(self, work: Callable[[], Any]) -> Any:
-        """An engine that has died answers for a while that it is broken; that is no word about the question."""
-        try:
-            return work()
-        except (RefusedError, ServerAwayError) as error:
-            if isinstance(error, RefusedError) and (error.status < 500 or not self._backend.lost()):
+            yield
+        except RefusedError as error:
+            # An engine that has died replies for a while that it is broken, which is not about the request.
+            if error.status < 500 or self._is_healthy():
                 raise
             raise _away(error) from error
-        except TeacherAwayError as error:
+        except (ServerAwayError, TeacherAwayError) as error:
             raise _away(error) from error
+
+    def _restart(self) -> None:
+        assert self._process is not None
+        self._report("vLLM has ended; restarting it")
+        try:
+            self._process.restart()
+        except RunError as error:
+            self._report(str(error))
+            raise TeacherAwayError("vLLM has ended and cannot be restarted", got=error.got) from error
+        self._report("vLLM is back")
+
+    def _is_healthy(self) -> bool:
+        """Whether the server says that it is healthy. A process of ours that is not is killed, to be restarted."""
+        if self._server.healthy():
+            return True
+        if self._process is not None and self._process.alive:
+            self._process.kill()
+        return False
 
 
 def _away(error: GatespaceError) -> TeacherAwayError:
-    return TeacherAwayError("vLLM is away", got=error.got, instead="wait, and ask again")
+    return TeacherAwayError("vLLM is away", got=error.got, instead="wait, and retry")
+
+
+# ---------------------------------------------------------------------------------------------------- scoring
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a client needs to know about the teacher of a spec."""
+
+    numerics: str
+    position_bytes: int
+    head: wire.HeadInfo | None
+
+
+@dataclass
+class Scored:
+    """The result of a batch: requests whose rows are all scored, with the frames of their replies; and failures."""
+
+    replies: list[tuple[Request, list[wire.Frame]]] = field(default_factory=list)
+    failures: list[tuple[Request, Exception]] = field(default_factory=list)
+    counters: Counter[str] = field(default_factory=Counter)
+    """Rows, (response) tokens, computed_tokens, passes."""
+    seconds: float = 0.0
+
+
+class Scorer:
+    """Scores batches with the teachers of a backend, the latest `limit` of which are kept."""
+
+    def __init__(self, backend: Backend, *, limit: int) -> None:
+        self.head: HeadBytes | None = None
+        """Once a client has asked for the payload ``hidden``."""
+        self._backend, self._limit = backend, limit
+        self._teachers: OrderedDict[ScoreSpec, Teacher] = OrderedDict()
+
+    def prepare(self, spec: ScoreSpec) -> Prepared:
+        """Make the teacher of a spec."""
+        teacher = self._teacher(spec)
+        if spec.payload == "top_k":
+            return Prepared(teacher.numerics, 8 * spec.k + 8, None)
+        if self.head is None:
+            self.head = self._backend.head()
+        return Prepared(teacher.numerics, self._backend.width * wire.WIDTHS[self._backend.dtype], self.head.info)
+
+    def score(self, batch: Sequence[Row]) -> Scored:
+        """Score rows of one spec. Where that fails, the rows of each request are scored alone."""
+        result, start = Scored(), time.monotonic()
+        self._try(batch, result)
+        result.seconds = time.monotonic() - start
+        return result
+
+    def close(self) -> None:
+        """Close all teachers."""
+        for teacher in self._teachers.values():
+            teacher.close()
+
+    def _try(self, rows: Sequence[Row], result: Scored) -> None:
+        try:
+            self._score(rows, result)
+        except Exception as error:  # whatever a model can raise
+            requests = list(dict.fromkeys(row.request for row in rows))
+            if len(requests) == 1:
+                result.failures.append((requests[0], error))
+                return
+            for request in requests:
+                self._try([row for row in rows if row.request is request], result)
+
+    def _score(self, rows: Sequence[Row], result: Scored) -> None:
+        teacher = self._teacher(rows[0].request.session.spec)
+        passes, computed = teacher.stats.passes, teacher.stats.computed_tokens
+        fields = _fields(self._backend.score(teacher, rows).payload)
+        passes, computed = teacher.stats.passes - passes, teacher.stats.computed_tokens - computed
+        total = len(fields[0])
+        start = 0
+        for row in rows:
+            request, stop = row.request, start + len(row.response)
+            # A view would keep the whole batch in memory.
+            request.scores[row.number] = tuple(values[start:stop].clone() for values in fields)
+            # What was computed is divided by response tokens, and adds up.
+            request.passes += passes * stop // total - passes * start // total
+            request.computed_tokens += computed * stop // total - computed * start // total
+            start = stop
+            if len(request.scores) == len(request.prompts):
+                result.replies.append((request, _reply(request)))
+        result.counters.update(rows=len(rows), tokens=total, computed_tokens=computed, passes=passes)
+
+    def _teacher(self, spec: ScoreSpec) -> Teacher:
+        teacher = self._teachers.get(spec)
+        if teacher is None:
+            while len(self._teachers) >= self._limit:
+                self._teachers.popitem(last=False)[1].close()  # before the new one, which needs memory too
+            teacher = self._teachers[spec] = self._backend.teacher(spec)
+        self._teachers.move_to_end(spec)
+        return teacher
+
+
+def _fields(payload: Tensor | TeacherTopK) -> tuple[Tensor, ...]:
+    """The tensors of a ScoreReply; positions first."""
+    if isinstance(payload, Tensor):
+        return (payload[0],)
+    if payload.sampled_log_probs is None:
+        raise RunError("the teacher has not given the log-probabilities of the tokens themselves")
+    log_probs = payload.log_probs[0]
+    tail = (1 - log_probs.double().exp().sum(-1)).clamp(min=0).float()
+    return payload.ids[0].int(), log_probs, payload.sampled_log_probs[0], tail
+
+
+def _reply(request: Request) -> list[wire.Frame]:
+    rows = [request.scores.pop(number) for number in range(len(request.prompts))]
+    arrays = [wire.array_of(torch.cat(values)) for values in zip(*rows, strict=True)]
+    payload: wire.Payload = "hidden" if request.session.spec.payload == "hidden" else "top_k"
+    message = wire.ScoreReply(request.id, payload, len(rows), request.computed_tokens, request.passes)
+    return wire.encode(message, arrays)

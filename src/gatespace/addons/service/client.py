@@ -1,132 +1,140 @@
-"""A teacher elsewhere, that scores as one in this process would, to the bit.
+"""A teacher behind a service, whose scores are those of a teacher in this process, to the bit.
 
-Its hidden states come over the wire, and its head once; both together are its full distribution. Scores are kept in
-the same cache under the same keys as those of a `LocalTeacher`, so that runs share them wherever their teacher is.
+The teacher's head is downloaded once; hidden states come with every reply. Both together are the full distribution.
+Scores have the same cache keys as those of a `LocalTeacher`, so that runs share them wherever their teacher is.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import platform
+import secrets
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import zmq
+from msgspec.structs import replace
 from torch import Tensor
 
 from gatespace.addons.service import wire
-from gatespace.addons.service.keys import ClientKeys, endpoint
-from gatespace.addons.service.link import Link, Question
-from gatespace.config.address import Address, parse_address
-from gatespace.config.base import Fault
+from gatespace.addons.service.keys import ClientKeys, connect, is_loopback, service_address
+from gatespace.config.base import Name, Place, Section
+from gatespace.config.sections import Positive
 from gatespace.errors import RunError, UsageError
 from gatespace.files import Closing
 from gatespace.gating.projection import Head
 from gatespace.models.cache_root import cache_root
+from gatespace.retry import backoff
 from gatespace.teacher.cache import ScoreCache
-from gatespace.teacher.kept import Form, RowScores
-from gatespace.teacher.local import LocalStats
-from gatespace.teacher.scores import Scores, check_questions
+from gatespace.teacher.scores import (
+    Form,
+    RowScores,
+    Scores,
+    ScoreSpec,
+    TeacherAwayError,
+    TeacherStats,
+    check_questions,
+)
 
+_PING = 2.0
+"""Most seconds between two heartbeats while a reply is awaited."""
+_TICK = 0.05
+"""Seconds between two looks at what is due while a reply is awaited."""
+_SOON = 5.0
+"""Seconds after which a user learns that a server that has never replied is waited for."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
+"""Seconds before a retry."""
+_LINGER = 500
+"""Milliseconds in which the last message is sent."""
 _LARGEST_HEAD = 16 << 30
-"""Bytes; no server makes a client set aside more."""
+"""Bytes."""
 _PARTS_AT_ONCE = 4
 _HEADS = 8
-"""How many heads are kept on disk; the oldest go."""
+"""Heads that are kept on disk; the oldest are removed."""
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Rows of a batch that are asked about in one message."""
+class Options(Section):
+    """`teacher.options` of a teacher at zmq://HOST:PORT."""
 
-    rows: list[int]
-    question: Question
+    timeout: Positive = 60.0
+    """Seconds without a reply after which a request is retried over a new connection."""
+
+    patience: Positive = 600.0
+    """Seconds without a reply after which the run writes a checkpoint and stops."""
+
+    client_key: Place | None = None
+    """The file of this client's secret key, from `gatespace teacher keygen`; null: no encryption, on this machine
+    only."""
+
+    server_key: Name | None = None
+    """The public key of the service, or the file that holds it; null: no encryption, on this machine only."""
 
 
 class RemoteTeacher(Closing):
-    """Scores with a teacher that `gatespace teacher serve` has somewhere; it takes the place of a `LocalTeacher`.
+    """Scores with a teacher that `gatespace teacher serve` serves; a `Teacher` like `LocalTeacher`.
 
     Args:
         address: ``zmq://host:port``.
-        prefix: What all prompts begin with.
-        max_new_tokens: The longest response that will be scored.
-        payload: ``hidden``: last hidden states, exact for the whole vocabulary. ``top_k``: the `k` first choices.
-        k: How many first choices.
-        vocab_size: Ids from here on are padding. None: as the teacher's tokenizer has it.
+        spec: What is asked.
         tokenizer_digest: `wire.vocabulary_digest` of the student's tokens; a teacher with others refuses.
-        cache: Scores computed before; what is in it costs no message.
-        timeout: Seconds without an answer after which the teacher is asked again.
-        patience: Seconds without an answer after which `TeacherAwayError` is raised.
         keys: Of an encrypted connection; needed unless the teacher is on this machine.
-        report: Is told what a user should know.
+        timeout: Seconds without a reply after which a request is retried over a new connection.
+        patience: Seconds without a reply after which `TeacherAwayError` is raised.
+        cache: Scores computed before; they cost no message.
+        report: Called with a message when the teacher does not reply, or was restarted.
         device: Where the scores go.
-        name: Who asks, for people who look at the server; None: this process.
     """
 
     def __init__(
         self,
-        address: str | Address,
-        prefix: Sequence[int],
+        address: str,
+        spec: ScoreSpec,
         *,
-        max_new_tokens: int = 32,
-        payload: str = "hidden",
-        k: int = 64,
-        vocab_size: int | None = None,
         tokenizer_digest: str,
-        cache: ScoreCache | None = None,
+        keys: ClientKeys | None = None,
         timeout: float = 60.0,
         patience: float = 600.0,
-        keys: ClientKeys | None = None,
+        cache: ScoreCache | None = None,
         report: Callable[[str], None] | None = None,
         device: str | torch.device = "cpu",
-        name: str | None = None,
     ) -> None:
-        if payload not in ("hidden", "top_k"):
-            raise UsageError("a payload is 'hidden' or 'top_k'", got=payload)
-        self.address = address if isinstance(address, Address) else _parsed(address)
-        self.prefix = list(prefix)
-        self.stats = LocalStats()
-        self._payload, self._longest = payload, max_new_tokens
-        self._device = torch.device(device)
-        _check_place(self.address, keys)
-        who = (name or f"{platform.node()}:{os.getpid()}")[:256]
-        buffers = (wire.ids_array(self.prefix),)
-
-        def hello(id: int, nonce: str) -> tuple[wire.Message, Sequence[wire.Array]]:
-            kind: wire.Payload = "hidden" if payload == "hidden" else "top_k"
-            return wire.Hello(id, nonce, who, tokenizer_digest, max_new_tokens, kind, k, vocab_size), buffers
-
-        self._link = Link(self.address, hello, timeout=timeout, patience=patience, keys=keys, report=report)
+        if spec.payload not in ("hidden", "top_k"):
+            raise UsageError("a payload is 'hidden' or 'top_k'", got=spec.payload)
+        self.stats = TeacherStats()
+        self._spec, self._device = spec, torch.device(device)
+        payload: wire.Payload = "hidden" if spec.payload == "hidden" else "top_k"
+        name = f"{platform.node()}:{os.getpid()}"[:256]
+        hello = wire.Hello(0, "", name, tokenizer_digest, spec.max_new_tokens, payload, spec.k, spec.vocab_size)
+        self._connection = Connection(
+            address, hello, wire.ids_array(spec.prefix), keys=keys, timeout=timeout, patience=patience, report=report
+        )
         try:
-            welcome = self._link.open()
+            self._welcome = welcome = self._connection.open()
+            self._check(welcome)
             self.fingerprint, self.numerics = welcome.fingerprint, welcome.numerics
-            self.model_name, self.vocab_size = welcome.model, welcome.vocab_size
+            self.vocab_size = welcome.vocab_size
             self.dtype: torch.dtype = getattr(torch, welcome.dtype)
-            self._k, self._width, self._limits = welcome.k, welcome.width, welcome.limits
-            self._position_bytes = welcome.position_bytes
-            self._check(welcome, vocab_size)
-            head = None if welcome.head is None else self._fetched(welcome.head, report)
-            # Of a teacher that is known by its name only, other weights would find the scores.
+            head = None if welcome.head is None else self._head(welcome.head, report)
             self._cache = cache if welcome.kept else None
-            self._form = Form(
-                self.fingerprint,
-                self.numerics,
-                payload,
-                self._k,
-                self.dtype if payload == "hidden" else torch.float32,
-                self._device,
-                head,
-            )
+            dtype = self.dtype if spec.payload == "hidden" else torch.float32
+            self._form = Form(self.fingerprint, self.numerics, spec.payload, welcome.k, dtype, self._device, head)
         except BaseException:
             self.close()
             raise
 
+    def about(self) -> dict[str, str]:
+        """What a run records of the teacher."""
+        return {"address": str(self._connection.address), "model": self._welcome.model, "numerics": self.numerics}
+
     def close(self) -> None:
-        """Take leave of the server."""
-        self._link.close()
+        """Disconnect."""
+        self._connection.close()
 
     # ------------------------------------------------------------------ scores
 
@@ -136,63 +144,40 @@ class RemoteTeacher(Closing):
 
     def ask(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Callable[[], Scores]:
         """Ask without waiting: what is returned waits and gives the scores."""
-        check_questions(prompts, responses, self._longest)
+        check_questions(prompts, responses, self._spec.max_new_tokens)
         self.stats.rows += len(responses)
         self.stats.tokens += sum(map(len, responses))
-        rows = RowScores(self._form, self._cache, self.prefix, prompts, responses)
-        pieces = [self._asked(part, prompts, responses) for part in self._divided(rows.missing, prompts, responses)]
+        rows = RowScores(self._form, self._cache, self._spec.prefix, prompts, responses)
+        requests: list[tuple[list[int], Request]] = []
+        for part in self._divided(rows.missing, prompts, responses):
+            arrays = wire.request_arrays([prompts[row] for row in part], [responses[row] for row in part])
+            requests.append((part, self._connection.submit(wire.ScoreRequest(0, ""), arrays)))
         known: list[Scores] = []
 
         def scores() -> Scores:
             if not known:
-                packets = self._link.answers([piece.question for piece in pieces])
-                for piece, packet in zip(pieces, packets, strict=True):
-                    rows.fill(piece.rows, self._read(packet, [len(responses[row]) for row in piece.rows]))
+                packets = self._connection.replies([request for _, request in requests])
+                for (part, _), packet in zip(requests, packets, strict=True):
+                    rows.fill(part, self._rows(packet, [len(responses[row]) for row in part]))
                 known.append(rows.scores())
             return known[0]
 
         return scores
 
-    def _read(self, packet: wire.Packet, lengths: Sequence[int]) -> Sequence[Tensor]:
-        """The rows of an answer as a cache has them: hidden states, or ids, log-probabilities and the token's own."""
-        reply, count = packet.message, sum(lengths)
-        wanted: list[tuple[str, tuple[int, ...]]]
-        if self._payload == "hidden":
-            wanted = [(str(self.dtype).removeprefix("torch."), (count, self._width))]
-        else:
-            choices, each = (count, self._k), (count,)
-            wanted = [("int32", choices), ("float32", choices), ("float32", each), ("float32", each)]
-        buffers = [(buffer.dtype, buffer.shape) for buffer in packet.arrays]
-        if not isinstance(reply, wire.ScoreReply) or reply.rows != len(lengths) or buffers != wanted:
-            raise RunError(f"the teacher at {self.address} has answered another question", got=buffers)
-        self.stats.computed_tokens += reply.computed_tokens
-        self.stats.passes += reply.passes
-        tensors = [wire.tensor_of(buffer) for buffer in packet.arrays]
-        if self._payload == "top_k":
-            ids, log_probs, sampled, _ = tensors  # what the tail has follows from the others
-            tensors = [torch.cat([ids.float(), log_probs, sampled[:, None]], 1)]
-        rows: tuple[Tensor, ...] = tensors[0].split(list(lengths))
-        return rows
-
-    # ------------------------------------------------------------------ questions
-
-    def _asked(self, rows: list[int], prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> _Piece:
-        arrays = wire.question_arrays([prompts[row] for row in rows], [responses[row] for row in rows])
-        return _Piece(rows, self._link.ask(lambda id, session: (wire.ScoreRequest(id, session), arrays)))
-
     def _divided(
         self, rows: Sequence[int], prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
     ) -> list[list[int]]:
-        """Consecutive rows in as few messages as the server's limits allow. No score depends on it."""
-        limits, parts = self._limits, list[list[int]]()
-        most = max(1, limits.reply_bytes // self._position_bytes)
+        """Consecutive rows in as few requests as the server's limits allow. No score depends on it."""
+        limits, prefix = self._welcome.limits, len(self._spec.prefix)
+        most = max(1, limits.reply_bytes // self._welcome.position_bytes)
+        parts: list[list[int]] = []
         tokens = written = 0
         for row in rows:
             size = len(prompts[row]) + len(responses[row])
-            if size > limits.tokens or len(self.prefix) + size > (limits.row_tokens or size + len(self.prefix)):
+            if size > limits.tokens or (limits.row_tokens is not None and prefix + size > limits.row_tokens):
                 raise RunError(
-                    f"a prompt and its response are too long for the teacher at {self.address}",
-                    got=f"{len(self.prefix) + size} tokens",
+                    f"a prompt and its response are too long for the teacher at {self._connection.address}",
+                    got=f"{prefix + size} tokens",
                 )
             fits = tokens + size <= limits.tokens and written + len(responses[row]) <= most
             if not parts or len(parts[-1]) == limits.rows or not fits:
@@ -203,12 +188,30 @@ class RemoteTeacher(Closing):
             written += len(responses[row])
         return parts
 
-    def _check(self, welcome: wire.Welcome, vocab_size: int | None) -> None:
-        """Raise where a server says of itself what cannot be."""
+    def _rows(self, packet: wire.Packet, lengths: Sequence[int]) -> Sequence[Tensor]:
+        """The rows of a reply as a cache holds them: hidden states; or ids, log-probabilities and the token's own."""
+        reply, count, welcome = packet.message, sum(lengths), self._welcome
+        expected: list[tuple[str, tuple[int, ...]]] = [(welcome.dtype, (count, welcome.width))]
+        if self._spec.payload == "top_k":
+            expected = [("int32", (count, welcome.k)), ("float32", (count, welcome.k)), *[("float32", (count,))] * 2]
+        found = [(buffer.dtype, buffer.shape) for buffer in packet.arrays]
+        if not isinstance(reply, wire.ScoreReply) or reply.rows != len(lengths) or found != expected:
+            raise RunError(f"the teacher at {self._connection.address} has replied to another request", got=found)
+        self.stats.computed_tokens += reply.computed_tokens
+        self.stats.passes += reply.passes
+        whole, *others = [wire.tensor_of(buffer) for buffer in packet.arrays]
+        if self._spec.payload == "top_k":
+            log_probs, sampled, _ = others  # the tail follows from the others
+            whole = torch.cat([whole.float(), log_probs, sampled[:, None]], 1)
+        rows: tuple[Tensor, ...] = whole.split(list(lengths))
+        return rows
+
+    def _check(self, welcome: wire.Welcome) -> None:
+        """Raise where what a server says of itself cannot be right."""
         head, wrong = welcome.head, ""
-        if vocab_size is not None and welcome.vocab_size != vocab_size:
-            wrong = f"{welcome.vocab_size} ids instead of {vocab_size}"
-        elif self._payload == "hidden":
+        if welcome.vocab_size != self._spec.vocab_size:
+            wrong = f"{welcome.vocab_size} ids instead of {self._spec.vocab_size}"
+        elif self._spec.payload == "hidden":
             if head is None:
                 wrong = "hidden states without a head"
             elif head.shape[0] < welcome.vocab_size or head.shape[1] != welcome.width:
@@ -216,101 +219,362 @@ class RemoteTeacher(Closing):
             elif head.bytes > _LARGEST_HEAD:
                 wrong = f"a head of {head.bytes} bytes"
         if wrong:
-            raise UsageError(f"the teacher at {self.address} cannot be the one of this pair", got=wrong)
+            raise UsageError(f"the teacher at {self._connection.address} cannot be the one of this pair", got=wrong)
 
     # ------------------------------------------------------------------ the head
 
-    def _fetched(self, info: wire.HeadInfo, report: Callable[[str], None] | None) -> Head:
-        """The head, from disk where it is there."""
+    def _head(self, info: wire.HeadInfo, report: Callable[[str], None] | None) -> Head:
+        """The head, from disk or from the server."""
         path = cache_root() / "heads" / info.sha256
-        content: bytes | bytearray | None = _kept(path, info)
+        content: bytes | bytearray | None = _read_head(path, info)
         if content is None:
-            content = self._transferred(info)
-            if _sha256(content) != info.sha256:
-                raise RunError(f"the head of the teacher at {self.address} came damaged", got=info.sha256)
+            content = self._download(info)
+            if hashlib.sha256(content).hexdigest() != info.sha256:
+                raise RunError(f"the head of the teacher at {self._connection.address} is damaged", got=info.sha256)
             try:
-                _keep(path, content)
+                _write_head(path, content)
             except OSError as error:
                 if report is not None:
                     report(f"the teacher's head is not kept for later runs: {error}")
         rows, columns = info.shape
         split = rows * columns * wire.WIDTHS[info.dtype]
         view = memoryview(content)
-        weight = self._placed(wire.Array(info.dtype, info.shape, view[:split]))
-        bias = self._placed(wire.Array(info.dtype, (rows,), view[split:])) if info.bias else None
+        weight = wire.tensor_of(wire.Array(info.dtype, info.shape, view[:split]))
+        bias = wire.tensor_of(wire.Array(info.dtype, (rows,), view[split:])) if info.bias else None
+        # In memory of torch's own, as a model's weights are: the last bits of a product depend on its alignment.
+        weight, bias = weight.clone().to(self._device), None if bias is None else bias.clone().to(self._device)
         return Head(weight, bias, info.scale, info.softcap)
 
-    def _placed(self, buffer: wire.Array) -> Tensor:
-        # In memory of torch's own, as a model's weights are: the last bits of a product depend on where it begins.
-        return wire.tensor_of(buffer).clone().to(self._device)
-
-    def _transferred(self, info: wire.HeadInfo) -> bytearray:
+    def _download(self, info: wire.HeadInfo) -> bytearray:
         content = bytearray(info.bytes)
-
-        def asked(part: int) -> Question:
-            return self._link.ask(lambda id, session: (wire.HeadRequest(id, session, info.sha256, part), ()))
-
-        waiting = [(part, asked(part)) for part in range(min(_PARTS_AT_ONCE, info.parts))]
-        following = iter(range(len(waiting), info.parts))
-        while waiting:
-            part, question = waiting.pop(0)
-            (packet,) = self._link.answers([question])
+        requests: dict[int, Request] = {}
+        for part in range(info.parts):
+            for ahead in range(part, min(part + _PARTS_AT_ONCE, info.parts)):
+                if ahead not in requests:
+                    requests[ahead] = self._connection.submit(wire.HeadRequest(0, "", info.sha256, ahead))
+            ((message, arrays),) = self._connection.replies([requests[part]])
+            requests[part].reply = None
             span = slice(part * wire.PART_BYTES, min((part + 1) * wire.PART_BYTES, info.bytes))
-            message = packet.message
-            size = sum(buffer.nbytes for buffer in packet.arrays)
             right = isinstance(message, wire.HeadPart) and (message.sha256, message.part) == (info.sha256, part)
-            if not right or size != span.stop - span.start:
-                raise RunError(f"the teacher at {self.address} has sent another part of its head")
-            content[span] = packet.arrays[0].data
-            if (more := next(following, None)) is not None:
-                waiting.append((more, asked(more)))
+            if not right or arrays[0].nbytes != span.stop - span.start:
+                raise RunError(f"the teacher at {self._connection.address} has sent another part of its head")
+            content[span] = arrays[0].data
         return content
 
 
-# ---------------------------------------------------------------------------------------------------- helpers
-
-
-def _parsed(address: str) -> Address:
+def _read_head(path: Path, info: wire.HeadInfo) -> bytes | None:
     try:
-        return parse_address(address)
-    except Fault as error:
-        raise UsageError(f"the address of a teacher: {error.what}", got=address, instead=error.instead) from error
-
-
-def _check_place(address: Address, keys: ClientKeys | None) -> None:
-    if keys is None and not endpoint(str(address)).loopback:
-        raise UsageError(
-            "a teacher on another machine is asked over an encrypted connection only",
-            got=address,
-            why="prompts and scores would travel for all to read and to change",
-            instead="teacher.client_key and teacher.server_key, which `gatespace teacher keygen` makes",
-        )
-
-
-def _sha256(content: bytes | bytearray) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-def _kept(path: Path, info: wire.HeadInfo) -> bytes | None:
-    """What is on disk, if it is whole."""
-    try:
-        if path.stat().st_size != info.bytes:
-            return None
-        content = path.read_bytes()
+        content = path.read_bytes() if path.stat().st_size == info.bytes else b""
     except OSError:
         return None
-    return content if _sha256(content) == info.sha256 else None
+    return content if hashlib.sha256(content).hexdigest() == info.sha256 else None
 
 
-def _keep(path: Path, content: bytes | bytearray) -> None:
-    """Write a head for later runs, whole or not at all; several processes may do so at once."""
+def _write_head(path: Path, content: bytes | bytearray) -> None:
+    """Keep a head for later runs, whole or not at all; several processes may do so at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
-        beside.write_bytes(content)
-        os.replace(beside, path)
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
     finally:
-        beside.unlink(missing_ok=True)
-    others = sorted(path.parent.iterdir(), key=lambda other: other.stat().st_mtime, reverse=True)
-    for other in others[_HEADS:]:
-        other.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
+    heads = sorted(path.parent.iterdir(), key=lambda head: head.stat().st_mtime, reverse=True)
+    for old in heads[_HEADS:]:
+        old.unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------------------------------------------- connection
+
+
+@dataclass(eq=False)
+class Request:
+    """A request, until it has its reply."""
+
+    message: wire.ScoreRequest | wire.HeadRequest
+    """Its session is filled in when it is sent."""
+    arrays: Sequence[wire.Array]
+    sent: float | None = None
+    """None: it has to be sent, or sent again."""
+    not_before: float = 0.0
+    refusals: int = 0
+    reply: wire.Packet | None = None
+
+
+class Connection(Closing):
+    """A client's side of a session, which outlives restarts of the server.
+
+    Servers are killed, restarted, suspended and overloaded, and messages are lost with them. So a request is repeated
+    under its id until it has a reply; a server that does not know the session gets a new Hello; one that is silent gets
+    a new connection. Every wait ends: after `timeout` the user is informed, after `patience` it is an error. All of it
+    happens in the calls of one thread; between them, the socket collects what the server sends.
+
+    Args:
+        address: ``zmq://host:port``.
+        hello: The Hello, whose id and nonce are filled in.
+        prefix: The buffer of the Hello.
+        keys: Of an encrypted connection.
+        timeout: Seconds of silence after which a new connection is made.
+        patience: Seconds without a reply after which `TeacherAwayError` is raised.
+        report: Called with a message when the teacher does not reply, or was restarted.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        hello: wire.Hello,
+        prefix: wire.Array,
+        *,
+        keys: ClientKeys | None,
+        timeout: float,
+        patience: float,
+        report: Callable[[str], None] | None,
+    ) -> None:
+        self.address = service_address(address)
+        if keys is None and not is_loopback(self.address):
+            raise UsageError(
+                "a teacher on another machine needs an encrypted connection",
+                got=address,
+                why="anybody on the way could read and change prompts and scores",
+                instead="teacher.options: {client_key: …, server_key: …}, which `gatespace teacher keygen` makes",
+            )
+        self._hello, self._prefix, self._keys = hello, prefix, keys
+        self._timeout, self._patience = timeout, patience
+        self._report = report or (lambda text: None)
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._not_before = 0.0
+        """When the next connection may be made."""
+        self._failures = 0
+        self._welcome: wire.Welcome | None = None
+        """The server's latest. Every later one must be of the same teacher."""
+        self._session: str | None = None
+        self._greeted: float | None = None
+        """When the Hello was sent that has no reply yet."""
+        self._ids = itertools.count(1)
+        self._pending: dict[int, Request] = {}
+        self._ping: tuple[int, float] = (0, 0.0)
+        """Id of the last heartbeat, and when it was sent."""
+        self._next_ping = self._heard = self._progress = time.monotonic()
+        """When the next heartbeat is due; anything was received; a Welcome or a reply was received."""
+        self._notes = 0
+        self._closed = False
+
+    def open(self) -> wire.Welcome:
+        """Begin a session; what the server says of itself."""
+        self._wait(lambda: self._session is not None)
+        assert self._welcome is not None
+        return self._welcome
+
+    def submit(self, message: wire.ScoreRequest | wire.HeadRequest, arrays: Sequence[wire.Array] = ()) -> Request:
+        """Send a request, and do not wait. Its id and session are filled in."""
+        self._check_open()
+        request = Request(replace(message, id=next(self._ids)), arrays)
+        self._pending[request.message.id] = request
+        if self._session is not None:
+            self._send_due(time.monotonic())
+        return request
+
+    def replies(self, requests: Sequence[Request]) -> list[wire.Packet]:
+        """Wait for the replies to requests."""
+        self._wait(lambda: all(request.reply is not None for request in requests))
+        return [request.reply for request in requests if request.reply is not None]
+
+    def close(self) -> None:
+        """End the session."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._socket is not None:
+            if self._session is not None:
+                self._send(wire.Bye(self._session))
+            self._socket.close(linger=_LINGER)
+        self._context.term()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(f"the connection to the teacher at {self.address} is closed")
+
+    # ------------------------------------------------------------------ waiting
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        self._check_open()
+        start = self._heard = self._progress = time.monotonic()
+        self._next_ping = start + self._heartbeat
+        self._notes = 0
+        while not done():
+            now = time.monotonic()
+            self._check_time(now)
+            self._send_due(now)
+            self._receive()
+        waited = time.monotonic() - start
+        if self._notes and waited > self._timeout:
+            self._report(f"the teacher at {self.address} has replied after {_seconds(waited)}")
+
+    def _check_time(self, now: float) -> None:
+        away = now - self._progress
+        if away > self._patience:
+            wrong_key = ", or one of the keys is wrong, which a server does not say" if self._keys is not None else ""
+            raise TeacherAwayError(
+                f"the teacher at {self.address} has not replied for {_seconds(away)}",
+                why=f"it is not running there{wrong_key}; teacher.options.patience is {_seconds(self._patience)}",
+                instead="see that `gatespace teacher serve` runs there",
+            )
+        unwelcome = self._greeted is not None and now - self._greeted > self._timeout
+        if unwelcome or now - self._heard > self._timeout:
+            self._report(f"the teacher at {self.address} has not replied for {_seconds(away)}; retrying")
+            self._notes += 1
+            self._disconnect(now)
+        elif away > self._timeout * (self._notes + 1) and now - self._heard < self._timeout / 2:
+            self._notes += 1
+            self._report(f"the teacher at {self.address} is busy; {_seconds(away)} so far")
+        elif self._welcome is None and self._notes == 0 and away > _SOON:
+            self._notes += 1
+            limit = f"up to {_seconds(self._patience)}, teacher.options.patience"
+            self._report(f"waiting for the teacher at {self.address} ({limit})")
+
+    # ------------------------------------------------------------------ sending
+
+    def _send_due(self, now: float) -> None:
+        if self._socket is None:
+            if now < self._not_before:
+                return
+            self._socket = connect(self._context, self.address, self._keys)
+            self._socket.maxmsgsize = wire.MAX_BYTES
+        if self._session is None:
+            if self._greeted is None:
+                self._greeted = now
+                self._hello = replace(self._hello, id=next(self._ids), nonce=secrets.token_hex(16))
+                self._send(self._hello, [self._prefix])
+        else:
+            assert self._welcome is not None
+            room = self._welcome.limits.requests - sum(request.sent is not None for request in self._pending.values())
+            due = [one for one in self._pending.values() if one.sent is None and one.not_before <= now]
+            for request in due[: max(0, room)]:
+                if not self._send(replace(request.message, session=self._session), request.arrays):
+                    break
+                request.sent = now
+        if now >= self._next_ping:
+            self._next_ping = now + self._heartbeat
+            self._ping = (next(self._ids), now)
+            self._send(wire.Ping(self._ping[0], self._session))
+
+    def _send(self, message: wire.Message, arrays: Sequence[wire.Array] = ()) -> bool:
+        assert self._socket is not None
+        try:
+            self._socket.send_multipart(wire.encode(message, arrays), zmq.NOBLOCK)
+        except zmq.Again:  # the socket's buffer is full
+            return False
+        return True
+
+    # ------------------------------------------------------------------ receiving
+
+    def _receive(self) -> None:
+        """Wait for a message, not longer than a tick, and handle all that have arrived."""
+        if self._socket is None:
+            time.sleep(_TICK)
+            return
+        self._socket.poll(round(1000 * _TICK))
+        while self._socket is not None:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            now = time.monotonic()
+            try:
+                packet = wire.decode(frames)
+            except wire.WireError as error:
+                if error.version is not None:
+                    raise UsageError(error.what, got=error.got, why=error.why, instead=error.instead) from error
+                self._disconnect(now)  # what else arrives here cannot be trusted either
+                return
+            self._heard = now
+            self._handle(packet, now)
+
+    def _handle(self, packet: wire.Packet, now: float) -> None:
+        match packet.message:
+            case wire.Welcome() as welcome:
+                if self._greeted is not None and welcome.nonce == self._hello.nonce:
+                    self._begin(welcome, now)
+            case wire.ScoreReply() | wire.HeadPart() as reply:
+                # A reply to a request that has one already, or of an earlier session, is not used.
+                request = self._pending.pop(reply.id, None)
+                if request is not None:
+                    request.reply = packet
+                    self._progress, self._failures = now, 0
+            case wire.Pong() as pong if pong.id == self._ping[0] and self._session is not None:
+                if not pong.known:
+                    self._forget_session()
+                elif pong.mine == 0:
+                    # Replies come before this one. So requests from before the heartbeat were lost.
+                    for request in self._pending.values():
+                        if request.sent is not None and request.sent < self._ping[1]:
+                            request.sent = None
+            case wire.Failure() as failure:
+                self._fail(failure, now)
+            case wire.Bye():
+                self._disconnect(now)
+
+    def _begin(self, welcome: wire.Welcome, now: float) -> None:
+        before = self._welcome
+        if before is not None:
+            for name in ("fingerprint", "numerics", "tokenizer", "vocab_size", "k", "width", "dtype"):
+                old, new = getattr(before, name), getattr(welcome, name)
+                if old != new:
+                    raise TeacherAwayError(
+                        f"the teacher at {self.address} is another one than before",
+                        got=f"its {name} is {new}, and was {old} ({welcome.model}, {before.model})",
+                        why="scores of two teachers do not belong in one run",
+                        instead="start the one that the run began with",
+                    )
+            if welcome.server != before.server:
+                self._report(f"the teacher at {self.address} was restarted; continuing")
+        self._forget_session()
+        self._welcome, self._session = welcome, welcome.session
+        self._progress, self._failures = now, 0
+
+    def _fail(self, failure: wire.Failure, now: float) -> None:
+        greeting = self._greeted is not None and failure.id == self._hello.id
+        request = self._pending.get(failure.id) if failure.id is not None else None
+        if failure.code == wire.SESSION:
+            if self._session is not None:
+                self._forget_session()
+        elif failure.retry and request is not None:
+            request.refusals += 1
+            request.sent, request.not_before = None, now + self._backoff(request.refusals)
+        elif failure.retry and greeting:
+            self._disconnect(now)
+        elif request is not None or greeting or (failure.id is None and failure.code == wire.VERSION_CODE):
+            kind: type[RunError | UsageError] = UsageError if self._welcome is None else TeacherAwayError
+            if request is not None:
+                del self._pending[request.message.id]
+                kind = RunError
+            what = f"the teacher at {self.address}: {failure.what}"
+            raise kind(what, got=failure.got, why=failure.why, instead=failure.instead)
+
+    # ------------------------------------------------------------------ beginning again
+
+    def _forget_session(self) -> None:
+        self._session = self._greeted = None
+        for request in self._pending.values():
+            request.sent, request.not_before = None, 0.0
+
+    def _disconnect(self, now: float) -> None:
+        """Close the connection; the next one is made after a pause."""
+        if self._socket is not None:
+            self._socket.close(linger=0)
+        self._socket = None
+        self._forget_session()
+        self._failures += 1
+        self._heard, self._not_before = now, now + self._backoff(self._failures)
+
+    @property
+    def _heartbeat(self) -> float:
+        return min(_PING, self._timeout / 3)
+
+    def _backoff(self, failures: int) -> float:
+        return backoff(failures, first=_FIRST_PAUSE, longest=min(_LONGEST_PAUSE, self._timeout))
+
+
+def _seconds(count: float) -> str:
+    return f"{count:.0f} s" if count >= 10 else f"{count:.1g} s"

@@ -1,9 +1,12 @@
-"""`gatespace teacher`: a teacher as a service of its own, its keys, and how it is doing."""
+"""`gatespace teacher`: serve a teacher, its keys and its status."""
 
 from __future__ import annotations
 
 import json
+import secrets
 import sys
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,10 +15,11 @@ import typer
 
 from gatespace.cli import run_options as options
 from gatespace.cli.console import console, print_json
-from gatespace.errors import UsageError, unknown_name
+from gatespace.errors import GatespaceError, RunError, UsageError, unknown_name
 
 if TYPE_CHECKING:
-    from gatespace.addons.service.backend import VllmBackend
+    from gatespace.addons.service.keys import ClientKeys
+    from gatespace.addons.service.wire import StatusReply
     from gatespace.models import Model
     from gatespace.teacher.cache import ScoreCache
 
@@ -34,92 +38,63 @@ def _teacher() -> None:
     """
 
 
-Key = Annotated[
-    Path | None,
-    typer.Option(
-        "--key", metavar="FILE", show_default=False, help="The secret key of the service, which `keygen` makes."
-    ),
-]
-Allow = Annotated[
-    Path | None,
-    typer.Option(
-        "--allow",
-        metavar="FILE",
-        show_default=False,
-        help="The public keys of the clients that may come in, one a line; or a folder of *.pub files.",
-    ),
-]
+def _option(name: str, metavar: str, help: str, *, shown: bool | str = False, **more: Any) -> Any:
+    return typer.Option(name, metavar=metavar, help=help, show_default=shown, **more)
 
 
 @teacher.command("serve")
 def serve(
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model",
-            metavar="MODEL",
-            show_default=False,
-            help="A run's folder, a model folder, smollm2, or a Hub name.",
-        ),
-    ],
+    model: Annotated[str, _option("--model", "MODEL", "A run's folder, a model folder, smollm2, or a Hub name.")],
     bind: Annotated[
-        str, typer.Option("--bind", metavar="ADDRESS", help="Where; port 0 has the system choose.")
+        str, _option("--bind", "ADDRESS", "Where to listen; port 0 is any free port.", shown=True)
     ] = "tcp://127.0.0.1:5555",
     engine: Annotated[
-        str, typer.Option("--engine", metavar="NAME", help="native: in this process; vllm: a vLLM server computes.")
+        str, _option("--engine", "NAME", "native: in this process; vllm: a vLLM server computes.", shown=True)
     ] = "native",
     vllm: Annotated[
         str | None,
-        typer.Option(
+        _option(
             "--vllm",
-            metavar="PYTHON|vllm://HOST:PORT",
-            show_default=False,
-            help="Of the engine vllm: the Python of an environment with vLLM, which is started here; or a server that "
-            "has MODEL.",
+            "PYTHON|vllm://HOST:PORT",
+            "Of the engine vllm: a Python that has vLLM, which is started here; or a server that has MODEL.",
         ),
     ] = None,
-    vllm_args: Annotated[
-        str,
-        typer.Option(
-            "--vllm-args", metavar="TEXT", show_default=False, help="More for vLLM: '--tensor-parallel-size 2'."
-        ),
-    ] = "",
+    vllm_args: Annotated[str, _option("--vllm-args", "TEXT", "More for vLLM: '--tensor-parallel-size 2'.")] = "",
     max_model_len: Annotated[
-        int, typer.Option("--max-model-len", metavar="N", min=8, help="Of a started vLLM: prompt and response.")
+        int, _option("--max-model-len", "N", "Of a started vLLM: prompt and response.", shown=True, min=8)
     ] = 2048,
     precision: Annotated[
-        str | None,
-        typer.Option("--precision", metavar="NAME", show_default="auto", help="fp32, bf16, or auto by the machine."),
+        str | None, _option("--precision", "NAME", "fp32, bf16, or auto by the machine.", shown="auto")
     ] = None,
-    device: Annotated[
-        str, typer.Option("--device", metavar="NAME", help="auto, cpu, cuda, cuda:1, mps or xpu.")
-    ] = "auto",
+    device: Annotated[str, _option("--device", "NAME", "auto, cpu, cuda, cuda:1, mps or xpu.", shown=True)] = "auto",
     cache: Annotated[
-        str,
-        typer.Option("--cache", metavar="DIR", help="Keeps scores: a folder, auto (in the user's cache), or none."),
+        str, _option("--cache", "DIR", "Score cache: a folder, auto (in the user's cache), or none.", shown=True)
     ] = "auto",
-    cache_mb: Annotated[int, typer.Option("--cache-mb", metavar="N", min=1, help="Its largest size in MiB.")] = 4096,
-    key: Key = None,
-    allow: Allow = None,
-    max_queue: Annotated[
-        int, typer.Option("--max-queue", metavar="N", min=1, help="Requests of all clients that may wait.")
-    ] = 256,
+    cache_mb: Annotated[int, _option("--cache-mb", "N", "Its largest size in MiB.", shown=True, min=1)] = 4096,
+    key: Annotated[Path | None, _option("--key", "FILE", "The service's secret key, which `keygen` makes.")] = None,
+    allow: Annotated[
+        Path | None,
+        _option(
+            "--allow", "FILE", "Public keys of the clients that may connect, one a line; or a folder of *.pub files."
+        ),
+    ] = None,
+    max_queue: Annotated[int, _option("--max-queue", "N", "Pending requests of all clients.", shown=True, min=1)] = 256,
     max_client_queue: Annotated[
-        int, typer.Option("--max-client-queue", metavar="N", min=1, help="Requests of one client that may wait.")
+        int, _option("--max-client-queue", "N", "Pending requests of one client.", shown=True, min=1)
     ] = 8,
     batch_tokens: Annotated[
-        int, typer.Option("--batch-tokens", metavar="N", min=1, help="Tokens that are scored together.")
+        int, _option("--batch-tokens", "N", "Tokens that are scored together.", shown=True, min=1)
     ] = 4096,
     drain: Annotated[
-        float, typer.Option("--drain", metavar="SECONDS", min=0, help="To finish what is under way when told to end.")
+        float, _option("--drain", "SECONDS", "To finish pending requests before the end.", shown=True, min=0)
     ] = 60.0,
     quiet: options.Quiet = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for every event.")] = False,
 ) -> None:
-    """Serve a teacher until SIGTERM or Ctrl-C; then finish what is under way.
+    """Serve a teacher until SIGTERM or Ctrl-C; then finish pending requests.
 
-    Without keys it is to be had on this machine only. With --key and
-    --allow it may listen anywhere, and talks to the listed clients.
+    Without keys it listens on this machine only. With --key and
+    --allow it may listen anywhere, and accepts the listed clients.
 
     \b
     gatespace teacher serve --model runs/teach
@@ -128,127 +103,65 @@ def serve(
     gatespace teacher serve --model Qwen/Qwen3-32B --engine vllm
         --vllm .venv-vllm/bin/python --vllm-args '--tensor-parallel-size 2'
 
-    With the engine vllm it gives first choices only (teacher.payload:
-    top_k). A vLLM that was started here is started again if it ends.
+    With the engine vllm it gives top-k log-probabilities only
+    (teacher.payload: top_k). A vLLM that was started here is restarted
+    if it ends.
     """
     import signal
 
     from gatespace.addons.service.keys import check_bind, server_keys
+    from gatespace.cli.found_model import model_folder
 
     if (key is None) != (allow is None):
         given, missing = ("--key", "--allow") if allow is None else ("--allow", "--key")
-        raise UsageError(f"{given} needs {missing}", why="a service with keys talks to the clients in its list")
+        raise UsageError(f"{given} needs {missing}", why="a service with keys accepts the clients in its list")
     _check_engine(engine, vllm, vllm_args)
     keys = server_keys(key, allow) if key is not None and allow is not None else None
-    check_bind(bind, secured=keys is not None)  # before the model, which takes its time
+    check_bind(bind, secured=keys is not None)  # before the model, which takes long
 
     def note(text: str) -> None:
         if as_json:
-            _line({"event": "note", "text": text})
+            _print_event({"event": "note", "text": text})
         elif not quiet:
-            # Clients name themselves, and their names must not drive the terminal.
+            # Clients name themselves, and their names must not control the terminal.
             sys.stderr.write("".join(c if c.isprintable() else "?" for c in text) + "\n")
 
     with ExitStack() as stack:
-        scores = _cache(cache, cache_mb, note)
+        scores = _open_cache(cache, cache_mb, note)
         if scores is not None:
             stack.enter_context(scores)
-        taught: Model | VllmBackend
-        facts: dict[str, Any] = {"engine": engine}
-        if vllm is None:
-            taught = _model(model, precision, device, note)
-        else:
-            taught = backend = _vllm(model, vllm, precision, vllm_args, max_model_len, scores, note)
-            stack.callback(backend.close)
-            facts |= {"vllm": backend.address, "vllm_pid": backend.pid}
+        from gatespace.addons.service.backend import Backend, LocalBackend, VllmBackend
         from gatespace.addons.service.server import ServerLimits, TeacherServer
 
+        facts: dict[str, Any] = {"engine": engine}
+        if vllm is None:
+            source: Backend = LocalBackend(_load(model, precision, device, note), cache=scores)
+        else:
+            source = VllmBackend(
+                model_folder(model),
+                vllm,
+                cache=scores,
+                precision=precision,
+                max_model_len=max_model_len,
+                arguments=vllm_args,
+                report=note,
+            )
+            stack.callback(source.close)
+            facts |= {"vllm": source.address, "vllm_pid": source.pid}
         limits = ServerLimits(queue=max_queue, client_queue=max_client_queue, batch_tokens=batch_tokens, drain=drain)
-        server = TeacherServer(taught, bind, cache=scores, keys=keys, limits=limits, report=note)
+        server = TeacherServer(source, bind, keys=keys, limits=limits, report=note)
+        facts |= {"fingerprint": server.fingerprint, "instance": server.instance, "keys": keys is not None}
 
         def ready() -> None:
             if as_json:
-                event = {"event": "ready", "address": server.address, "model": taught.name, **facts}
-                _line(
-                    event | {"fingerprint": server.fingerprint, "instance": server.instance, "keys": keys is not None}
-                )
+                _print_event({"event": "ready", "address": server.address, "model": source.name, **facts})
             else:
-                sys.stdout.write(f"{server.address} serves {taught.name}, fingerprint {server.fingerprint[:16]}\n")
+                sys.stdout.write(f"{server.address} serves {source.name}, fingerprint {server.fingerprint[:16]}\n")
                 sys.stdout.flush()
 
         server.run(signals=(signal.SIGTERM, signal.SIGINT), ready=ready)
         if as_json:
-            _line({"event": "ended", **_counters(server.status())})
-
-
-@teacher.command("status")
-def status(
-    address: Annotated[
-        str, typer.Argument(metavar="ADDRESS", show_default="zmq://127.0.0.1:5555", help="zmq://host:port")
-    ] = "zmq://127.0.0.1:5555",
-    client_key: Annotated[
-        Path | None,
-        typer.Option("--key", metavar="FILE", show_default=False, help="Your secret key, if the service has keys."),
-    ] = None,
-    server_key: Annotated[
-        str | None,
-        typer.Option(
-            "--server-key", metavar="KEY", show_default=False, help="The service's public key, or the file that has it."
-        ),
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="How long to wait for an answer.")
-    ] = 5.0,
-    as_json: options.AsJson = False,
-) -> None:
-    """How a teacher service is doing."""
-    from gatespace.addons.service.keys import client_keys
-    from gatespace.addons.service.status import ask_status
-
-    counters = _counters(ask_status(address, keys=client_keys(client_key, server_key), timeout=timeout))
-    if as_json:
-        print_json({"address": address, **counters})
-        return
-    out = console()
-    out.print(f"{address} serves {counters['model']}", style="bold", soft_wrap=True)
-    asked = counters["cache_hits"] + counters["cache_misses"]
-    lines = {
-        "fingerprint": counters["fingerprint"][:16],
-        "up": f"{counters['uptime']:.0f} s" + (", ending" if counters["draining"] else ""),
-        "clients": str(counters["clients"]),
-        "queue": f"{counters['queued']} requests, {counters['queued_rows']} rows",
-        "answered": f"{counters['requests']} requests, {counters['rows']} rows, {counters['tokens']} tokens",
-        "refused": f"{counters['failures']} messages, {counters['dropped']} dropped",
-        "speed": f"{counters['tokens_per_second']:.1f} tokens/s in the last minute, model busy {counters['busy']:.0%}",
-        "model": f"{counters['passes']} passes, {counters['computed_tokens']} tokens, "
-        f"{counters['batches']} batches ({counters['merged']} of several clients)",
-        "cache": f"{counters['cache_hits']} of {asked} positions" if asked else "nothing asked",
-    }
-    for label, text in lines.items():
-        out.print(f"{label:>12}  {text}", soft_wrap=True)
-
-
-@teacher.command("keygen")
-def keygen(
-    name: Annotated[Path, typer.Argument(metavar="NAME", show_default=False, help="Makes NAME.key and NAME.pub.")],
-    as_json: options.AsJson = False,
-) -> None:
-    """Make a pair of keys, for a service or for a client.
-
-    NAME.key is the secret one and stays where it is; NAME.pub goes to the
-    other side: the service's to its clients, a client's into the list that
-    `serve --allow` takes.
-    """
-    from gatespace.addons.service.keys import read_public, write_keys
-
-    files = write_keys(name)
-    public = read_public(files.public).decode()
-    if as_json:
-        print_json({"secret": str(files.secret), "public": str(files.public), "public_key": public})
-        return
-    out = console()
-    out.print(f"wrote {files.secret}, which nobody else may read", soft_wrap=True)
-    out.print(f"wrote {files.public}: {public}", soft_wrap=True)
+            _print_event({"event": "ended", **_counters(server.status())})
 
 
 def _check_engine(engine: str, vllm: str | None, arguments: str) -> None:
@@ -264,36 +177,7 @@ def _check_engine(engine: str, vllm: str | None, arguments: str) -> None:
         raise UsageError("--vllm-args are for a vLLM that is started here", got=vllm)
 
 
-def _vllm(
-    name: str, where: str, precision: str | None, arguments: str, longest: int, cache: ScoreCache | None, note: Any
-) -> VllmBackend:
-    import shlex
-
-    from gatespace.addons.service.backend import VllmBackend
-    from gatespace.addons.vllm.process import check_python
-    from gatespace.addons.vllm.server import parse_place
-    from gatespace.addons.vllm.source import vllm_source
-    from gatespace.cli.found_model import model_folder
-
-    if started := "://" not in where:
-        check_python(where)
-    else:
-        parse_place(where)
-    if precision not in (None, "auto", "fp32", "bf16"):
-        raise unknown_name("precision", str(precision), ("auto", "fp32", "bf16"))
-    source = vllm_source(model_folder(name), weights=started, report=note)
-    return VllmBackend(
-        source,
-        where,
-        cache=cache,
-        dtype="float32" if precision == "fp32" else "bfloat16",
-        max_model_len=longest,
-        options=shlex.split(arguments),
-        report=note,
-    )
-
-
-def _model(name: str, precision: str | None, device: str, note: Any) -> Model:
+def _load(name: str, precision: str | None, device: str, note: Callable[[str], None]) -> Model:
     from gatespace.cli.found_model import model_folder
     from gatespace.config import TeachEngineConfig, parse_config
     from gatespace.models import load_model
@@ -303,7 +187,7 @@ def _model(name: str, precision: str | None, device: str, note: Any) -> Model:
     return load_model(model_folder(name), dtype=place.dtype, device=place.device, report=note)
 
 
-def _cache(where: str, max_mb: int, note: Any) -> ScoreCache | None:
+def _open_cache(where: str, max_mb: int, note: Callable[[str], None]) -> ScoreCache | None:
     from gatespace.models.cache_root import cache_root
     from gatespace.teacher.cache import ScoreCache
 
@@ -313,7 +197,79 @@ def _cache(where: str, max_mb: int, note: Any) -> ScoreCache | None:
     return ScoreCache(folder, max_mb=max_mb, report=note)
 
 
-def _counters(reply: Any) -> dict[str, Any]:
+def _print_event(event: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(event, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+# ---------------------------------------------------------------------------------------------------- status
+
+
+@teacher.command("status")
+def status(
+    address: Annotated[
+        str, typer.Argument(metavar="ADDRESS", show_default="zmq://127.0.0.1:5555", help="zmq://host:port")
+    ] = "zmq://127.0.0.1:5555",
+    client_key: Annotated[Path | None, _option("--key", "FILE", "Your secret key, if the service has keys.")] = None,
+    server_key: Annotated[
+        str | None, _option("--server-key", "KEY", "The service's public key, or the file that holds it.")
+    ] = None,
+    timeout: Annotated[
+        float, _option("--timeout", "SECONDS", "How long to wait for a reply.", shown=True, min=0.1)
+    ] = 5.0,
+    as_json: options.AsJson = False,
+) -> None:
+    """How a teacher service is doing."""
+    from gatespace.addons.service.keys import client_keys
+
+    counters = _counters(fetch_status(address, keys=client_keys(client_key, server_key), timeout=timeout))
+    if as_json:
+        print_json({"address": address, **counters})
+        return
+    out = console()
+    out.print(f"{address} serves {counters['model']}", style="bold", soft_wrap=True)
+    positions = counters["cache_hits"] + counters["cache_misses"]
+    lines = {
+        "fingerprint": counters["fingerprint"][:16],
+        "up": f"{counters['uptime']:.0f} s" + (", ending" if counters["draining"] else ""),
+        "clients": str(counters["clients"]),
+        "queue": f"{counters['queued']} requests, {counters['queued_rows']} rows",
+        "scored": f"{counters['requests']} requests, {counters['rows']} rows, {counters['tokens']} tokens",
+        "refused": f"{counters['failures']} messages, {counters['dropped']} dropped",
+        "speed": f"{counters['tokens_per_second']:.1f} tokens/s in the last minute, model busy {counters['busy']:.0%}",
+        "model": f"{counters['passes']} forward passes, {counters['computed_tokens']} tokens, "
+        f"{counters['batches']} batches ({counters['merged']} of several clients)",
+        "cache": f"{counters['cache_hits']} of {positions} positions" if positions else "not used",
+    }
+    for label, text in lines.items():
+        out.print(f"{label:>12}  {text}", soft_wrap=True)
+
+
+def fetch_status(address: str, *, keys: ClientKeys | None = None, timeout: float = 5.0) -> StatusReply:
+    """The counters of the service at ``zmq://host:port``; an error if it does not reply within `timeout` seconds."""
+    import zmq
+
+    from gatespace.addons.service import wire
+    from gatespace.addons.service.keys import connect, service_address
+
+    deadline = time.monotonic() + timeout
+    id = secrets.randbits(62)
+    with zmq.Context() as context, connect(context, service_address(address), keys) as socket:
+        socket.send_multipart(wire.encode(wire.StatusRequest(id)))
+        while socket.poll(max(0, round((deadline - time.monotonic()) * 1000))):
+            reply = wire.decode(socket.recv_multipart()).message
+            if isinstance(reply, wire.StatusReply) and reply.id == id:
+                return reply
+            if isinstance(reply, wire.Failure):
+                raise GatespaceError(reply.what, got=reply.got, why=reply.why, instead=reply.instead)
+    raise RunError(
+        "the teacher service does not reply",
+        got=f"{address}, {timeout:g} s",
+        why="it is not running there, it is out of reach, or the keys of one side are not those the other expects",
+    )
+
+
+def _counters(reply: StatusReply) -> dict[str, Any]:
     import msgspec
 
     counters: dict[str, Any] = msgspec.structs.asdict(reply)
@@ -321,6 +277,27 @@ def _counters(reply: Any) -> dict[str, Any]:
     return counters
 
 
-def _line(event: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(event, allow_nan=False) + "\n")
-    sys.stdout.flush()
+# ---------------------------------------------------------------------------------------------------- keys
+
+
+@teacher.command("keygen")
+def keygen(
+    name: Annotated[Path, typer.Argument(metavar="NAME", show_default=False, help="Makes NAME.key and NAME.pub.")],
+    as_json: options.AsJson = False,
+) -> None:
+    """Make a pair of keys, for a service or for a client.
+
+    NAME.key is the secret key and stays where it is; NAME.pub goes to the
+    other side: the service's to its clients, a client's into the list that
+    `serve --allow` takes.
+    """
+    from gatespace.addons.service.keys import read_public, write_keys
+
+    files = write_keys(name)
+    public = read_public(files.public).decode()
+    if as_json:
+        print_json({"secret": str(files.secret), "public": str(files.public), "public_key": public})
+        return
+    out = console()
+    out.print(f"wrote {files.secret}, which only you can read", soft_wrap=True)
+    out.print(f"wrote {files.public}: {public}", soft_wrap=True)

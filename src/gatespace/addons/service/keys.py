@@ -1,8 +1,8 @@
-"""Who may talk to a teacher service: CURVE keys, the list of clients, and the rule about addresses.
+"""Who may connect to a teacher service: CURVE keys, the list of allowed clients, and the rule about addresses.
 
-A key is 32 bytes, written as 40 characters of Z85. A pair of keys is two files: NAME.key holds the secret one and is
-readable by its owner only, NAME.pub the public one, for the other side. A server with keys talks to the clients in its
-list and to nobody else, encrypted; one without keys is to be had on this machine only. No torch here.
+A key is 32 bytes, written as 40 characters of Z85. A pair of keys is two files: NAME.key holds the secret key and is
+readable by its owner only, NAME.pub the public one, for the other side. A server with keys accepts the clients in its
+list and no others, encrypted; a server without keys is on a loopback address only. No torch here.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import ipaddress
 import os
 import re
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from gatespace.config.address import Address, parse_address
+from gatespace.config.base import Fault
 from gatespace.errors import UsageError, missing_extra
 
 try:
@@ -22,20 +25,14 @@ try:
 except ImportError as error:
     raise missing_extra("the teacher service", module="pyzmq", extra="service") from error
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-SCHEME = "zmq://"
 DOMAIN = "gatespace"
-"""ZAP's name for those who ask whether a client may come in."""
-
+"""ZeroMQ's name (ZAP) for the rule that decides which clients may connect."""
 _KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
-_ADDRESS = re.compile(r"(?:zmq|tcp)://(?P<host>\[[0-9A-Fa-f:.]+\]|[\w.\-*]+):(?P<port>\d{1,5}|\*)")
 
 
 @dataclass(frozen=True)
 class KeyPair:
-    """A side's keys, in Z85."""
+    """One side's keys, in Z85."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -43,32 +40,32 @@ class KeyPair:
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """The server's own keys, and the public keys of the clients that may come in."""
+    """The server's own keys, and the public keys of the clients that may connect."""
 
     pair: KeyPair
     allowed: frozenset[bytes]
 
     def apply(self, socket: zmq.Socket[bytes]) -> None:
-        """Make a socket a CURVE server. Its context needs an authenticator for `DOMAIN`: without, nobody comes in."""
+        """Make a socket a CURVE server. Without an authenticator for `DOMAIN` in its context, nobody can connect."""
         socket.curve_server = True
         socket.curve_secretkey = self.pair.secret
         socket.zap_domain = DOMAIN.encode()
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether the client with this public key may come in, as pyzmq's authenticator asks."""
+        """Whether the client with this public key may connect; called by pyzmq's authenticator."""
         return domain == DOMAIN and key in self.allowed
 
 
 @dataclass(frozen=True)
 class ClientKeys:
-    """A client's own keys, and the public key of the server that it means to talk to."""
+    """A client's own keys, and the public key of the server that it expects."""
 
     pair: KeyPair
     server: bytes
 
     def apply(self, socket: zmq.Socket[bytes]) -> None:
-        """Make a socket a CURVE client. With a wrong key on either side it is never answered: have a deadline."""
+        """Make a socket a CURVE client. With a wrong key on either side it gets no reply: have a deadline."""
         socket.curve_publickey = self.pair.public
         socket.curve_secretkey = self.pair.secret
         socket.curve_serverkey = self.server
@@ -92,10 +89,10 @@ def write_keys(path: Path) -> KeyFiles:
         if os.path.lexists(file):
             raise UsageError("a key is not written over a file", got=str(file), instead="another name, or remove it")
     public, secret = zmq.curve_keypair()
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         for file, key, mode in ((files.secret, secret, 0o600), (files.public, public, 0o644)):
-            # The mode is there before the content is.
+            # The mode is set before there is any content.
             with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as handle:
                 handle.write(key + b"\n")
     except OSError as error:
@@ -104,7 +101,7 @@ def write_keys(path: Path) -> KeyFiles:
 
 
 def read_pair(path: Path) -> KeyPair:
-    """The keys of a secret file. One that others can read is refused: it is no secret any more."""
+    """The keys of a secret file. A file that others can read is refused."""
     path = Path(path).expanduser()
     text = _text(path)
     mode = stat.S_IMODE(path.stat().st_mode)
@@ -112,14 +109,14 @@ def read_pair(path: Path) -> KeyPair:
         raise UsageError(
             "a secret key must be readable by its owner only",
             got=f"{path} with mode {mode:04o}",
-            instead=f"chmod 600 {path}, or new keys if somebody may have read it",
+            instead=f"chmod 600 {path}, or new keys if others may have read it",
         )
     secret = _key(text.strip(), str(path))
     return KeyPair(zmq.curve_public(secret), secret)
 
 
 def read_public(key: str | Path) -> bytes:
-    """A public key: its 40 characters, or the file that has them."""
+    """A public key: its 40 characters, or the file that holds them."""
     if isinstance(key, str) and _KEY.fullmatch(key) and not Path(key).is_file():
         return key.encode()
     path = Path(key).expanduser()
@@ -127,14 +124,14 @@ def read_public(key: str | Path) -> bytes:
 
 
 def read_allowed(path: Path) -> frozenset[bytes]:
-    """The clients of a list: a public key per line, and after it a name, for people. Lines "# …" say nothing.
+    """The clients of a list: a public key per line, optionally followed by a name. Lines "# …" are comments.
 
     A folder stands for all its files *.pub.
     """
     path = Path(path).expanduser()
     keys = frozenset(_listed(path))
     if not keys:
-        raise UsageError("a list of clients that has no key lets nobody in", got=str(path))
+        raise UsageError("a list of clients without a key lets nobody in", got=str(path))
     return keys
 
 
@@ -179,7 +176,7 @@ def _text(path: Path) -> str:
 
 def _key(text: str, where: str) -> bytes:
     if not _KEY.fullmatch(text):
-        # What stands there may be a secret: it is not repeated.
+        # The text may be a secret: it is not shown.
         raise UsageError(
             "not a key", got=where, why="a key is 40 characters of Z85", instead="gatespace teacher keygen"
         )
@@ -189,63 +186,64 @@ def _key(text: str, where: str) -> bytes:
 # ---------------------------------------------------------------------------------------------------- addresses
 
 
-class Endpoint(NamedTuple):
-    """Where a service is."""
-
-    host: str
-    port: str
-
-    @property
-    def tcp(self) -> str:
-        """As ZeroMQ has it."""
-        return f"tcp://{self.host}:{self.port}"
-
-    @property
-    def zmq(self) -> str:
-        """As a configuration has it."""
-        return f"{SCHEME}{self.host}:{self.port}"
-
-    @property
-    def ipv6(self) -> bool:
-        """Whether it needs the newer protocol."""
-        return self.host.startswith("[")
-
-    @property
-    def loopback(self) -> bool:
-        """Whether nobody outside this machine reaches it."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host.strip("[]")).is_loopback
-        except ValueError:
-            return False
+def service_address(name: str) -> Address:
+    """The address ``zmq://host:port`` of a service, as a client needs it."""
+    try:
+        address = parse_address(name)
+    except Fault as error:
+        raise UsageError(f"the address of a teacher: {error.what}", got=name, instead=error.instead) from error
+    if address.scheme != "zmq" or address.model is not None:
+        raise UsageError("not the address of a teacher service", got=name, instead="zmq://HOST:PORT")
+    return address
 
 
-def endpoint(address: str, *, serving: bool = False) -> Endpoint:
-    """The parts of ``zmq://host:port`` or ``tcp://host:port``; where one is `serving`, * may stand for either."""
-    found = _ADDRESS.fullmatch(address)
-    host, port = (found["host"], found["port"]) if found else ("", "")
-    # 0 has the system choose.
-    good = port == "*" or (port.isdigit() and (0 if serving else 1) <= int(port) <= 65535)
-    if not good or (not serving and "*" in (host, port)):
-        raise UsageError(
-            "not the address of a teacher service",
-            got=address,
-            instead="tcp://127.0.0.1:5555" if serving else "zmq://host:port",
-        )
-    if serving and host == "localhost":
-        host = "127.0.0.1"  # ZeroMQ binds to numbers and to names of interfaces
-    return Endpoint(host, port)
+def connect(context: zmq.Context[zmq.Socket[bytes]], address: Address, keys: ClientKeys | None) -> zmq.Socket[bytes]:
+    """A client's socket."""
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.tcp_keepalive = 1
+    socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 2000
+    socket.ipv6 = address.host.startswith("[")
+    if keys is not None:
+        keys.apply(socket)
+    try:
+        socket.connect(address.tcp)
+    except zmq.ZMQError as error:
+        socket.close()
+        raise UsageError("this address cannot be connected to", got=address, why=str(error)) from error
+    return socket
 
 
-def check_bind(address: str, *, secured: bool) -> Endpoint:
-    """Where to serve. Without keys, only on this machine: whoever reaches the service may use it."""
-    place = endpoint(address, serving=True)
-    if not secured and not place.loopback:
+def check_bind(bind: str, *, secured: bool) -> Address:
+    """Where to serve: ``tcp://host:port``; host * is any, port 0 or * any free one (port 0 of what is returned).
+
+    Without keys it must be a loopback address: whoever reaches the service may use it.
+    """
+    scheme, _, place = bind.partition("://")
+    host, _, port = place.rpartition(":")
+    host = {"*": "0.0.0.0", "localhost": "127.0.0.1"}.get(host, host)  # ZeroMQ binds to numbers and to interfaces
+    any_port = port in ("0", "*")
+    try:
+        address = parse_address(f"zmq://{host}:{1 if any_port else port}")
+    except Fault:
+        address = None
+    if address is None or scheme not in ("tcp", "zmq"):
+        raise UsageError("not the address of a teacher service", got=bind, instead="tcp://127.0.0.1:5555")
+    if not secured and not is_loopback(address):
         raise UsageError(
             "a teacher without keys is served on this machine only",
-            got=address,
-            why="whoever reaches it could use it, and read along",
+            got=bind,
+            why="whoever reaches it could use it, and read all messages",
             instead="tcp://127.0.0.1:PORT; or --key and --allow, with keys that `gatespace teacher keygen` makes",
         )
-    return place
+    return address._replace(port=0) if any_port else address
+
+
+def is_loopback(address: Address) -> bool:
+    """Whether an address can be reached from this machine only."""
+    if address.host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address.host.strip("[]")).is_loopback
+    except ValueError:
+        return False

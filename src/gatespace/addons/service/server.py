@@ -1,35 +1,39 @@
-"""A teacher as a service: many students, in other processes or on other machines, have one model.
+"""A teacher as a service: many students, in other processes or on other machines, share one model.
 
-Two threads. One has the socket: it reads messages, refuses what cannot be answered, keeps the queue and the clients
-(`Schedule`), and waits in one poll for messages, results and the wish to end. The other has the model (`ModelThread`).
-Because the bits of a score depend on its row alone (see `gatespace.teacher.local`), rows of several clients go through
-the model together, and each client has what a teacher in its own process would have said.
+Two threads. The thread of the socket handles messages and keeps the clients and their requests (`Schedule`); the thread
+of the model runs one job after another (`Scorer`). Because the bits of a score depend on its row alone (see
+`gatespace.teacher.local`), rows of several clients go through the model together, and each client gets the scores of a
+teacher in its own process.
 
-A client is its connection: a session belongs to the ROUTER identity that said hello, answers go there, and nobody
-speaks for another, whatever ids it names. The identity of a connection that lives cannot be taken over.
+A client is its connection: a session belongs to the ROUTER identity that sent the Hello, replies go there, and no
+client can act for another. The identity of a live connection cannot be taken over.
 """
 
 from __future__ import annotations
 
+import queue
 import secrets
 import signal
 import socket as sockets
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from types import TracebackType
+from functools import partial
 from typing import Self
 
+import torch
+
 from gatespace.addons.service import wire
-from gatespace.addons.service.backend import Backend, LocalBackend
-from gatespace.addons.service.keys import DOMAIN, ServerKeys, check_bind, endpoint
-from gatespace.addons.service.schedule import Kind, Rates, Request, Schedule, ServerLimits, Session, question_digest
-from gatespace.addons.service.worker import ModelThread, Opened, Opening, Ready, Scored
+from gatespace.addons.service.backend import Backend, LocalBackend, Prepared, Scored, Scorer
+from gatespace.addons.service.keys import DOMAIN, ServerKeys, check_bind
+from gatespace.addons.service.schedule import Request, Row, Schedule, ServerLimits, Session
+from gatespace.config.address import Address
 from gatespace.errors import GatespaceError, RunError, UsageError, missing_extra
+from gatespace.files import Closing
 from gatespace.models.load import Model
-from gatespace.teacher.cache import ScoreCache
+from gatespace.teacher.scores import ScoreSpec, TeacherAwayError
 
 try:
     import zmq
@@ -42,33 +46,46 @@ __all__ = ["ServerLimits", "TeacherServer"]
 _HEARTBEAT = 5.0
 """Seconds between heartbeats of a connection; after three of silence it is closed."""
 _HANDSHAKE = 10.0
-"""Seconds in which a connection has to show that it speaks ZeroMQ, with the right keys."""
+"""Seconds in which a new connection has to complete ZeroMQ's handshake, with the right keys."""
 _LINGER = 5.0
-"""Seconds in which the last answers leave when the server ends."""
-_WATER = 64
-"""Messages of a connection that wait to be read, or to be sent; what is more is held back, or dropped."""
-_TURN = 128
-"""Messages that are read before the model is looked after again."""
-_KNOWN = 64
-"""Kinds of which it is remembered what clients are told."""
+"""Seconds in which the last replies are sent when the server ends."""
+_BUFFERED = 64
+"""Messages of a connection that wait to be received, or to be sent; more are held back, or dropped."""
+_MESSAGES = 128
+"""Messages that are handled before the results of the model are."""
+_POLL = 0.2
+"""Seconds after which expired sessions and the end are looked after even if nothing happens."""
 _MINUTE = 60.0
+_COUNTERS = (
+    "requests", "failures", "dropped", "rows", "tokens", "computed_tokens", "passes", "batches", "merged"
+)  # fmt: skip
+"""Of `wire.StatusReply`."""
+
+Job = Callable[[], Callable[[], None]]
+"""Runs in the thread of the model; what it returns runs in the thread of the socket."""
 
 
-class _EnoughError(BaseException):
-    """Somebody wishes that the service ends at once."""
+class _StopNow(BaseException):
+    """Ends the job of the model at once."""
 
 
-class TeacherServer:
-    """Serves a model.
+class _Refusal(Exception):
+    """A message is answered with a Failure."""
+
+    def __init__(self, code: str, error: GatespaceError, *, retry: bool = False) -> None:
+        super().__init__(code)
+        self.code, self.error, self.retry = code, error, retry
+
+
+class TeacherServer(Closing):
+    """Serves a model; as a context manager, in threads of its own.
 
     Args:
-        teacher: A model, whose weights must not change from here on; or a backend, which stays the caller's.
-        bind: ``tcp://host:port``; port 0 or * has the system choose. Without `keys` it must be a loopback address.
-        cache: Of a model: scores computed before, and from now on.
-        keys: CURVE keys and the clients that may come in.
-        limits: How much is taken on.
-        packed: Of a model: as in `body_of`.
-        report: Is told what is worth a line.
+        teacher: A model, whose weights must not change; or a backend, which the caller closes.
+        bind: ``tcp://host:port``; port 0 or * is any free port. Without `keys` it must be a loopback address.
+        keys: CURVE keys and the clients that may connect.
+        limits: How much is accepted.
+        report: Called with a message when a client is refused, rows cannot be scored, or the server ends.
 
     Example:
         with TeacherServer(model, "tcp://127.0.0.1:0") as server:
@@ -80,139 +97,136 @@ class TeacherServer:
         teacher: Model | Backend,
         bind: str = "tcp://127.0.0.1:5555",
         *,
-        cache: ScoreCache | None = None,
         keys: ServerKeys | None = None,
         limits: ServerLimits | None = None,
-        packed: bool | None = None,
         report: Callable[[str], None] | None = None,
     ) -> None:
         place = check_bind(bind, secured=keys is not None)
         self.limits = limits or ServerLimits()
         self.instance = secrets.token_hex(8)
-        self._backend: Backend = (
-            LocalBackend(teacher, cache=cache, packed=packed) if isinstance(teacher, Model) else teacher
-        )
+        """Random; new with every start."""
+        self._backend = teacher if isinstance(teacher, Backend) else LocalBackend(teacher)
         self.fingerprint = self._backend.fingerprint
-        self._name = self._backend.name[:256]
-        self._row_tokens = self._backend.reach
-        self._cache = cache
         self._report = report or (lambda text: None)
         self._schedule = Schedule(self.limits)
-        self._rates = Rates(self.limits.rate)
-        self._openings: OrderedDict[bytes, tuple[wire.Hello, Kind]] = OrderedDict()
-        """Hellos that wait for the model, by connection: one each."""
-        self._opening: tuple[bytes, wire.Hello] | None = None
-        """The one that the model is at."""
-        self._opened_last = False
-        self._known: OrderedDict[Kind, Ready] = OrderedDict()
+        self._preparing = 0
+        """Clients whose spec the model has yet to prepare."""
+        self._stops = 0
+        """1: finish what is pending, then end; more: end at once."""
+        self._deadline: float | None = None
+        """When a server that ends gives up what is pending."""
         self._started = time.monotonic()
         self._busy = 0.0
-        self._requests = self._failures = self._dropped = 0
-        self._rows = self._tokens = self._computed = self._passes = self._batches = self._merged = 0
+        self._counters = Counter(dict.fromkeys(_COUNTERS, 0))
         self._recent: deque[tuple[float, int]] = deque(maxlen=4096)
-        self._draining: float | None = None
-        """When what is under way is given up."""
-        self._wishes = 0
-        """How often somebody has wished that the server ends."""
+        """When how many response tokens were scored."""
+        self._scorer = Scorer(self._backend, limit=self.limits.teachers)
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._results: deque[Callable[[], None]] = deque()
+        self._scoring = False
+        """Whether a batch is among the jobs."""
+        self._threads = torch.get_num_threads()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        # A byte here ends the poll: from the model's thread, from any other, or from a signal handler.
-        self._bell, self._bell_rope = sockets.socketpair()
-        self._bell.setblocking(False)
-        self._bell_rope.setblocking(False)
+        # A byte here ends the poll: sent by the model's thread, by any other, or by a signal handler.
+        self._wake_receiver, self._wake_sender = sockets.socketpair()
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
         self._context = zmq.Context()
-        self._guard: ThreadAuthenticator | None = None
-        self._closed = False
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._authenticator: ThreadAuthenticator | None = None
         try:
             if keys is not None:
-                self._guard = ThreadAuthenticator(self._context)
-                self._guard.start()
-                self._guard.configure_curve_callback(DOMAIN, keys)
-            self._socket = self._bound(place.tcp, place.ipv6, keys)
+                self._authenticator = ThreadAuthenticator(self._context)
+                self._authenticator.start()
+                self._authenticator.configure_curve_callback(DOMAIN, keys)
+                keys.apply(self._socket)
+            self._bind(place)
         except BaseException:
             self._release()
             raise
-        self.endpoint = endpoint(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
-        self._worker = ModelThread(self._backend, teachers=self.limits.teachers, wake=self._ring_bell)
+        self.address = "zmq" + self._socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp")
+        """``zmq://host:port``, as in a configuration."""
 
-    @property
-    def address(self) -> str:
-        """``zmq://host:port``, as a configuration names it."""
-        return self.endpoint.zmq
+    def _bind(self, place: Address) -> None:
+        for option, value in (
+            (zmq.ROUTER_MANDATORY, 1),  # a reply that reaches nobody is an error, not silence
+            (zmq.ROUTER_HANDOVER, 0),  # no client takes the identity of another
+            (zmq.SNDHWM, _BUFFERED),
+            (zmq.RCVHWM, _BUFFERED),
+            (zmq.MAXMSGSIZE, wire.MAX_FRAME),  # of a frame; a larger one ends the connection
+            (zmq.HANDSHAKE_IVL, round(_HANDSHAKE * 1000)),
+            (zmq.HEARTBEAT_IVL, round(_HEARTBEAT * 1000)),
+            (zmq.HEARTBEAT_TIMEOUT, round(3 * _HEARTBEAT * 1000)),
+            (zmq.HEARTBEAT_TTL, round(3 * _HEARTBEAT * 1000)),
+            (zmq.TCP_KEEPALIVE, 1),  # for peers of an old protocol, which has no heartbeats
+            (zmq.TCP_KEEPALIVE_IDLE, 60),
+            (zmq.IPV6, int(place.host.startswith("["))),
+        ):
+            self._socket.setsockopt(option, value)
+        try:
+            self._socket.bind(place.tcp)
+        except zmq.ZMQError as error:
+            raise UsageError(
+                "the teacher cannot be served here",
+                got=f"{place.tcp}: {error.strerror}",
+                instead="another port; 0 is any free one",
+            ) from error
 
     # ------------------------------------------------------------------ life
 
     def run(self, *, signals: Sequence[int] = (), ready: Callable[[], None] | None = None) -> None:
-        """Serve until somebody calls `drain` or `stop`. The calling thread has the model.
+        """Serve until `drain` or `stop` is called. The model computes in the calling thread.
 
         That should be the main thread: OpenMP gives a second thread that computes a team of its own, and with more
         threads than cores they wait for each other by sleeping, which costs a fifth of the speed.
 
         Args:
             signals: These call `drain`; for the main thread only.
-            ready: Is called once the service can be used and told to end.
+            ready: Called once the service can be used.
         """
-        socket = threading.Thread(target=self._serve_quietly, name="gatespace-teacher-socket", daemon=True)
+        socket_thread = threading.Thread(target=self._serve, name="gatespace-teacher-socket", daemon=True)
         try:
-            with suppress(_EnoughError), self._drained_by(signals):
+            with suppress(_StopNow), self._draining_on(signals):
                 if ready is not None:
                     ready()
-                socket.start()
-                self._worker.work()
+                socket_thread.start()
+                self._compute()
         finally:
             self.stop()
-            if socket.ident is not None:
-                socket.join(_LINGER)
-            self._close()
+            if socket_thread.ident is not None:
+                socket_thread.join(_LINGER)
+            self._release()
         if self._error is not None:
             raise self._error
 
-    def _serve_quietly(self) -> None:
-        try:
-            self._serve()
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._worker.end()
-
-    @contextmanager
-    def _drained_by(self, signals: Sequence[int]) -> Iterator[None]:
-        if not signals:
-            yield
-            return
-
-        def told(*_: object) -> None:
-            self.drain()
-            if self._wishes > 1:
-                raise _EnoughError  # out of whatever the model is at
-
-        before = {number: signal.signal(number, told) for number in signals}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def start(self) -> None:
-        """Serve in a thread of its own."""
-        self._thread = threading.Thread(target=self._run_quietly, name="gatespace-teacher-socket", daemon=True)
+        """Serve in threads of its own."""
+
+        def run() -> None:
+            try:
+                self.run()
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="gatespace-teacher-model", daemon=True)
         self._thread.start()
 
     def drain(self) -> None:
-        """Take no new work, finish what is under way, and end; a second time: end at once.
+        """Accept no new requests, finish the pending ones, and end; called a second time: end at once.
 
         May be called from any thread and from a signal handler.
         """
-        self._wishes += 1
-        self._ring_bell()
+        self._stops += 1
+        self._wake()
 
     def stop(self) -> None:
-        """End at once, that is after the batch the model is at."""
-        self._wishes += 2
-        self._ring_bell()
+        """End at once, that is after the current batch."""
+        self._stops += 2
+        self._wake()
 
     def join(self, timeout: float) -> None:
-        """Wait until a server that was started has ended; an error of its thread is raised here."""
+        """Wait until a server that was started has ended; an error of its threads is raised here."""
         if self._thread is not None:
             self._thread.join(timeout)
             if self._thread.is_alive():
@@ -220,494 +234,391 @@ class TeacherServer:
         if self._error is not None:
             raise RunError("the teacher service has failed", got=repr(self._error)) from self._error
 
+    def close(self) -> None:
+        """Stop, and wait for the end."""
+        self.stop()
+        self.join(self.limits.drain + 2 * _LINGER)
+
     def __enter__(self) -> Self:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-        self.join(self.limits.drain + 2 * _LINGER)
+    @contextmanager
+    def _draining_on(self, signals: Sequence[int]) -> Iterator[None]:
+        def handle(*_: object) -> None:
+            self.drain()
+            if self._stops > 1:
+                raise _StopNow
 
-    def _run_quietly(self) -> None:
-        self._worker.start()
+        before = {number: signal.signal(number, handle) for number in signals}
         try:
-            self._serve()
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _wake(self) -> None:
+        with suppress(OSError):  # its buffer is full, or the server has ended
+            self._wake_sender.send(b"!")
+
+    def _release(self) -> None:
+        self._socket.close(linger=round(_LINGER * 1000))
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()  # waits for the last replies, no longer than they may linger
+        self._wake_receiver.close()
+        self._wake_sender.close()
+
+    # ------------------------------------------------------------------ the thread of the model
+
+    def _compute(self) -> None:
+        """Run jobs until the thread of the socket ends."""
+        torch.set_num_threads(self._threads)  # of this thread; OpenMP keeps the number by thread
+        job: Job | None
+        try:
+            while True:
+                try:
+                    job = self._jobs.get(timeout=_POLL)  # in between, the main thread handles signals
+                except queue.Empty:
+                    continue
+                if job is None:
+                    return
+                self._results.append(job())
+                self._wake()
+        finally:
+            self._scorer.close()
+
+    def _prepare(self, identity: bytes, hello: wire.Hello, spec: ScoreSpec) -> Callable[[], None]:
+        try:
+            return partial(self._finish_hello, identity, hello, spec, self._scorer.prepare(spec))
+        except Exception as error:  # whatever a model can raise
+            return partial(self._finish_hello, identity, hello, spec, _scoring_refusal(error))
+
+    def _score(self, batch: Sequence[Row]) -> Callable[[], None]:
+        return partial(self._finish_batch, self._scorer.score(batch))
+
+    # ------------------------------------------------------------------ the thread of the socket
+
+    def _serve(self) -> None:
+        try:
+            poller = zmq.Poller()
+            poller.register(self._socket, zmq.POLLIN)
+            poller.register(self._wake_receiver.fileno(), zmq.POLLIN)
+            while not self._ended():
+                poller.poll(round(_POLL * 1000))
+                with suppress(BlockingIOError):
+                    self._wake_receiver.recv(4096)
+                while self._results:
+                    self._results.popleft()()
+                for _ in range(_MESSAGES):
+                    if not self._receive():
+                        break
+                self._schedule.expire(time.monotonic())
+                if not self._scoring:
+                    self._next_batch()
+            for identity in list(self._schedule.sessions):
+                self._send(identity, wire.Bye())
         except BaseException as error:
             self._error = error
         finally:
-            self._close()
-
-    def _ring_bell(self) -> None:
-        with suppress(OSError):  # it rings already, or nobody is there any more
-            self._bell_rope.send(b"!")
-
-    def _close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        if not self._worker.stop(_LINGER):
-            self._report("the model was still at a batch when the server ended")
-        self._release()
-
-    def _release(self) -> None:
-        socket = getattr(self, "_socket", None)
-        if socket is not None:
-            socket.close(linger=round(_LINGER * 1000))
-        if self._guard is not None:
-            self._guard.stop()
-        self._context.term()  # waits for the last answers, no longer than they may linger
-        self._bell.close()
-        self._bell_rope.close()
-
-    def _bound(self, address: str, ipv6: bool, keys: ServerKeys | None) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.ROUTER)
-        try:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer that reaches nobody is an error, not silence
-            socket.setsockopt(zmq.ROUTER_HANDOVER, 0)  # nobody takes the identity of another
-            socket.setsockopt(zmq.SNDHWM, _WATER)
-            socket.setsockopt(zmq.RCVHWM, _WATER)
-            socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME)  # of a frame; a larger one ends the connection
-            socket.setsockopt(zmq.HANDSHAKE_IVL, round(_HANDSHAKE * 1000))
-            socket.setsockopt(zmq.HEARTBEAT_IVL, round(_HEARTBEAT * 1000))
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(3 * _HEARTBEAT * 1000))
-            socket.setsockopt(zmq.HEARTBEAT_TTL, round(3 * _HEARTBEAT * 1000))
-            socket.setsockopt(zmq.TCP_KEEPALIVE, 1)  # for peers of an old protocol, which has no heartbeats
-            socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60)
-            socket.setsockopt(zmq.IPV6, int(ipv6))
-            if keys is not None:
-                keys.apply(socket)
-            socket.bind(address)
-        except zmq.ZMQError as error:
-            socket.close(linger=0)
-            raise UsageError(
-                "the teacher cannot be served here",
-                got=f"{address}: {error.strerror}",
-                instead="another port; 0 has the system choose one",
-            ) from error
-        except BaseException:
-            socket.close(linger=0)
-            raise
-        return socket
-
-    # ------------------------------------------------------------------ the loop
-
-    def _serve(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._bell.fileno(), zmq.POLLIN)
-        while not self._ended():
-            poller.poll(self._patience())
-            self._quieten()
-            while (result := self._worker.take()) is not None:
-                self._take(result)
-            for _ in range(_TURN):
-                if not self._read():
-                    break
-            self._schedule.expire(time.monotonic())
-            if self._wishes and self._draining is None:
-                self._begin_to_drain()
-            if self._worker.idle:
-                self._hand_out()
-        for identity in list(self._schedule.sessions):
-            self._send(identity, wire.encode(wire.Bye()))
+            self._jobs.put(None)
 
     def _ended(self) -> bool:
-        if self._wishes > 1:
+        if self._stops != 1:
+            return self._stops > 1
+        pending = len(self._schedule.pending)
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self.limits.drain
+            self._report(f"ending: {pending} requests are pending, new ones are refused")
+            for identity, session in list(self._schedule.sessions.items()):
+                self._send(identity, wire.Draining(self.instance, len(session.pending)))
+        if not pending and not self._preparing and not self._scoring:
             return True
-        if self._draining is None:
+        if time.monotonic() < self._deadline:
             return False
-        finished = not self._schedule.queued and not self._openings and self._worker.idle
-        if not finished and time.monotonic() >= self._draining:
-            self._report(f"{self._schedule.queued} requests were given up after {self.limits.drain:g} s")
-            return True
-        return finished
+        self._report(f"{pending} requests were given up after {self.limits.drain:g} s")
+        return True
 
-    def _patience(self) -> int:
-        """Milliseconds until something has to be done even if nothing happens. Messages left unread end the wait."""
-        now = time.monotonic()
-        due = [now + self.limits.lease]
-        due += [max(s.seen + self.limits.lease, now + 1) for s in self._schedule.sessions.values() if not s.under_way]
-        if self._draining is not None:
-            due.append(self._draining)
-        return max(0, round((min(due) - now) * 1000) + 1)
-
-    def _quieten(self) -> None:
-        with suppress(BlockingIOError):
-            while self._bell.recv(4096):
-                pass
-
-    def _begin_to_drain(self) -> None:
-        self._draining = time.monotonic() + self.limits.drain
-        self._report(f"ending: {self._schedule.queued} requests are under way, new ones are refused")
-        for identity, (hello, _) in self._openings.items():
-            self._refuse_draining(identity, hello.id)
-        self._openings.clear()
-        for identity, session in list(self._schedule.sessions.items()):
-            self._send(identity, wire.encode(wire.Draining(self.instance, len(session.under_way))))
-
-    def _hand_out(self) -> None:
-        # Newcomers come first, but no two of them while rows wait.
-        while self._openings and not (self._opened_last and self._schedule.queued):
-            identity, (hello, kind) = self._openings.popitem(last=False)
-            if kind in self._known:
-                self._welcome(identity, hello, kind, self._known[kind])
-                continue
-            self._opening = (identity, hello)
-            self._opened_last = True
-            self._worker.submit(Opening(kind, identity))
-            return
-        self._opened_last = False
+    def _next_batch(self) -> None:
         batch = self._schedule.batch()
-        if batch is not None:
-            self._batches += 1
-            self._merged += batch.clients > 1
-            self._worker.submit(batch)
+        if batch:
+            self._counters["batches"] += 1
+            self._counters["merged"] += len({row.request.session.id for row in batch}) > 1
+            self._scoring = True
+            self._jobs.put(partial(self._score, batch))
 
-    def _take(self, result: Opened | Scored) -> None:
-        if isinstance(result, Opened):
-            assert self._opening is not None
-            (identity, hello), self._opening = self._opening, None
-            if result.ready is None:
-                error = result.error or RunError("the teacher has failed")
-                self._report(f"a client was refused: {error.what}")
-                code = wire.PAIR if isinstance(error, UsageError) else wire.SCORING
-                self._refuse(identity, hello.id, code, error, retry=result.passing)
-                return
-            self._known[result.job.kind] = result.ready
-            while len(self._known) > _KNOWN:
-                self._known.popitem(last=False)
-            self._welcome(identity, hello, result.job.kind, result.ready)
-            return
-        now = time.monotonic()
+    def _finish_batch(self, result: Scored) -> None:
+        self._scoring = False
         self._busy += result.seconds
-        self._rows += result.rows
-        self._tokens += result.tokens
-        self._computed += result.computed_tokens
-        self._passes += result.passes
-        self._recent.append((now, result.tokens))
+        self._counters += result.counters
+        self._recent.append((time.monotonic(), result.counters["tokens"]))
         for request, frames in result.replies:
-            if self._schedule.is_under_way(request):
-                request.session.seen = now
-                self._schedule.finish(request, frames)
-                self._requests += 1
-                self._send(request.session.identity, frames)
-        for request, error, passing in result.failures:
-            if self._schedule.is_under_way(request):
-                request.session.seen = now
-                self._schedule.finish(request, None)
-                self._report(f"rows of {request.session.name} could not be scored: {error.what} {error.got or ''}")
-                failure = wire.failure(error, code=wire.SCORING, id=request.id, retry=passing)
-                self._send_failure(request.session.identity, failure)
+            if self._schedule.finish(request):
+                self._counters["requests"] += 1
+                self._send_frames(request.session.identity, frames)
+        for request, error in result.failures:
+            if self._schedule.finish(request):
+                refusal = _scoring_refusal(error)
+                problem = f"{refusal.error.what} {refusal.error.got or ''}"
+                self._report(f"rows of {request.session.name} could not be scored: {problem}")
+                self._send_failure(request.session.identity, request.id, refusal)
 
     # ------------------------------------------------------------------ messages
 
-    def _read(self) -> bool:
-        """Deal with a message; False: there is none."""
+    def _receive(self) -> bool:
+        """Handle a message; False: there is none."""
         try:
-            identity = self._socket.recv(zmq.NOBLOCK)
-            frames: list[bytes] = []
-            while self._socket.getsockopt(zmq.RCVMORE):
-                frame = self._socket.recv(zmq.NOBLOCK)
-                if len(frames) <= wire.MAX_FRAMES:  # one too many tells, the rest is not kept
-                    frames.append(frame)
+            identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return False
-        now = time.monotonic()
-        if not self._rates.allows(identity, now):
-            self._dropped += 1
-            return True
         try:
             packet = wire.decode(frames)
         except wire.WireError as error:
             code = wire.MALFORMED if error.version is None else wire.VERSION_CODE
-            self._send_failure(identity, wire.failure(error, code=code))
+            self._send_failure(identity, None, _Refusal(code, error))
             return True
         session = self._schedule.sessions.get(identity)
         if session is not None:
-            session.seen = now
+            session.seen = time.monotonic()
+        try:
+            self._handle(identity, session, packet)
+        except _Refusal as refusal:
+            self._refuse(identity, packet.message, refusal)
+        return True
+
+    def _handle(self, identity: bytes, session: Session | None, packet: wire.Packet) -> None:
         match packet.message:
             case wire.Hello() as hello:
-                self._hello(identity, hello, packet)
+                self._hello(identity, hello, wire.ids_of(packet.arrays[0]))
             case wire.ScoreRequest() as asked:
-                if self._is_known(identity, session, asked.session, asked.id) and session is not None:
-                    self._score(session, asked, packet)
-            case wire.HeadRequest() as asked_head:
-                if self._is_known(identity, session, asked_head.session, asked_head.id):
-                    self._head_part(identity, asked_head)
+                self._score_request(_known(session, asked.session), asked.id, packet)
+            case wire.HeadRequest() as asked:
+                _known(session, asked.session)
+                self._head_request(identity, asked)
             case wire.Ping() as ping:
-                self._pong(identity, session, ping)
-            case wire.StatusRequest() as asked_status:
-                self._send(identity, wire.encode(self.status(asked_status.id)))
+                known = session is not None and ping.session == session.id
+                mine = len(session.pending) if session is not None and known else 0
+                queued, draining = len(self._schedule.pending), self._stops > 0
+                self._send(identity, wire.Pong(ping.id, self.instance, known, mine, queued, draining))
+            case wire.StatusRequest() as asked:
+                self._send(identity, self.status(asked.id))
             case wire.Bye() as bye:
                 if session is not None and bye.session == session.id:
                     self._schedule.leave(identity)
             case wire.Failure() | wire.Draining():
-                self._dropped += 1  # an error about an error would go on for ever
+                self._counters["dropped"] += 1  # a failure about a failure would never end
             case other:
-                what = f"clients do not say {type(other).__name__}"
-                self._refuse(identity, other.id, wire.MALFORMED, UsageError(what))
-        return True
+                raise _Refusal(wire.MALFORMED, UsageError(f"clients do not send {type(other).__name__}"))
 
-    def _is_known(self, identity: bytes, session: Session | None, named: str, id: int) -> bool:
-        if session is not None and secrets.compare_digest(session.id.encode(), named.encode()):
-            return True
-        why = "the server was restarted, the connection was lost, or nothing was heard for long"
-        error = RunError("no such session", why=why, instead="say hello again")
-        self._refuse(identity, id, wire.SESSION, error, retry=True)
-        return False
-
-    def _hello(self, identity: bytes, hello: wire.Hello, packet: wire.Packet) -> None:
-        if self._draining is not None:
-            self._refuse_draining(identity, hello.id)
-            return
+    def _hello(self, identity: bytes, hello: wire.Hello, prefix: list[int]) -> None:
+        self._check_draining()
         vocab_size = hello.vocab_size or self._backend.vocab_size
-        prefix = wire.ids_of(packet.arrays[0])
-        try:
-            self._check_pair(hello, vocab_size, prefix)
-        except GatespaceError as error:
-            self._report(f"{hello.client} was refused: {error.what}")
-            self._refuse(identity, hello.id, wire.PAIR, error)
-            return
+        self._check_pair(hello, vocab_size, prefix)
         k = min(hello.k, vocab_size) if hello.payload == "top_k" else 1
-        kind = Kind(tuple(prefix), hello.max_new_tokens, hello.payload, k, vocab_size)
-        if kind in self._known:
-            self._welcome(identity, hello, kind, self._known[kind])
-        elif identity in self._openings or len(self._openings) < self.limits.clients:
-            self._openings[identity] = (hello, kind)
-        else:
-            crowd = RunError("too many clients want to begin at once", instead="wait, and ask again")
-            self._refuse(identity, hello.id, wire.BUSY, crowd, retry=True)
+        spec = ScoreSpec(tuple(prefix), hello.max_new_tokens, vocab_size, hello.payload, k)
+        if self._preparing >= self.limits.clients:
+            raise _busy("too many clients connect at once")
+        self._preparing += 1
+        self._jobs.put(partial(self._prepare, identity, hello, spec))
+
+    def _finish_hello(self, identity: bytes, hello: wire.Hello, spec: ScoreSpec, result: Prepared | _Refusal) -> None:
+        self._preparing -= 1
+        try:
+            if isinstance(result, _Refusal):
+                raise result
+            self._check_draining()
+            self._welcome(identity, hello, spec, result)
+        except _Refusal as refusal:
+            self._refuse(identity, hello, refusal)
 
     def _check_pair(self, hello: wire.Hello, vocab_size: int, prefix: list[int]) -> None:
-        known = self._backend.tokenizers
-        if hello.tokenizer not in known:
-            raise UsageError(
+        backend, error = self._backend, None
+        if hello.tokenizer not in backend.tokenizers:
+            known = " or ".join(sorted(digest[:16] for digest in backend.tokenizers))
+            error = UsageError(
                 "student and teacher do not have the same vocabulary",
-                got=f"digest {hello.tokenizer[:16]}, and {' or '.join(sorted(d[:16] for d in known))} here",
+                got=f"digest {hello.tokenizer[:16]}, and {known} here",
                 why="a divergence compares the two models id by id",
                 instead="two models of one family, with tokenizers of the same version",
             )
-        if hello.payload not in self._backend.payloads:
-            raise UsageError(
+        elif hello.payload not in backend.payloads:
+            error = UsageError(
                 f"this teacher does not give the payload {hello.payload}",
                 got=hello.payload,
-                why="vLLM computes it, and tells of first choices only",
+                why="vLLM computes it, which gives top-k log-probabilities only",
                 instead="teacher.payload: top_k, with objective.support: bucket or hybrid",
             )
-        rows = self._backend.rows
-        if vocab_size > rows:
-            raise UsageError("the teacher's head has fewer rows than ids are asked for", got=f"{rows}, {vocab_size}")
-        if prefix and not 0 <= min(prefix) <= max(prefix) < self._backend.vocab_size:
-            raise UsageError("the shared prefix has ids that are no tokens", got=f"{min(prefix)} to {max(prefix)}")
-        if self._row_tokens is not None and len(prefix) + 1 + hello.max_new_tokens > self._row_tokens:
-            raise UsageError(
+        elif vocab_size > backend.rows:
+            got = f"{backend.rows}, {vocab_size}"
+            error = UsageError("the teacher's head has fewer rows than the student has ids", got=got)
+        elif prefix and not 0 <= min(prefix) <= max(prefix) < backend.vocab_size:
+            error = UsageError("the shared prefix has ids that are no tokens", got=f"{min(prefix)} to {max(prefix)}")
+        elif backend.reach is not None and len(prefix) + 1 + hello.max_new_tokens > backend.reach:
+            error = UsageError(
                 "prefix and response are longer than the teacher's reach",
                 got=f"{len(prefix)} + 1 + {hello.max_new_tokens} tokens",
-                instead=f"{self._row_tokens} at most; max_new_tokens can be smaller",
+                instead=f"{backend.reach} at most; max_new_tokens can be smaller",
             )
+        if error is not None:
+            raise _Refusal(wire.PAIR, error)
 
-    def _welcome(self, identity: bytes, hello: wire.Hello, kind: Kind, ready: Ready) -> None:
-        self._known.move_to_end(kind)
-        if self._draining is not None:
-            self._refuse_draining(identity, hello.id)
-            return
+    def _welcome(self, identity: bytes, hello: wire.Hello, spec: ScoreSpec, prepared: Prepared) -> None:
+        backend, limits = self._backend, self.limits
         session = self._schedule.sessions.get(identity)
-        if session is None or (session.nonce, session.kind) != (hello.nonce, kind):
+        if session is None or (session.nonce, session.spec) != (hello.nonce, spec):
             session = Session(
                 identity=identity,
                 id=secrets.token_hex(16),
                 nonce=hello.nonce,
                 name=hello.client,
-                kind=kind,
-                position_bytes=ready.position_bytes,
+                spec=spec,
+                position_bytes=prepared.position_bytes,
                 seen=time.monotonic(),
             )
-            if not self._join(session, hello):
-                return
-        backend = self._backend
+            if not self._schedule.join(session):
+                raise _busy("too many clients")
         welcome = wire.Welcome(
             id=hello.id,
             nonce=hello.nonce,
             session=session.id,
             server=self.instance,
-            model=self._name,
+            model=backend.name[:256],
             fingerprint=self.fingerprint,
             tokenizer=hello.tokenizer,
-            numerics=ready.numerics,
-            kept=backend.kept,
-            vocab_size=kind.vocab_size,
+            numerics=prepared.numerics,
+            kept=backend.cacheable,
+            vocab_size=spec.vocab_size,
             payloads=backend.payloads,
-            k=ready.k,
+            k=spec.k,
             width=backend.width,
-            dtype=backend.dtype,  # type: ignore[arg-type]  # one of those that travel
-            position_bytes=ready.position_bytes,
-            limits=wire.Limits(
-                rows=self.limits.rows,
-                tokens=self.limits.tokens,
-                reply_bytes=self.limits.reply_bytes,
-                requests=self.limits.client_queue,
-                row_tokens=self._row_tokens,
-            ),
-            lease=self.limits.lease,
-            head=ready.head,
+            dtype=backend.dtype,  # type: ignore[arg-type]  # one of wire.FLOATS
+            position_bytes=prepared.position_bytes,
+            limits=wire.Limits(limits.rows, limits.tokens, limits.reply_bytes, limits.client_queue, backend.reach),
+            lease=limits.lease,
+            head=prepared.head,
         )
-        if not self._send(identity, wire.encode(welcome)):
+        if not self._send(identity, welcome):
             self._schedule.leave(identity)
 
-    def _join(self, session: Session, hello: wire.Hello) -> bool:
-        if self._schedule.join(session):
-            return True
-        error = RunError("too many clients", got=f"{len(self._schedule.sessions)}", instead="wait, and ask again")
-        self._refuse(session.identity, hello.id, wire.BUSY, error, retry=True)
-        return False
-
-    def _score(self, session: Session, asked: wire.ScoreRequest, packet: wire.Packet) -> None:
-        identity = session.identity
-        digest = question_digest(*(buffer.data for buffer in packet.arrays))
-        running, answer = session.under_way.get(asked.id), self._schedule.answer(session, asked.id)
-        before = running or answer
+    def _score_request(self, session: Session, id: int, packet: wire.Packet) -> None:
+        request = Request(session, id, *wire.request_rows(packet))
+        before = session.pending.get(id)
         if before is not None:
-            if before.digest != digest:
-                error = UsageError("the id stands for another question", got=f"id {asked.id}", instead="a new id")
-                self._refuse(identity, asked.id, wire.DUPLICATE, error)
-            elif answer is not None:
-                self._send(identity, answer.frames)
-            return  # one that is under way will have its answer
-        if self._draining is not None:
-            self._refuse_draining(identity, asked.id)
-            return
-        prompts, responses = wire.questions_of(packet)
-        reply_bytes = sum(map(len, responses)) * session.position_bytes
-        try:
-            self._check_size(len(prompts), packet.arrays[1].shape[0], reply_bytes)
-        except GatespaceError as error:
-            self._refuse(identity, asked.id, wire.LIMIT, error)
-            return
-        try:
-            self._check_rows(session.kind, prompts, responses)
-        except GatespaceError as error:
-            self._refuse(identity, asked.id, wire.QUESTION, error)
-            return
-        why = self._schedule.full(session, reply_bytes)
-        if why is not None:
-            busy = RunError("the teacher has too much to do", why=why, instead="wait, and ask again")
-            self._refuse(identity, asked.id, wire.BUSY, busy, retry=True)
-            return
-        self._schedule.add(Request(session, asked.id, digest, prompts, responses, reply_bytes))
+            if (before.prompts, before.responses) != (request.prompts, request.responses):
+                error = UsageError("the id belongs to another request", got=f"id {id}", instead="a new id")
+                raise _Refusal(wire.DUPLICATE, error)
+            return  # it will have its reply
+        self._check_draining()
+        self._check_request(request)
+        if why := self._schedule.full(request):
+            raise _busy("the teacher has too many requests", why)
+        self._schedule.add(request)
 
-    def _check_size(self, rows: int, tokens: int, reply_bytes: int) -> None:
-        limits = self.limits
-        for what, got, limit in (
-            ("rows", rows, limits.rows),
-            ("tokens", tokens, limits.tokens),
-            ("bytes of scores", reply_bytes, limits.reply_bytes),
+    def _check_request(self, request: Request) -> None:
+        limits, backend, spec = self.limits, self._backend, request.session.spec
+        prompts, responses = request.prompts, request.responses
+        lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+        longest = len(spec.prefix) + max(lengths)
+        for code, what, got, most in (
+            (wire.LIMIT, "the request has too many rows", len(prompts), limits.rows),
+            (wire.LIMIT, "the request has too many tokens", sum(lengths), limits.tokens),
+            (wire.LIMIT, "the request has too many bytes of scores", request.reply_bytes, limits.reply_bytes),
+            (wire.QUESTION, "a response is too long", max(map(len, responses)), spec.max_new_tokens),
+            (wire.QUESTION, "a row is longer than the teacher's reach", longest, backend.reach or longest),
+            (wire.QUESTION, "a prompt has ids that are no tokens", max(map(max, prompts)), backend.vocab_size - 1),
+            (wire.QUESTION, "a response has ids that are no tokens", max(map(max, responses)), spec.vocab_size - 1),
+            (wire.QUESTION, "a row has ids that are no tokens", -min(map(min, [*prompts, *responses])), 0),
         ):
-            if got > limit:
-                raise UsageError(
-                    f"the request has too many {what}", got=str(got), instead=f"{limit} at most, in several requests"
-                )
+            if got > most:
+                raise _Refusal(code, UsageError(what, got=str(got), instead=f"{most} at most"))
 
-    def _check_rows(self, kind: Kind, prompts: list[list[int]], responses: list[list[int]]) -> None:
-        longest = max(map(len, responses))
-        if longest > kind.max_new_tokens:
-            raise UsageError(
-                "a response is longer than was said at hello",
-                got=f"{longest}",
-                instead=f"{kind.max_new_tokens} at most",
-            )
-        reach = max(len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True))
-        if self._row_tokens is not None and len(kind.prefix) + reach > self._row_tokens:
-            raise UsageError(
-                "a row is longer than the teacher's reach",
-                got=f"{len(kind.prefix)} + {reach} tokens",
-                instead=f"{self._row_tokens} at most",
-            )
-        for what, rows, size in (
-            ("prompt", prompts, self._backend.vocab_size),
-            ("response", responses, kind.vocab_size),
-        ):
-            low, high = min(map(min, rows)), max(map(max, rows))
-            if low < 0 or high >= size:
-                raise UsageError(
-                    f"a {what} has ids that are no tokens", got=f"{low} to {high}", instead=f"below {size}"
-                )
-
-    def _head_part(self, identity: bytes, asked: wire.HeadRequest) -> None:
-        head = self._worker.head
+    def _head_request(self, identity: bytes, asked: wire.HeadRequest) -> None:
+        head = self._scorer.head
         if head is None or asked.sha256 != head.info.sha256 or asked.part >= head.info.parts:
             error = UsageError("no such part of the head", got=f"{asked.sha256[:16]}, part {asked.part}")
-            self._refuse(identity, asked.id, wire.QUESTION, error)
-            return
-        self._send(identity, wire.encode(wire.HeadPart(asked.id, asked.sha256, asked.part), [head.part(asked.part)]))
+            raise _Refusal(wire.QUESTION, error)
+        self._send(identity, wire.HeadPart(asked.id, asked.sha256, asked.part), [head.part(asked.part)])
 
-    def _pong(self, identity: bytes, session: Session | None, ping: wire.Ping) -> None:
-        known = session is not None and ping.session == session.id
-        mine = len(session.under_way) if session is not None and known else 0
-        pong = wire.Pong(ping.id, self.instance, known, mine, self._schedule.queued, self._draining is not None)
-        self._send(identity, wire.encode(pong))
-
-    # ------------------------------------------------------------------ answers
+    # ------------------------------------------------------------------ replies
 
     def status(self, id: int = 0) -> wire.StatusReply:
         """Counters since the start."""
         now = time.monotonic()
         uptime = max(now - self._started, 1e-9)
-        while self._recent and now - self._recent[0][0] > _MINUTE:
-            self._recent.popleft()
-        cache = None if self._cache is None else self._cache.stats
+        recent = sum(tokens for moment, tokens in list(self._recent) if now - moment <= _MINUTE)
+        pending = self._schedule.pending
+        cache = None if self._backend.cache is None else self._backend.cache.stats
         return wire.StatusReply(
             id=id,
             server=self.instance,
-            model=self._name,
+            model=self._backend.name[:256],
             fingerprint=self.fingerprint,
-            draining=self._draining is not None,
+            draining=self._stops > 0,
             uptime=uptime,
             clients=len(self._schedule.sessions),
-            requests=self._requests,
-            failures=self._failures,
-            dropped=self._dropped,
-            rows=self._rows,
-            tokens=self._tokens,
-            computed_tokens=self._computed,
-            passes=self._passes,
-            batches=self._batches,
-            merged=self._merged,
-            tokens_per_second=sum(tokens for _, tokens in self._recent) / min(uptime, _MINUTE),
+            tokens_per_second=recent / min(uptime, _MINUTE),
             busy=min(1.0, self._busy / uptime),
-            queued=self._schedule.queued,
-            queued_rows=self._schedule.queued_rows,
+            queued=len(pending),
+            queued_rows=sum(len(request.prompts) for request in pending),
             cache_hits=0 if cache is None else cache.hits,
             cache_misses=0 if cache is None else cache.misses,
+            **{name: self._counters[name] for name in _COUNTERS},
         )
 
-    def _refuse_draining(self, identity: bytes, id: int) -> None:
-        error = RunError("the teacher service is ending", instead="ask again when it is back")
-        self._refuse(identity, id, wire.DRAINING, error, retry=True)
+    def _refuse(self, identity: bytes, message: wire.Message, refusal: _Refusal) -> None:
+        if isinstance(message, wire.Hello) and not refusal.retry:
+            self._report(f"{message.client} was refused: {refusal.error.what}")
+        self._send_failure(identity, getattr(message, "id", None), refusal)
 
-    def _refuse(
-        self, identity: bytes, id: int | None, code: str, error: GatespaceError, *, retry: bool = False
-    ) -> None:
-        self._send_failure(identity, wire.failure(error, code=code, id=id, retry=retry))
+    def _send_failure(self, identity: bytes, id: int | None, refusal: _Refusal) -> None:
+        self._counters["failures"] += 1
+        self._send(identity, wire.failure(refusal.error, code=refusal.code, id=id, retry=refusal.retry))
 
-    def _send_failure(self, identity: bytes, failure: wire.Failure) -> None:
-        self._failures += 1
-        self._send(identity, wire.encode(failure))
+    def _send(self, identity: bytes, message: wire.Message, arrays: Sequence[wire.Array] = ()) -> bool:
+        return self._send_frames(identity, wire.encode(message, arrays))
 
-    def _send(self, identity: bytes, frames: Sequence[wire.Frame]) -> bool:
-        """Send without waiting. A client that is gone is forgotten; one that does not read has to ask again."""
+    def _send_frames(self, identity: bytes, frames: Sequence[wire.Frame]) -> bool:
+        """Send without waiting. A client that is gone is removed; one that does not receive has to repeat requests."""
         try:
             # Whether there is room is decided with the first frame, so that a message goes whole or not at all.
             self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
         except zmq.Again:
-            self._dropped += 1
+            self._counters["dropped"] += 1
             return False
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self._dropped += 1
+            self._counters["dropped"] += 1
             self._schedule.leave(identity)
             return False
         return True
+
+    def _check_draining(self) -> None:
+        if self._stops:
+            error = RunError("the teacher service is ending", instead="retry when it is back")
+            raise _Refusal(wire.DRAINING, error, retry=True)
+
+
+# ---------------------------------------------------------------------------------------------------- refusals
+
+
+def _known(session: Session | None, named: str) -> Session:
+    """The session of a connection, if a message names it."""
+    if session is not None and secrets.compare_digest(session.id.encode(), named.encode()):
+        return session
+    why = "the server was restarted, the connection was lost, or the client was silent for long"
+    raise _Refusal(wire.SESSION, RunError("no such session", why=why, instead="a new Hello"), retry=True)
+
+
+def _busy(what: str, why: str = "") -> _Refusal:
+    return _Refusal(wire.BUSY, RunError(what, why=why, instead="wait, and retry"), retry=True)
+
+
+def _scoring_refusal(error: Exception) -> _Refusal:
+    """How a client learns of an error of the model. A retry may succeed after a lack of memory, or with vLLM back."""
+    retry = isinstance(error, (MemoryError, torch.OutOfMemoryError, TeacherAwayError))
+    if isinstance(error, GatespaceError):
+        return _Refusal(wire.PAIR if isinstance(error, UsageError) else wire.SCORING, error, retry=retry)
+    text = str(error).strip().splitlines()
+    got = f"{type(error).__name__}: {text[0][:300] if text else ''}"
+    return _Refusal(wire.SCORING, RunError("the teacher has failed", got=got), retry=retry)

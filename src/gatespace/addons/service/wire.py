@@ -1,26 +1,26 @@
-"""What a teacher service and its clients say to each other: versioned, typed messages and plain buffers.
+"""Messages between a teacher service and its clients: versioned and typed, with plain buffers.
 
 A message is a list of frames. The first is four bytes, ``GST`` and the version, and a msgpack header: one of the
-structures below and the type and shape of every buffer. The others are the buffers, raw and little-endian. Nothing in
-a message is ever executed, and nothing is allocated on its word: sizes are compared with the frames that are really
-there, under limits that stand here. Whatever else arrives is a `WireError`, and never another exception.
-
-No sockets here, and no torch until a tensor is asked for.
+structures below, and the type and shape of every buffer. The others are the buffers, raw and little-endian. Nothing in
+a message is ever executed, and no size in it is trusted: sizes are compared with the frames that have arrived, within
+the limits below. Anything else that arrives is a `WireError`, and never another exception.
 
 =============== =============== =========================================================
-who asks        who answers     buffers
+client          server          buffers
 =============== =============== =========================================================
 Hello           Welcome         prefix (P,) int32
 HeadRequest     HeadPart        part of the head's bytes (B,) uint8
 ScoreRequest    ScoreReply      lengths (R, 2) int32, tokens (T,) int32; the scores
 Ping            Pong
 StatusRequest   StatusReply
-Bye                             of either side: it goes
-                Draining        the server takes no new work and finishes what it has
-                Failure         instead of any answer, or to a message that says nothing
+Bye             Bye             the sender disconnects
+                Draining        the server accepts no new requests and finishes those it has
+                Failure         in place of any reply, or to a message that cannot be decoded
 =============== =============== =========================================================
 
-An answer carries the `id` of its question. A question may be repeated under its id: it has one answer.
+A reply carries the `id` of its request. A request may be repeated under its id; a reply is used once.
+
+No sockets here, and no torch until a tensor is converted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from gatespace.errors import GatespaceError, missing_extra
+from gatespace.errors import GatespaceError, UsageError, missing_extra
 
 try:
     import msgspec
@@ -45,6 +45,9 @@ except ImportError as error:
 if TYPE_CHECKING:
     from torch import Tensor
 
+if sys.byteorder != "little":
+    raise UsageError("the teacher service needs a little-endian machine", got=sys.byteorder)
+
 VERSION = 2
 """Counts up with every change that an older side would not understand."""
 MAGIC = b"GST"
@@ -54,13 +57,11 @@ MAX_FRAMES = 5
 MAX_HEADER = 32 << 10
 """Bytes of the header."""
 MAX_BYTES = 64 << 20
-"""Bytes of a message. Whoever asks for more than fits into an answer is refused, and asks twice."""
+"""Bytes of a message. A request whose reply would be larger is refused; a client divides it."""
 MAX_ROWS = 1024
 """Rows of a request."""
 MAX_TOKENS = 1 << 18
 """Prompt and response tokens of a request; also of a prefix."""
-MAX_REQUEST = MAX_HEADER + 8 * MAX_ROWS + 4 * MAX_TOKENS + 64
-"""Bytes of the largest message that a client sends. No frame of it is larger than `MAX_FRAME`."""
 MAX_FRAME = 4 * MAX_TOKENS
 """Bytes of the largest frame that a client sends."""
 MAX_NEW_TOKENS = 1 << 16
@@ -68,8 +69,8 @@ PART_BYTES = 1 << 20
 """Bytes of a part of the head; the last one is shorter."""
 
 WIDTHS = {"uint8": 1, "int32": 4, "bfloat16": 2, "float16": 2, "float32": 4}
-"""Bytes of a value, by the name of its type, which is torch's."""
-_FLOATS = ("bfloat16", "float16", "float32")
+"""Bytes of a value, by torch's name of its type."""
+FLOATS = ("bfloat16", "float16", "float32")
 
 # Codes of a Failure. A client decides by `retry`; the code is for people and tests.
 VERSION_CODE = "version"
@@ -77,31 +78,28 @@ VERSION_CODE = "version"
 MALFORMED = "malformed"
 """Not a message, or not one that a client sends."""
 PAIR = "pair"
-"""Student and teacher do not speak of the same tokens, or the teacher cannot do what the run needs."""
+"""Student and teacher have different vocabularies, or the teacher cannot do what the run needs."""
 SESSION = "session"
-"""No such session for this connection: say hello (again)."""
+"""This connection has no such session: a new Hello is needed."""
 BUSY = "busy"
-"""Too much is queued: wait, and ask again under the same id."""
+"""The queue is full: retry later, under the same id."""
 DRAINING = "draining"
 """The server is about to end."""
 LIMIT = "limit"
-"""More rows, tokens or bytes than are answered at once."""
+"""More rows, tokens or bytes than a request may have."""
 QUESTION = "question"
 """Tokens that this teacher cannot score."""
 DUPLICATE = "duplicate"
-"""An id that stands for another question already."""
+"""A pending request with other rows has this id."""
 SCORING = "scoring"
 """The model failed on these rows."""
 
 
 class WireError(GatespaceError, ValueError):
-    """Bytes that are no message, or a message that cannot be sent.
-
-    Args:
-        version: The version that the bytes claim, where it is another one than ours.
-    """
+    """Bytes that are no message, or a message that cannot be sent."""
 
     version: int | None = None
+    """The version of the bytes, where it is not ours."""
 
 
 # ---------------------------------------------------------------------------------------------------- messages
@@ -112,21 +110,22 @@ Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=2048)]
 Token = Annotated[str, Meta(min_length=8, max_length=128)]
-"""A nonce, a session or an instance: letters that say nothing."""
+"""A random nonce, session or server instance."""
 Payload = Literal["hidden", "top_k"]
+Float = Literal["bfloat16", "float16", "float32"]
 
 
 class Limits(Struct, frozen=True, forbid_unknown_fields=True):
-    """How much a server takes at once. A client divides what is more."""
+    """How much a server accepts at once. A client divides its rows accordingly."""
 
     rows: Positive
     """Rows of a request."""
     tokens: Positive
     """Prompt and response tokens of a request."""
     reply_bytes: Positive
-    """Bytes of scores of a request: response tokens times `Welcome.position_bytes`."""
+    """Bytes of the scores of a request: response tokens times `Welcome.position_bytes`."""
     requests: Positive
-    """Requests of a client that are under way at a time."""
+    """Pending requests of a client."""
     row_tokens: Positive | None
     """Prefix, prompt and response of a row together; None: no limit but that of a request."""
 
@@ -134,33 +133,33 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True):
 class HeadInfo(Struct, frozen=True, forbid_unknown_fields=True):
     """The teacher's LM head: what `gatespace.gating.projection.Head` needs beside its bytes.
 
-    The bytes are those of the weight, row by row, and after them those of the bias, both of type `dtype`.
+    The bytes are those of the weight, row by row, followed by those of the bias, both of type `dtype`.
     """
 
     sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
     """Of the bytes."""
     bytes: Annotated[int, Meta(ge=1, le=2**48)]
-    dtype: Literal["bfloat16", "float16", "float32"]
+    dtype: Float
     shape: tuple[Positive, Positive]
     """Rows and columns of the weight."""
     bias: bool
     scale: float
     softcap: float | None
     parts: Positive
-    """Into how many parts of `PART_BYTES` the bytes are cut."""
+    """Number of parts of `PART_BYTES`."""
 
 
 class Hello(Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
-    """A client begins. Buffers: prefix (P,) int32, what all its prompts begin with."""
+    """A client begins a session. Buffers: prefix (P,) int32, which all its prompts begin with."""
 
     id: Id
     nonce: Token
-    """Random; the answer repeats it."""
+    """Random; the reply repeats it."""
     client: Name
-    """Who asks, for people."""
+    """The client's name, for people."""
     tokenizer: Name
     """`vocabulary_digest` of the student's tokens, which is all that a divergence depends on; or
-    `Model.tokenizer_digest()`, to ask for the same chat template too."""
+    `Model.tokenizer_digest()`, which requires the same chat template too."""
     max_new_tokens: Annotated[int, Meta(ge=1, le=MAX_NEW_TOKENS)]
     payload: Payload
     k: Positive
@@ -169,37 +168,37 @@ class Hello(Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
 
 
 class Welcome(Struct, frozen=True, forbid_unknown_fields=True, tag="welcome"):
-    """The server knows the client from here on, by its connection and `session`."""
+    """The session of a client; it belongs to the connection that sent the Hello."""
 
     id: Id
     nonce: Token
     session: Token
     server: Token
-    """Of this start of the server."""
+    """Random; new with every start of the server."""
     model: Name
     fingerprint: Name
     """`Model.fingerprint()` of the teacher."""
     tokenizer: Name
-    """As the client has named it."""
+    """As in Hello."""
     numerics: Text
-    """What else the bits of a score depend on: `LocalTeacher`'s, so that both have the same keys in a score cache."""
+    """What else the bits of a score depend on: `LocalTeacher.numerics`, so that both have the same cache keys."""
     kept: bool
-    """Whether scores may be kept under fingerprint and numerics; not those of a teacher that is known by its name
-    only, where other weights would find them."""
+    """Whether scores may be cached under fingerprint and numerics; false for a teacher that is known by its name only,
+    under which other weights could be served later."""
     vocab_size: Positive
     payloads: Annotated[tuple[Name, ...], Meta(max_length=8)]
     """All that the server offers."""
     k: Positive
-    """First choices per position: no more than there are ids."""
+    """Of the payload top_k: no more than there are ids."""
     width: Positive
     """Columns of a hidden state."""
-    dtype: Literal["bfloat16", "float16", "float32"]
+    dtype: Float
     """Of a hidden state."""
     position_bytes: Positive
     """Bytes of the scores of one response token."""
     limits: Limits
     lease: float
-    """Seconds of silence after which the server forgets the client; a Ping in time keeps the session."""
+    """Seconds of silence after which the session of an idle client ends; a Ping extends it."""
     head: HeadInfo | None
     """For the payload hidden."""
 
@@ -222,8 +221,8 @@ class HeadPart(Struct, frozen=True, forbid_unknown_fields=True, tag="head_part")
 
 
 class ScoreRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="score_request"):
-    """Rows to score. Buffers: `question_arrays`, that is lengths (R, 2) int32 of prompt (without the prefix) and
-    response, and tokens (T,) int32, row by row, the prompt before the response."""
+    """Rows to score. Buffers (`request_arrays`): lengths (R, 2) int32 of prompt (without the prefix) and response, and
+    tokens (T,) int32, row by row, the prompt before the response."""
 
     id: Id
     session: Token
@@ -233,7 +232,7 @@ class ScoreReply(Struct, frozen=True, forbid_unknown_fields=True, tag="score_rep
     """The scores of all N response tokens, row by row.
 
     Buffers for hidden: (N, H) hidden states at the positions that predict the tokens. For top_k: ids (N, K) int32,
-    log-probabilities (N, K) float32, that of the token itself (N,) float32, and the mass outside the first choices
+    log-probabilities (N, K) float32, that of the token itself (N,) float32, and the probability outside the top k
     (N,) float32.
     """
 
@@ -241,34 +240,34 @@ class ScoreReply(Struct, frozen=True, forbid_unknown_fields=True, tag="score_rep
     payload: Payload
     rows: Count
     computed_tokens: Count
-    """The request's part of the tokens that went through the network,"""
+    """The request's share of the tokens that went through the network."""
     passes: Count
-    """and of the passes; all clients' parts add up to what was done."""
+    """The request's share of the forward passes; the shares of all requests add up to what was computed."""
 
 
 class Ping(Struct, frozen=True, forbid_unknown_fields=True, tag="ping"):
-    """Is somebody there? With a session, it keeps it."""
+    """A heartbeat. With a session, it extends the session."""
 
     id: Id
     session: Token | None = None
 
 
 class Pong(Struct, frozen=True, forbid_unknown_fields=True, tag="pong"):
-    """Yes."""
+    """The reply to a heartbeat."""
 
     id: Id
     server: Token
     known: bool
-    """Whether the session that was named is this connection's."""
+    """Whether the session in the Ping is this connection's."""
     mine: Count
-    """Requests of this client that wait or are computed,"""
+    """Pending requests of this client."""
     queued: Count
-    """and of all."""
+    """Pending requests of all clients."""
     draining: bool
 
 
 class StatusRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="status_request"):
-    """How is it going? Needs no session."""
+    """A request for the server's counters. Needs no session."""
 
     id: Id
 
@@ -289,7 +288,7 @@ class StatusReply(Struct, frozen=True, forbid_unknown_fields=True, tag="status_r
     failures: Count
     """Answered with a Failure, of any code."""
     dropped: Count
-    """Messages without an answer: over the rate, or to a client that is gone."""
+    """Replies that could not be sent, and messages that have none."""
     rows: Count
     tokens: Count
     """Response tokens scored."""
@@ -297,47 +296,46 @@ class StatusReply(Struct, frozen=True, forbid_unknown_fields=True, tag="status_r
     """Prompt and response tokens that went through the network."""
     passes: Count
     batches: Count
-    """Turns of the model; of several clients where `merged`."""
     merged: Count
+    """Batches with rows of several clients."""
     tokens_per_second: float
     """Response tokens, over the last minute."""
     busy: float
-    """Share of the time since the start in which the model worked."""
+    """Share of the time since the start in which the model computed."""
     queued: Count
-    """Requests that wait or are computed."""
+    """Pending requests."""
     queued_rows: Count
     cache_hits: Count
-    """Positions,"""
+    """Positions found in the server's score cache."""
     cache_misses: Count
-    """and those that were not there."""
 
 
 class Failure(Struct, frozen=True, forbid_unknown_fields=True, tag="failure"):
-    """Why there is no answer; an error of gatespace's family, in its four parts. Made by `failure`."""
+    """Why there is no reply; an error of gatespace's family, in its four parts. Made by `failure`."""
 
     id: Id | None
-    """Of the question; None where it could not be read."""
+    """Of the request; None where it could not be decoded."""
     code: Name
     what: Text
     got: Text | None
     why: Text
     instead: Text
     retry: bool
-    """Whether the same question may have an answer later. With code ``session``: after a new Hello."""
+    """Whether the same request may succeed later. With code ``session``: after a new Hello."""
 
 
 class Bye(Struct, frozen=True, forbid_unknown_fields=True, tag="bye"):
-    """The sender goes, and expects nothing more. The session of a client ends with it."""
+    """The sender disconnects. A client's session ends with it."""
 
     session: Token | None = None
 
 
 class Draining(Struct, frozen=True, forbid_unknown_fields=True, tag="draining"):
-    """The server ends soon. What is under way is answered; the rest has to wait for its successor."""
+    """The server ends soon. Pending requests are answered; others have to wait for its successor."""
 
     server: Token
     pending: Count
-    """Requests of this client that are still answered."""
+    """Requests of this client that will still be answered."""
 
 
 Message = (
@@ -372,7 +370,7 @@ class Array:
 
     @property
     def nbytes(self) -> int:
-        """What type and shape make of it."""
+        """Bytes by type and shape."""
         return math.prod(self.shape) * WIDTHS[self.dtype]
 
 
@@ -400,13 +398,10 @@ _START = MAGIC + bytes([VERSION])
 
 def encode(message: Message, arrays: Sequence[Array] = ()) -> list[Frame]:
     """The frames of a message."""
-    for place, buffer in enumerate(arrays):
-        if buffer.dtype not in WIDTHS or memoryview(buffer.data).nbytes != buffer.nbytes:
-            raise _malformed(f"buffer {place} is not of the size that its type and shape have")
-    _check(message, arrays)
     header = _Header(message, tuple(_Buffer(buffer.dtype, buffer.shape) for buffer in arrays))
     frames: list[Frame] = [_START + _ENCODER.encode(header), *(buffer.data for buffer in arrays)]
     _check_sizes([memoryview(frame).nbytes for frame in frames])
+    _check(message, arrays)
     return frames
 
 
@@ -422,7 +417,7 @@ def decode(frames: Sequence[Frame]) -> Packet:
         raise _malformed("it does not begin like a message of gatespace")
     if start != _START:
         refused = WireError(
-            "the other side speaks another version of the wire",
+            "the other side uses another version of the wire format",
             got=f"version {start[-1]}, here {VERSION}",
             instead="the same gatespace on both sides",
         )
@@ -430,20 +425,13 @@ def decode(frames: Sequence[Frame]) -> Packet:
         raise refused
     try:
         header = _DECODER.decode(views[0][len(_START) :])
-    except Exception as error:  # also of text that is no UTF-8, and of nesting without end
-        raise _malformed("its header cannot be read", str(error)) from None
+    except Exception as error:  # also invalid UTF-8, and unbounded nesting
+        raise _malformed("its header cannot be decoded", str(error)) from None
     if len(header.buffers) != len(views) - 1:
-        raise _malformed(f"it has {len(views) - 1} buffers and speaks of {len(header.buffers)}")
-    arrays: list[Array] = []
-    for place, (buffer, view) in enumerate(zip(header.buffers, views[1:], strict=True)):
-        if buffer.dtype not in WIDTHS:
-            raise _malformed(f"buffer {place} has an unknown type", repr(buffer.dtype))
-        found = Array(buffer.dtype, buffer.shape, view)
-        if found.nbytes != view.nbytes:
-            raise _malformed(f"buffer {place} has {view.nbytes} bytes, and {found.nbytes} by its type and shape")
-        arrays.append(found)
+        raise _malformed(f"it has {len(views) - 1} buffers and declares {len(header.buffers)}")
+    arrays = tuple(Array(one.dtype, one.shape, view) for one, view in zip(header.buffers, views[1:], strict=True))
     _check(header.message, arrays)
-    return Packet(header.message, tuple(arrays))
+    return Packet(header.message, arrays)
 
 
 def _check_sizes(sizes: Sequence[int]) -> None:
@@ -455,46 +443,49 @@ def _check_sizes(sizes: Sequence[int]) -> None:
         raise _malformed(f"a message has at most {MAX_BYTES} bytes", f"{sum(sizes)}")
 
 
+def _layout(message: Message) -> list[tuple[tuple[str, ...], int]]:
+    """The buffers of a message: allowed types and number of dimensions."""
+    match message:
+        case Hello():
+            return [(("int32",), 1)]
+        case HeadPart():
+            return [(("uint8",), 1)]
+        case ScoreRequest():
+            return [(("int32",), 2), (("int32",), 1)]
+        case ScoreReply(payload="hidden"):
+            return [(FLOATS, 2)]
+        case ScoreReply():
+            return [(("int32",), 2), (("float32",), 2), (("float32",), 1), (("float32",), 1)]
+    return []
+
+
 def _check(message: Message, arrays: Sequence[Array]) -> None:
     """Raise unless the buffers are those of the message, and numbers that have to be finite are."""
-    found = [(buffer.dtype, len(buffer.shape)) for buffer in arrays]
-    if isinstance(message, Hello):
-        wanted = [("int32", 1)]
-    elif isinstance(message, HeadPart):
-        wanted = [("uint8", 1)]
-    elif isinstance(message, ScoreRequest):
-        wanted = [("int32", 2), ("int32", 1)]
-    elif isinstance(message, ScoreReply):
-        wanted = [("int32", 2), ("float32", 2), ("float32", 1), ("float32", 1)]
-        if message.payload == "hidden":
-            wanted = [(found[0][0] if found and found[0][0] in _FLOATS else "bfloat16", 2)]
-    else:
-        wanted = []
-    kind = type(message).__name__
-    if found != wanted:
-        raise _malformed(f"the buffers of {kind} are others", f"{found}, not {wanted}")
-    if isinstance(message, Hello) and arrays[0].shape[0] > MAX_TOKENS:
-        raise _malformed(f"a prefix has at most {MAX_TOKENS} tokens", f"{arrays[0].shape[0]}")
-    if isinstance(message, HeadPart) and arrays[0].shape[0] > PART_BYTES:
-        raise _malformed(f"a part of the head has at most {PART_BYTES} bytes", f"{arrays[0].shape[0]}")
-    if isinstance(message, ScoreRequest):
-        _check_question(*arrays)
-    if isinstance(message, ScoreReply) and message.payload == "top_k":
-        ids, log_probs, sampled, tail = arrays
-        if ids.shape != log_probs.shape or not ids.shape[:1] == sampled.shape == tail.shape:
-            raise _malformed("the buffers of ScoreReply do not belong together")
-    if isinstance(message, Welcome):
-        head = message.head
-        finite = [message.lease, *([head.scale, head.softcap or 0.0] if head is not None else [])]
-        if not all(map(math.isfinite, finite)):
-            raise _malformed("a number of Welcome is not finite")
-        if head is not None:
-            values = head.shape[0] * (head.shape[1] + head.bias)
-            if head.bytes != values * WIDTHS[head.dtype] or head.parts != -(-head.bytes // PART_BYTES):
-                raise _malformed("the head of Welcome has not the size that its type and shape have")
+    name, layout = type(message).__name__, _layout(message)
+    if len(arrays) != len(layout):
+        raise _malformed(f"{name} has {len(layout)} buffers", f"{len(arrays)}")
+    for place, (buffer, (dtypes, dimensions)) in enumerate(zip(arrays, layout, strict=True)):
+        if buffer.dtype not in dtypes or len(buffer.shape) != dimensions:
+            raise _malformed(f"buffer {place} of {name} has another type", f"{buffer.dtype} {buffer.shape}")
+        size = memoryview(buffer.data).nbytes
+        if size != buffer.nbytes:
+            raise _malformed(f"buffer {place} has {size} bytes, and {buffer.nbytes} by its type and shape")
+    match message:
+        case Hello() if arrays[0].shape[0] > MAX_TOKENS:
+            raise _malformed(f"a prefix has at most {MAX_TOKENS} tokens", f"{arrays[0].shape[0]}")
+        case HeadPart() if arrays[0].shape[0] > PART_BYTES:
+            raise _malformed(f"a part of the head has at most {PART_BYTES} bytes", f"{arrays[0].shape[0]}")
+        case ScoreRequest():
+            _check_rows(*arrays)
+        case ScoreReply(payload="top_k"):
+            ids, log_probs, sampled, tail = (buffer.shape for buffer in arrays)
+            if ids != log_probs or not ids[:1] == sampled == tail:
+                raise _malformed("the buffers of ScoreReply have different lengths")
+        case Welcome():
+            _check_welcome(message)
 
 
-def _check_question(lengths: Array, tokens: Array) -> None:
+def _check_rows(lengths: Array, tokens: Array) -> None:
     rows, columns = lengths.shape
     if columns != 2 or not 1 <= rows <= MAX_ROWS:
         raise _malformed(f"a request has 1 to {MAX_ROWS} rows, each with two lengths", f"{lengths.shape}")
@@ -507,8 +498,18 @@ def _check_question(lengths: Array, tokens: Array) -> None:
         raise _malformed("the lengths of the rows do not add up to the tokens", f"{sum(counts)}, {tokens.shape[0]}")
 
 
-def _malformed(what: str, got: str | None = None) -> WireError:
-    return WireError("not a message of the teacher service", got=None if got is None else got[:200], why=what)
+def _check_welcome(welcome: Welcome) -> None:
+    head = welcome.head
+    if not all(map(math.isfinite, [welcome.lease, *([head.scale, head.softcap or 0.0] if head is not None else [])])):
+        raise _malformed("a number of Welcome is not finite")
+    if head is not None:
+        values = head.shape[0] * (head.shape[1] + head.bias)
+        if head.bytes != values * WIDTHS[head.dtype] or head.parts != -(-head.bytes // PART_BYTES):
+            raise _malformed("the size of the head in Welcome does not follow from its type and shape")
+
+
+def _malformed(why: str, got: str | None = None) -> WireError:
+    return WireError("not a message of the teacher service", got=None if got is None else got[:200], why=why)
 
 
 # ---------------------------------------------------------------------------------------------------- buffers
@@ -516,27 +517,29 @@ def _malformed(what: str, got: str | None = None) -> WireError:
 
 def ids_array(ids: Sequence[int]) -> Array:
     """(N,) int32."""
-    return Array("int32", (len(ids),), _packed(ids))
+    try:
+        values = array("i", ids)
+    except (TypeError, OverflowError) as error:
+        raise WireError("token ids are integers of 32 bits", got=str(error)) from error
+    return Array("int32", (len(ids),), values.tobytes())
 
 
 def ids_of(buffer: Array) -> list[int]:
     """The values of an int32 buffer, row by row."""
     values = array("i")
     values.frombytes(buffer.data)
-    if sys.byteorder == "big":
-        values.byteswap()
     return values.tolist()
 
 
-def question_arrays(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> tuple[Array, Array]:
+def request_arrays(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> tuple[Array, Array]:
     """The buffers of a ScoreRequest."""
     rows = list(zip(prompts, responses, strict=True))
-    lengths = [len(part) for row in rows for part in row]
-    tokens = [id for prompt, response in rows for id in (*prompt, *response)]
-    return Array("int32", (len(rows), 2), _packed(lengths)), ids_array(tokens)
+    lengths = ids_array([len(part) for row in rows for part in row])
+    tokens = ids_array([id for prompt, response in rows for id in (*prompt, *response)])
+    return Array("int32", (len(rows), 2), lengths.data), tokens
 
 
-def questions_of(packet: Packet) -> tuple[list[list[int]], list[list[int]]]:
+def request_rows(packet: Packet) -> tuple[list[list[int]], list[list[int]]]:
     """Prompts and responses of a ScoreRequest."""
     lengths, tokens = map(ids_of, packet.arrays)
     prompts: list[list[int]] = []
@@ -550,48 +553,32 @@ def questions_of(packet: Packet) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def array_of(tensor: Tensor) -> Array:
-    """The buffer of a tensor of one of the types in `WIDTHS`; of one on the CPU it is a view where that is possible."""
+    """The buffer of a tensor of one of the types in `WIDTHS`; not a copy where the tensor is contiguous on the CPU."""
     import torch
 
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in WIDTHS:
-        raise WireError("tensors of this type do not travel", got=dtype, instead=", ".join(WIDTHS))
+        raise WireError("tensors of this type cannot be sent", got=dtype, instead=", ".join(WIDTHS))
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    if sys.byteorder == "big" and WIDTHS[dtype] > 1:
-        flat = flat.view(torch.uint8).view(-1, WIDTHS[dtype]).flip(1).contiguous().reshape(-1)
     raw: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
-    data = memoryview(raw)
-    return Array(dtype, tuple(tensor.shape), data)
+    return Array(dtype, tuple(tensor.shape), memoryview(raw))
 
 
 def tensor_of(buffer: Array) -> Tensor:
-    """A tensor of its own memory with the values of a buffer."""
+    """A tensor with the values of a buffer, in memory of its own."""
     import torch
 
     dtype: torch.dtype = getattr(torch, buffer.dtype)
     if not math.prod(buffer.shape):
         return torch.empty(buffer.shape, dtype=dtype)
-    flat = torch.frombuffer(bytearray(buffer.data), dtype=torch.uint8)
-    if sys.byteorder == "big" and WIDTHS[buffer.dtype] > 1:
-        flat = flat.view(-1, WIDTHS[buffer.dtype]).flip(1).contiguous().reshape(-1)
-    return flat.view(dtype).view(buffer.shape)
-
-
-def _packed(ids: Sequence[int]) -> bytes:
-    try:
-        values = array("i", ids)
-    except (TypeError, OverflowError) as error:
-        raise WireError("token ids are integers of 32 bits", got=str(error)) from error
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tobytes()
+    return torch.frombuffer(bytearray(buffer.data), dtype=dtype).view(buffer.shape)
 
 
 # ---------------------------------------------------------------------------------------------------- failures
 
 
 def failure(error: GatespaceError, *, code: str, id: int | None = None, retry: bool = False) -> Failure:
-    """The message of an error, cut to what a message may hold."""
+    """The message of an error, its texts shortened to what a message may hold."""
     what, why, instead = map(_clipped, (error.what, error.why, error.instead))
     return Failure(id, code, what, None if error.got is None else _clipped(error.got), why, instead, retry)
 
