@@ -1,4 +1,4 @@
-"""The package as others meet it: the wheel, the import, the rooms, and every example and link in the text."""
+"""The package as others meet it: the wheel, the import, the layers, and every example and link in the text."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_torch_is_imported_only_by_those_who_need_it(statement: str, tmp_path: P
     run(sys.executable, "-c", f"{statement}\n{check}", cwd=tmp_path)
 
 
-def test_rooms_import_downward_only() -> None:
+def test_layers_import_downward_only() -> None:
     assert "0 broken" in run(BIN / "lint-imports", cwd=ROOT).stdout
 
 
@@ -180,23 +180,8 @@ def test_links_between_pages_resolve(page: Path) -> None:
     assert not broken
 
 
-def test_list_of_files_is_complete() -> None:
-    """docs/files.md has one line per file, and no line for a file that is gone."""
-    (tree,) = blocks(ROOT / "docs" / "files.md", "text")
-    listed: set[str] = set()
-    folders: list[str] = []
-    for indent, entry in re.findall(r"^( *)(\S+)", tree, re.MULTILINE):
-        folders = folders[: len(indent) // 2]
-        if entry.endswith("/"):
-            folders.append(entry)
-        else:
-            listed.add("".join(folders) + entry)
-    folders = ["src", "tests", "docs", "examples", "benchmarks"]
-    found = [path for folder in folders for path in (ROOT / folder).glob("**/*") if path.suffix in (".py", ".md")]
-    files = {path.relative_to(ROOT).as_posix() for path in found if path.stat().st_size}
-    assert files <= listed, f"not in docs/files.md: {sorted(files - listed)}"
-    gone = [file for file in listed if not (ROOT / file).exists()]
-    assert not gone, f"in docs/files.md and nowhere else: {gone}"
+def test_list_of_modules_is_up_to_date() -> None:
+    run(sys.executable, ROOT / "docs" / "make_files.py", "--check", cwd=ROOT)
 
 
 def paper_map_names(pattern: str) -> list[str]:
