@@ -12,7 +12,9 @@ from typer.core import TyperCommand
 
 from gatespace.cli import gate_summary as summary
 from gatespace.cli.console import console, print_json
+from gatespace.cli.run_options import Plugins
 from gatespace.gating.coefficients import SATURATION, NotApplicable, named_points
+from gatespace.plugins import load_plugins
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,6 +75,7 @@ def gate(
             "not vary.",
         ),
     ] = None,
+    plugins: Plugins = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show what gates do: their coefficients, restrictions, λ over the signals, and saturation.
@@ -92,6 +95,7 @@ def gate(
     gatespace gate G5 H2 static:0.388          three points side by side
     gatespace gate -4,0,0,0 entropy-only:4     one point, written in two ways
     gatespace gate G2 H2 --plot gates.svg --at u=.1
+    gatespace gate 4,0,-1,0,mine=2 --plugin my_signal.py
 
     JSON, unrounded, alone on standard output:
 
@@ -102,6 +106,7 @@ def gate(
       "saturation", "mean_lam", "notes": \\[]}], "at": {}, "grid", "plot"}
     An infinite c (static:0, static:1) is the text "inf" or "-inf".
     """
+    load_plugins(plugins or [])
     chosen = summary.read_points(points or [])
     held = summary.read_signals(at, chosen)
     rows = summary.table_rows(held if at is not None else None)
