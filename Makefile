@@ -45,19 +45,19 @@ test-web: ## the tests of the front end (needs Node 20); with its packages there
 test-engines: test-trl test-verl test-ray ## the tests inside TRL, verl and Ray, each in an environment of its own (5 GB)
 
 test-trl: $(TRL_READY)
-	@$(ONE_THREAD) $(TRL_VENV)/bin/python -m pytest tests/integrations/trl src/gatespace/integrations/trl $(ENGINE_ARGS)
+	@$(ONE_THREAD) $(TRL_VENV)/bin/python -m pytest tests/addons/trl src/gatespace/addons/trl $(ENGINE_ARGS)
 
 test-verl: $(VERL_READY)
-	@$(ONE_THREAD) $(VERL_VENV)/bin/python -m pytest tests/integrations/verl $(ENGINE_ARGS)
+	@$(ONE_THREAD) $(VERL_VENV)/bin/python -m pytest tests/addons/verl $(ENGINE_ARGS)
 
 test-ray: $(RAY_READY)
-	@$(ONE_THREAD) $(RAY_VENV)/bin/python -m pytest tests/study/ray $(ENGINE_ARGS)
+	@$(ONE_THREAD) $(RAY_VENV)/bin/python -m pytest tests/addons/cluster $(ENGINE_ARGS)
 
 test-vllm: $(READY) $(VLLM_READY) ## the tests that need a real vLLM server (its environment has 3.5 GB)
 	@$(ONE_THREAD) GATESPACE_VLLM="$(abspath $(VLLM_VENV))/bin/python" \
-	  $(BIN)/python -m pytest tests/vllm $(VLLM_ARGS)
+	  $(BIN)/python -m pytest tests/addons/vllm $(VLLM_ARGS)
 
-lint: $(READY) ## ruff, mypy and the import rules of the rooms
+lint: $(READY) ## ruff, mypy and the import contracts
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
@@ -100,7 +100,7 @@ clean: ## remove what was built; the environments stay
 	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	@find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
-# The stamp is written last, so an interrupted installation is taken up again; it is renewed when the dependencies change.
+# The stamp is written last, so an interrupted installation resumes; it is renewed when the dependencies change.
 $(READY): pyproject.toml
 	$(call install,$(VENV),dev)
 

@@ -24,7 +24,7 @@ class Answer:
 
 
 class Writer(Protocol):
-    """Writes in place of a model, with the same weights: `gatespace.addons.vllm.sampler.VllmWriter`, for one."""
+    """Generates in place of a model, with the same weights: vLLM, for one."""
 
     def sample(
         self, prompts: Sequence[Sequence[int]], *, sampling: Sampling, stop: Callable[[list[int]], bool]
