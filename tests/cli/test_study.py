@@ -12,6 +12,7 @@ import time
 import pytest
 
 from gatespace.cli.study_file import shipped
+from gatespace.plugins import plugin_hash
 
 
 def test_shipped_studies_are_copied_with_their_comments(cli, tmp_path, monkeypatch):
@@ -184,7 +185,7 @@ def test_failed_runs_exit_1_with_their_error(cli, own):
     assert "Traceback" not in result.stdout + result.stderr
     assert "--retry" in result.stdout
     status = cli("status", own / "studies" / "own")
-    assert "nobody is working on it" in status.stdout
+    assert "no process is working on it" in status.stdout
 
 
 @pytest.mark.slow
@@ -200,3 +201,85 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(own, child):
     assert process.returncode == 130
     assert "gatespace run" in heard.splitlines()[-1]
     assert "Traceback" not in heard
+
+
+# ---------------------------------------------------------------------------------------------------- plugins
+
+SIGNAL = """
+from gatespace import signals
+
+@signals.register("teacher_top", range=(0.0, 1.0))
+def teacher_top(tokens):
+    return tokens.teacher_top(1).log_probs.exp().squeeze(-1)
+"""
+
+
+@pytest.fixture
+def plugged(own):
+    """The study with a signal of one's own, in a file beside the study file."""
+    (own / "mine.py").write_text(SIGNAL)
+    text = SMALL.replace("points: [G5]", 'points: ["4,0,-1,0,teacher_top=2"]') + "plugins: [mine.py]\nworkers: 2\n"
+    (own / "own.yaml").write_text(text)
+    yield own
+    from gatespace import signals
+
+    for name in {"teacher_top", "other"} & set(signals.names()):
+        signals.unregister(name)
+
+
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_a_study_imports_no_code_that_the_user_has_not_named(cli, plugged, command):
+    (plugged / "mine.py").write_text("raise SystemExit('it was imported')")
+    (plugged / "other.py").write_text("")
+    for words in ([], ["--plugin", "other.py"]):
+        result = cli(command, "own.yaml", *words)
+        assert result.exit_code == 2
+        assert str(plugged / "mine.py") in result.stderr.replace("\n", "")
+        assert plugin_hash("mine.py")[:12] in result.stderr
+        assert "--trust-plugins" in result.stderr
+        assert not (plugged / "studies").exists()
+
+
+def test_plugins_of_a_part_of_a_study_are_refused(cli, plugged):
+    """They would be imported without having been named."""
+    for setting in ("train.plugins", "tasks.tickets.train.plugins", "teach.teacher.plugins"):
+        result = cli("plan", "own.yaml", "--plugin", "mine.py", "--set", f"{setting}=[mine.py]")
+        assert result.exit_code == 2
+        assert "plugins of the study itself" in result.stderr
+
+
+def test_the_source_of_a_plugin_is_part_of_every_runs_id(cli, plugged):
+    def ids(*words: str) -> list[str]:
+        plan = cli("plan", "own.yaml", "--json", "--no-estimate", *words)
+        assert plan.exit_code == 0, plan.stderr
+        return [run["id"] for run in json.loads(plan.stdout)["runs"]]
+
+    before = ids("--plugin", "mine.py")
+    assert before == ids("--trust-plugins")
+    (plugged / "elsewhere").mkdir()
+    (plugged / "mine.py").rename(plugged / "elsewhere" / "same.py")
+    assert before == ids("--set", "plugins=[elsewhere/same.py]", "--trust-plugins")
+    (plugged / "changed.py").write_text(SIGNAL.replace("teacher_top", "other"))
+    assert not set(before) & set(ids("--set", "plugins=[changed.py]", "--plugin", "changed.py"))
+
+
+@pytest.mark.slow
+def test_an_own_signal_in_a_study_with_two_workers(cli, plugged, monkeypatch):
+    shown = cli("run", "own.yaml", "--plugin", "mine.py", "--quiet")
+    assert shown.exit_code == 0, shown.stderr
+    folder = plugged / "studies" / "own"
+    (copy,) = (folder / "plugins").rglob("mine.py")
+    assert copy.read_text() == SIGNAL
+    assert (folder / "report.html").is_file()
+    # The folder has the code: it can be read from anywhere without importing it, and resumed.
+    (plugged / "mine.py").unlink()
+    with monkeypatch.context() as patch:
+        patch.chdir(plugged / "studies")
+        assert "4 of 4 done" in cli("status", folder).stdout
+        assert cli("report", folder, "--no-png", "--output", plugged / "again").exit_code == 0
+    for path in folder.glob("runs/*/done"):
+        path.unlink()
+    assert "--trust-plugins" in cli("run", folder).stderr
+    again = cli("run", folder, "--trust-plugins", "--json", "--quiet")
+    assert (again.exit_code, json.loads(again.stdout)["failed"]) == (0, {})
+    assert [path.name for path in (folder / "plugins").rglob("*.py")] == ["mine.py"]

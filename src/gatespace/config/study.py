@@ -69,7 +69,7 @@ class PublishedConfig(Section):
 
     @property
     def point(self) -> str:
-        """The label by which comparisons speak of it."""
+        """Its label in comparisons."""
         given = ",".join(f"{name}={value}" for name, value in self.params.items())
         return self.label or (f"{self.method}({given})" if given else self.method)
 

@@ -172,8 +172,8 @@ class StudyFolder:
     ) -> int:
         """The threads of each run; an error where the folder holds another study.
 
-        Threads show in the last bits of a sum: a study that is resumed keeps those it began with, unless it is told
-        otherwise.
+        Threads show in the last bits of a sum: a study that is resumed keeps those it began with, unless the user names
+        others.
 
         Args:
             config: The study file.

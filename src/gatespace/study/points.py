@@ -125,11 +125,13 @@ class Catalogue:
 
     def twin(self, label: str, match: str) -> Point:
         """The static twin of a dynamic point."""
-        return self._derive(f"{TWIN[match]}({label})", "twin", label, match)
+        name = f"{TWIN[match]}({label})"
+        return self._known.get(name) or self._add(Point(name, "twin", of=label, match=match))
 
     def shuffled(self, label: str) -> Point:
         """The shuffled-λ control of a dynamic point."""
-        return self._derive(f"shuffled({label})", "control", label, None)
+        name = f"shuffled({label})"
+        return self._known.get(name) or self._add(Point(name, "control", gate=self._known[label].gate, of=label))
 
     def published(self, method: PublishedConfig) -> Point:
         """A published method."""
@@ -161,13 +163,6 @@ class Catalogue:
             raise unknown_name("point", text, [*self._known, *methods]) from None
         kind: Kind = "static" if gate.is_static else "restriction" if _is_restriction(gate) else "point"
         return self.gate(gate, kind)
-
-    # ------------------------------------------------------------------ helpers
-
-    def _derive(self, label: str, kind: Kind, of: str, match: str | None) -> Point:
-        source = self._known[of]
-        gate = source.gate if kind == "control" else None
-        return self._known.get(label) or self._add(Point(label, kind, gate=gate, of=of, match=match, d=None))
 
     def _add(self, point: Point) -> Point:
         self._known[point.label] = point

@@ -22,7 +22,7 @@ class RunSpec:
     Args:
         id: Names the run and its folder: task, point, seed, and a hash of every setting that can change its numbers.
         task: The task's name in the study.
-        point: The label by which comparisons speak of it, e.g. ``G5``, ``twin(G5)``, ``todi``.
+        point: Its label in comparisons, e.g. ``G5``, ``twin(G5)``, ``todi``.
         kind: What it is for.
         seed: Its seed.
         gate: (a, b, c, d); None for a published method, and where it is known only when other runs are done.
