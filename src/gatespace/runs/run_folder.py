@@ -118,10 +118,15 @@ class RunFolder:
 
     def error(self) -> str:
         """Why it failed; "" where it did not."""
+        return str(self.failure().get("error", ""))
+
+    def failure(self) -> dict[str, Any]:
+        """What `fail` wrote: error, details and when; empty where the run did not fail."""
         try:
-            return str(json.loads((self.path / "error.json").read_text())["error"])
-        except (FileNotFoundError, ValueError, KeyError):
-            return ""
+            found = self._json("error.json")
+        except (FileNotFoundError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def last_step(self) -> int:
         """The last step that has a record, or that was reported from another machine."""
