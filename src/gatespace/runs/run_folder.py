@@ -226,7 +226,7 @@ class RunFolder:
         """
         from gatespace.config import dump_yaml, identity
 
-        own = {"identity": identity(config, content=content), "content": dict(content)}
+        own: dict[str, Any] = {"identity": identity(config, content=content), "content": dict(content)}
         if (self.path / "identity.json").exists():
             other = self.identity()
             if other["identity"] != own["identity"]:

@@ -6,7 +6,7 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -66,7 +66,7 @@ class Job(ABC):
     trace: StepTrace
     content: dict[str, str]
     """What was found where the settings pointed; part of the run's identity."""
-    about: ClassVar[dict[str, Any]] = {}
+    about: dict[str, Any]
     """What environment.json says beside versions and machine."""
 
     def __init__(
@@ -77,8 +77,9 @@ class Job(ABC):
         progress: Progress,
         stack: ExitStack,
     ) -> None:
-        self.config, self.run, self.processes, self.progress, self.stack = config, run, processes, progress, stack  # type: ignore[misc]
+        self.config, self.run, self.processes, self.progress, self.stack = config, run, processes, progress, stack
         self.place = placement(config.engine, processes)
+        self.about = {}
         self.splits = (*config.evaluation.final, config.evaluation.split)
 
     def begin(self) -> dict[str, Any] | None:

@@ -105,9 +105,9 @@ class Distributed(Processes):
         except GatespaceError as error:
             mine = error
         found = self.gather(mine and [_kind(mine), mine.what, mine.got, mine.why, mine.instead])
-        for rank, error in enumerate(found):
-            if error is not None:
-                kind, what, got, why, instead = error
+        for rank, other in enumerate(found):
+            if other is not None:
+                kind, what, got, why, instead = other
                 shared = mine or _KINDS[kind](what, got=got, why=why, instead=instead)
                 shared.raised_by = self.rank if mine is not None else rank
                 raise shared
@@ -193,7 +193,7 @@ def join(config: TrainConfig | TeachConfig) -> Distributed:
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if not torch.distributed.is_initialized():
         atexit.register(_part)
-    patience = config.teacher.patience if isinstance(config, TrainConfig) else 0.0
+    patience = float(config.teacher.options.get("patience") or 600) if isinstance(config, TrainConfig) else 0.0
     state = PartialState(cpu=cpu, timeout=timedelta(seconds=patience + _SPARE))
     sharded = config.engine.parallel == "fsdp" or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     kind = Sharded if sharded else Distributed
