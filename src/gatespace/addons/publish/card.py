@@ -1,7 +1,7 @@
 """The model card of a run: how a model came about and what it is worth. The text is in card.md.j2, the values are here.
 
 A card is what a stranger sees of a model, so it holds no paths and no addresses of the machine that made it. Equal runs
-have equal cards. No torch here, unless the objective is a published method, whose class has its formula and citation.
+have equal cards. No torch here, unless the objective is no gate: its class has its formula and citation.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def model_card(
     return _template().render(
         run=found,
         metadata=_metadata(found, license),
-        objective=found.published,
+        objective=found.method,
         prompt=_prompt(found.config.task, found.labels),
         saturation=SATURATION,
         tweeteval=HUB_TWEETEVAL,
@@ -159,13 +159,16 @@ class _Run:
         return f"{(self.base or shown_name(self.start)).rpartition('/')[2]} {how} on {self.task}, {self.point}"
 
     @property
-    def published(self) -> Any:
-        """The class of a published method, which has its formula and citation; None for a gate."""
+    def method(self) -> Any:
+        """The class of a method, which has its formula and citation; None for a gate."""
         if isinstance(self.config, TeachConfig) or self.gate is not None:
             return None
-        from gatespace.gating.published import OBJECTIVES
+        from gatespace.gating import objectives
 
-        return OBJECTIVES.get(self.config.objective.method)
+        try:
+            return objectives.get(self.config.objective.method)
+        except UsageError:  # of a plugin that this process has not imported
+            return None
 
 
 def _read(run: RunFolder) -> _Run:
