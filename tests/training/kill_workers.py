@@ -45,7 +45,6 @@ def train(folder: Path, steps: int, every: int, ballast: int) -> None:
             moments = {name: found.tensors[name] for name in ("exp_avg", "exp_avg_sq", "step")}
             optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: moments}})
             trace.restore(found.state["trace"])
-            checkpoint.tidy(found, keep=1)
         start = found.step if found is not None else -1
         metrics.truncate_after(start, complete=start > 0)
         tokens.truncate_after(start)

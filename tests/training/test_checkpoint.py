@@ -158,22 +158,17 @@ def test_one_that_was_moved_aside_for_a_replacement_that_never_came_is_used(tmp_
     found = checkpoint.latest(tmp_path)
     assert found is not None
     assert found.step == 5
-    checkpoint.tidy(found)
-    assert names(tmp_path) == ["step-000005.before"]
     save(tmp_path, 6, keep=1)
     assert names(tmp_path) == ["step-000006"]
 
 
-def test_tidying_keeps_the_one_in_use_and_clears_what_a_kill_left(tmp_path: Path) -> None:
-    save(tmp_path, 1, 2, 3, 4)
-    (tmp_path / "step-000004" / "state.json").write_text("{}")
+def test_saving_clears_what_a_kill_left(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3)
     for scrap in (".step-000005.new", ".step-000001.gone", ".step-000004.before.gone"):
         (tmp_path / scrap).mkdir()
     (tmp_path / "notes.txt").write_text("the user's own")
-    found = checkpoint.latest(tmp_path)
-    assert found is not None
-    checkpoint.tidy(found, keep=2)
-    assert names(tmp_path) == ["notes.txt", "step-000002", "step-000003"]
+    save(tmp_path, 4, keep=2)
+    assert names(tmp_path) == ["notes.txt", "step-000003", "step-000004"]
 
 
 # ---------------------------------------------------------------------------------------------------- damage

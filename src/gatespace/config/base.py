@@ -70,7 +70,7 @@ def _place(value: object) -> object:
         raise ValueError("must be a path")
     try:
         return Path(value).expanduser()
-    except RuntimeError as error:  # ~somebody without a home
+    except RuntimeError as error:  # ~name of a user without a home
         raise ValueError(f"must be a path: {error}") from error
 
 

@@ -1,7 +1,7 @@
 """The section `objective`: what is minimised at a token.
 
-A gate is kept as it was written, in a form that JSON knows. What it means is for `gatespace.gating`, which this room
-does not see: `gatespace.gating.configured.build_objective` reads it.
+A gate is kept as it was written, in a form that JSON knows. What it means is for `gatespace.gating`, which is
+above this package: `gatespace.gating.configured.build_objective` reads it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AllowInfNan, BeforeValidator, Field, Strict, model_validator
 
-from gatespace.config.base import Count, Fault, Section, Switch
+from gatespace.config.base import Count, Fault, Name, Section, Switch
 
-Method = Literal["gated", "static", "todi", "eopd", "akl", "jsd", "skl", "srkl", "abkd", "sampled_reverse_kl"]
 Parameter = bool | int | float | str
 GateValue = str | tuple[float, float, float, float] | dict[str, float]
 
@@ -64,7 +63,7 @@ def method_parameters(value: Any) -> Any:
 class ObjectiveConfig(Section):
     """The loss: a gate of the family, or a published method."""
 
-    method: Method = "gated"
+    method: Name = "gated"
     """gated: λ = σ(a·h + b·u + c + d·gap) mixes reverse and forward KL. static: a constant λ. The others are published
     methods as their authors define them."""
 
@@ -87,7 +86,7 @@ class ObjectiveConfig(Section):
     """Treat λ as a constant in the gradient. By default gradient flows through the gate, as in the paper."""
 
     shuffle: Switch = False
-    """A control: the gate's values of λ in a step are dealt out to its tokens at random, within each micro-batch, as
+    """A control: the gate's values of λ in a step are permuted over its tokens at random, within each micro-batch, as
     constants. What the gate gains over this is due to where it puts λ, not to which values it has."""
 
     support: Literal["full", "bucket", "hybrid", "renorm", "recipe"] = "full"
@@ -119,7 +118,7 @@ class ObjectiveConfig(Section):
         if self.method != "gated" and self.stop_gradient:
             raise Fault("stop_gradient", f"the method {self.method} has no gate to stop the gradient of")
         if self.method != "gated" and self.shuffle:
-            raise Fault("shuffle", f"the method {self.method} has no gate whose λ could be dealt out", instead="false")
+            raise Fault("shuffle", f"the method {self.method} has no gate whose λ could be shuffled", instead="false")
         if self.method not in ("gated", "static") and self.support != "full":
             raise Fault("support", f"the method {self.method} defines its own support", instead="full")
         if self.support == "full" and self.support_k is not None:

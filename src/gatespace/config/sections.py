@@ -273,7 +273,7 @@ class EngineConfig(TeachEngineConfig):
     the same weights. Exact; false is for checking."""
 
     fused: Switch = True
-    """Compute the loss from hidden states and heads in pieces, so that no logits of all tokens are in memory. Exact;
+    """Compute the loss from hidden states and heads in chunks, so that logits of all tokens are never in memory. Exact;
     false is for checking."""
 
 

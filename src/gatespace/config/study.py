@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, AllowInfNan, BeforeValidator, Field, Strict, model_validator
 
 from gatespace.config.base import Count, CountOrZero, Fault, Name, Place, Section, Seed, Switch
-from gatespace.config.objective import GateValue, Method, Parameter, gate_value, method_parameters
+from gatespace.config.objective import GateValue, Parameter, gate_value, method_parameters
 
 BEST = "best"
 
@@ -58,7 +58,7 @@ Labels = Annotated[tuple[Name, ...], AfterValidator(_once)]
 class PublishedConfig(Section):
     """A published method beside the family."""
 
-    method: Method
+    method: Name
     """Its name: todi, eopd, akl, jsd, skl, srkl, abkd, sampled_reverse_kl."""
 
     params: Annotated[dict[str, Parameter], BeforeValidator(method_parameters)] = Field(default={})

@@ -1,6 +1,6 @@
 """A model's greedy answers to the texts of a split, what they are worth, and both as files.
 
-Importing this needs no torch: whoever reads results does not need what made them.
+Importing this needs no torch: reading results does not need what made them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The passes that all rooms above use, and the choice between packed and plain ones."""
+"""Forward passes over a model's body: the protocol, and the choice between packed and plain ones."""
 
 from __future__ import annotations
 

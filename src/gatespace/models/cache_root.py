@@ -15,7 +15,7 @@ from typing import Any
 from gatespace.errors import UsageError
 
 RECORD = "gatespace.json"
-"""A file in every folder that gatespace has written. Without it a folder is somebody else's and is never replaced."""
+"""A file in every folder that gatespace has written. A folder without it is never replaced."""
 
 
 def cache_root() -> Path:

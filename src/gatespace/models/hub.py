@@ -50,6 +50,6 @@ def without_progress_bars() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """An error of somebody else's in one line."""
+    """An error of a library in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")

@@ -23,7 +23,7 @@ from gatespace.files import atomic_write, sync_folder
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Checkpoint", "latest", "save", "tidy"]
+__all__ = ["Checkpoint", "latest", "save"]
 
 _TENSORS, _STATE = "state.safetensors", "state.json"
 _FORMAT = 1
@@ -33,7 +33,7 @@ _SCRAP = re.compile(r"\.step-\d{6,}(\.before)?\.(new|gone)")
 
 @dataclass(frozen=True, eq=False)  # tensors have no single truth value, so no generated ==
 class Checkpoint:
-    """A state to go on from."""
+    """A state to resume from."""
 
     path: Path
     step: int
@@ -59,7 +59,8 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[
     """
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise UsageError("the step of a checkpoint is a whole number, at least 0", got=repr(step))
-    _check_keep(keep)
+    if keep < 1:
+        raise UsageError("keep is at least 1 checkpoint", got=keep)
     folder = Path(folder)
     final = folder / f"step-{step:06d}"
     new = folder / f".{final.name}.new"
@@ -80,7 +81,7 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[
         raise RunError(
             f"the checkpoint of step {step} could not be written",
             got=error,
-            instead="see to it that the disk has room; the same command goes on from the checkpoint before",
+            instead="free some disk space; the same command resumes from the checkpoint before",
         ) from error
     finally:
         shutil.rmtree(new, ignore_errors=True)  # only after an error is it still there; a full disk gets its room back
@@ -92,7 +93,7 @@ def latest(folder: Path, *, report: Callable[[str], None] | None = None) -> Chec
 
     Args:
         folder: The folder of all checkpoints of a run.
-        report: Is told of each checkpoint that is damaged and therefore left out.
+        report: Called with a message for each checkpoint that is damaged and left out.
     """
     for number, path in _all(Path(folder)):
         try:
@@ -101,20 +102,6 @@ def latest(folder: Path, *, report: Callable[[str], None] | None = None) -> Chec
             if report is not None:
                 report(f"the checkpoint {path.name} is damaged and is not used: {damage}")
     return None
-
-
-def tidy(found: Checkpoint, *, keep: int = 1) -> None:
-    """Remove what a run that goes on from `found` does not need, and what a killed `save` has left behind.
-
-    `save` does the same at its end; this is for a run that was killed before that end and has no further `save` to do.
-    """
-    _check_keep(keep)
-    folder = found.path.parent
-    try:
-        _sweep(folder)
-        _tidy(folder, found.path, keep)
-    except OSError as error:
-        raise RunError("an old checkpoint could not be removed", got=f"{folder}: {error}") from error
 
 
 # ---------------------------------------------------------------------------------------------------- on disk
@@ -151,11 +138,6 @@ def _tidy(folder: Path, current: Path, keep: int) -> None:
     for path in paths:
         if path not in rest[:keep]:
             _remove(path)
-
-
-def _check_keep(keep: int) -> None:
-    if keep < 1:
-        raise UsageError("at least one checkpoint is kept", got=keep)
 
 
 def _sweep(folder: Path) -> None:

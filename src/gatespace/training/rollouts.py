@@ -181,7 +181,7 @@ class OnPolicy:
         draws = [generator(self.seed, "rollout", step, batch.places[i]).random for i in chosen]
         if source == "teacher":
             if not isinstance(self.teacher, LocalTeacher):
-                raise UsageError("only a teacher in this process can write responses", got=type(self.teacher).__name__)
+                raise UsageError("only a teacher in this process can sample responses", got=type(self.teacher).__name__)
             body = self.teacher.body
             with torch.no_grad():
                 forward = body.forward([batch.rows[i].prompt for i in chosen], prefix=self.teacher.prefix_cache)

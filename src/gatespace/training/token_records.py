@@ -1,4 +1,4 @@
-"""Single responses kept for later viewing, token by token: what was sampled, what both models thought, what λ was."""
+"""Single responses token by token, for later viewing: what was sampled, top tokens of both models, λ and signals."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def token_record(
         student_logits: (T, V), cut to the real vocabulary.
         teacher_logits: (T, V), cut alike, or a `TeacherTopK` of (T, K).
         token_text: The text of an id.
-        top: How many of each model's first choices are recorded, with their probabilities at temperature 1.
+        top: How many top tokens of each model are recorded, with their probabilities at temperature 1.
         more: Further entries, e.g. where the response came from.
     """
     count = len(response)
@@ -86,7 +86,7 @@ def token_record(
 
 
 def top_tokens(logits: Tensor | TeacherTopK, top: int = 5) -> list[list[tuple[int, float]]]:
-    """The first choices at each position with their probabilities, likeliest first, equal ones by id.
+    """The top tokens at each position with their probabilities, likeliest first, equal ones by id.
 
     Args:
         logits: (T, V), or a `TeacherTopK` of (T, K).
