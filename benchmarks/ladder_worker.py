@@ -14,6 +14,7 @@ from typing import Any
 
 import measure
 import torch
+from gatespace.training.step import Scored
 from safetensors import safe_open
 from safetensors.torch import save_file
 from step_worker import GATE, Meter, Work, distillation, padded_left, whole_prompts
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from gatespace.config import OptimizerConfig
 from gatespace.gating.coefficients import Gate
 from gatespace.gating.fused import fused_distillation_loss
-from gatespace.gating.loss import distillation_loss
+from gatespace.gating.loss import LossInputs, distillation_loss
 from gatespace.gating.objectives import Gated
 from gatespace.models import Model, check_pair, load_model
 from gatespace.models.body import Forward, body_of
@@ -32,7 +33,6 @@ from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.local import LocalTeacher
 from gatespace.training.batches import Row
 from gatespace.training.optimizer import Optimizer
-from gatespace.training.step import Scored, whole_logits
 
 NOISE = 0.05
 """A student that is its own teacher has nothing to learn and no loss to compare: its weights are moved by this much."""
@@ -215,21 +215,20 @@ class Rung:
     def _learn(self, found: Tensor, responses: Sequence[Sequence[int]], scores: Tensor) -> float:
         """Backward from the sum of the losses of all tokens."""
         lengths = torch.tensor([len(ids) for ids in responses])
-        common: dict[str, Any] = {
-            "objective": self.objective,
-            "sampled": torch.tensor([[token for ids in responses for token in ids]]),
-            "segment_ids": torch.arange(len(responses)).repeat_interleave(lengths)[None],
-            "total_tokens": 1.0,
-            "vocab_size": self.size,
-        }
+        inputs = LossInputs(
+            sampled=torch.tensor([[token for ids in responses for token in ids]]),
+            segment_ids=torch.arange(len(responses)).repeat_interleave(lengths)[None],
+            total_tokens=1.0,
+            vocab_size=self.size,
+        )
         student, teacher = self.student.head, self.teacher.head
+        own, other = found[None], scores[None]
         if self.rung["fused"]:
-            output = fused_distillation_loss(found[None], student, scores[None], teacher, **common)
-        elif self.rung["all_logits"]:
-            output = distillation_loss(found[None], scores[None], **common)
+            output = fused_distillation_loss(own, student, other, teacher, objective=self.objective, inputs=inputs)
         else:
-            logits = whole_logits(found[None], student), whole_logits(scores[None], teacher)
-            output = distillation_loss(*logits, **common)
+            if not self.rung["all_logits"]:
+                own, other = student.logits(own), teacher.logits(other)
+            output = distillation_loss(own, other, objective=self.objective, inputs=inputs)
         output.loss.backward()
         return float(output.loss)
 
