@@ -8,7 +8,7 @@ import io
 import pytest
 
 from gatespace.gating.coefficients import NotApplicable
-from gatespace.report.table import Column, Runs, Table, csv_text, latex_text, markdown_text, shown
+from gatespace.report.table import OTHERS, Column, Runs, Table, count, csv_text, latex_text, markdown_text, shown, text
 
 NASTY = 'a|b & c_d $x$ 50% #1 {y} \\alpha ~^ <script>alert("1")</script> `z` *w*\nnext'
 
@@ -44,7 +44,7 @@ def test_a_cell_is_rounded_for_readers(value, kind, text):
 def test_csv_has_every_digit_and_says_why_something_is_not_there():
     made = table((0.1 + 0.2, None, NotApplicable("d = 0 here")), a="percent", b="pp", c="pp")
     rows = list(csv.reader(io.StringIO(csv_text(made))))
-    assert rows[0] == ["a", "b", "c"]
+    assert rows[0] == ["a", "b_pp", "c_pp"]  # a share has no unit
     assert float(rows[1][0]) == 0.1 + 0.2
     assert rows[1][1:] == ["", "N/A (d = 0 here)"]
 
@@ -105,6 +105,14 @@ def test_a_table_without_rows_says_why():
     assert "Nothing." in markdown_text(table(a="text"))
     assert "Nothing." in latex_text(table(a="text"))
     assert csv_text(table(a="text")) == "a\n"
+
+
+def test_records_become_rows():
+    none = NotApplicable("one seed")
+    records = [{"b": 1, "a": "x", "more": 2}, {"a": "y"}, {"a": "z", OTHERS: none}]
+    made = Table.of("name", "Title", (text("a"), count("b", "number")), records)
+    assert made.rows == (("x", 1), ("y", None), ("z", none))
+    assert [(column.title, column.kind) for column in made.columns] == [("a", "text"), ("number", "count")]
 
 
 def test_columns_are_left_out_where_they_do_not_belong():

@@ -11,7 +11,11 @@ from statistics import fmean, stdev
 
 import pytest
 
+from gatespace.evidence.analysis import analyse
 from gatespace.report import build_report
+from gatespace.report.table import csv_text
+from gatespace.report.tables import file_tables
+from gatespace.report.view import Published, View
 from tests.sample_study import sample_results
 
 from .conftest import Built
@@ -90,26 +94,66 @@ def test_comparisons_are_paired_by_seed(whole, axis):
         assert set(row["runs"].split()) <= whole.results.runs.keys()
 
 
-def test_the_paper_stands_beside_its_own_tasks(whole):
-    table = {(row["task"], row["left"], row["right"]): row for row in rows(whole, "replication")}
-    row = table["hate", "H1", "entropy-only(-4)"]
-    printed = [float(row[f"paper_{key}"]) for key in ("one_seed_pp", "mean_pp", "sd_pp", "low_pp", "high_pp", "p")]
-    assert printed == [4.21, 1.73, 2.18, -3.69, 7.15, 0.30]
-    assert ("hate", "G4", "twin(G4)") in table
-    assert table["emotion", "G5", "twin(G5)"]["paper_mean_pp"] == ""  # replicated here, not in the paper
-    seeds = {(row["task"], row["point"]): row for row in rows(whole, "per-seed")}
-    assert [float(seeds["hate", "twin(G4)"][f"paper_seed_{s}"]) for s in (42, 2, 3)] == [0.5202, 0.5444, 0.5195]
-    assert float(seeds["hate", "twin(G4)"]["paper_sd_pp"]) == pytest.approx(1.42, abs=0.005)
-    gap = {(row["task"], row["point"]): row["paper_pp"] for row in rows(whole, "d-on-g2")}
-    assert gap["hate", "H1"] == "3.27"
-    assert gap["hate", "HG4,d+2"] == ""  # on G4: the table of the paper is on G2
-    best = {(row["task"], row["side"]): row["paper_observed"] for row in rows(whole, "best-observed")}
-    assert best["emotion", "family"] == "0.7868"
+class Elsewhere:
+    """Somebody's results on one of the tasks."""
+
+    seeds = (5, 6)
+    note = "Of another pair."
+
+    def accuracies(self, data):
+        return {"G5": {5: 0.5, 6: 0.6}} if data == "tweeteval/hate" else {}
+
+    def differences(self, data):
+        printed = {("H1", "G2"): Published(1.25), ("H1", "static:0.5"): Published(2.0, 1.5, 0.3, 1.0, 2.0, 0.04)}
+        return printed if data == "tweeteval/hate" else {}
+
+    def best(self, data):
+        return {"family": 0.75} if data == "tweeteval/hate" else {}
 
 
-def test_no_other_task_has_the_papers_numbers(small):
-    for name in ("replication", "per-seed", "d-on-g2", "best-observed"):
-        assert "paper" not in small.table(name).splitlines()[0]
+@pytest.fixture(scope="module")
+def referred(whole):
+    """The tables of the whole study beside those of one reference."""
+    view = View(whole.results, analyse(whole.results), {"other": Elsewhere()})
+    return {table.name: table for table in file_tables(view)}
+
+
+def test_published_results_stand_beside(referred):
+    def cells(name, *key):
+        table = list(csv.DictReader(io.StringIO(csv_text(referred[name]))))
+        return next(row for row in table if tuple(row.values())[: len(key)] == key)
+
+    g5 = cells("per-seed", "hate", "G5")
+    assert [g5["other_seed_5"], g5["other_seed_6"]] == ["0.5", "0.6"]
+    assert float(g5["other_sd_pp"]) == pytest.approx(100 * stdev([0.5, 0.6]))
+    assert cells("per-seed", "emotion", "G5")["other_seed_5"] == ""
+    assert cells("d-on-g2", "hate", "G2", "H1")["other_pp"] == "1.25"
+    again = cells("replication", "static", "hate", "H1", "static:0.5")  # here it is part of the sweep only
+    assert [again[f"other_{key}"] for key in ("one_seed_pp", "mean_pp", "p")] == ["2.0", "1.5", "0.04"]
+    assert cells("best-observed", "hate", "family")["other_observed"] == "0.75"
+    for name in ("per-seed", "d-on-g2", "replication", "best-observed"):
+        assert referred[name].note.endswith("Of another pair.")
+
+
+def test_a_difference_at_one_seed_is_no_replication(referred):
+    keys = [column.csv_name for column in referred["replication"].columns[1:4]]
+    assert keys == ["task", "left", "right"]
+    assert ("hate", "H1", "G2") not in {row[1:4] for row in referred["replication"].rows}
+
+
+@pytest.mark.parametrize("references", [{}, {"other": Elsewhere()}], ids=["none", "on other tasks"])
+def test_without_published_results_there_are_no_such_columns(small, references):
+    view = View(small.results, analyse(small.results), references)
+    for table in file_tables(view):
+        assert not [column for column in table.columns if "other" in column.key], table.name
+        assert "another pair" not in table.note
+
+
+def test_every_column_has_a_value_somewhere(referred):
+    for table in referred.values():
+        for i, column in enumerate(table.columns):
+            if column.key not in ("note", "holm"):  # only where there is something to note, or a replication
+                assert any(row[i] is not None for row in table.rows), (table.name, column.key)
 
 
 def test_the_best_is_chosen_on_validation(whole):

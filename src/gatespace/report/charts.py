@@ -398,7 +398,7 @@ def _accuracy_axis(axes: Axes, least: float = 2.0) -> None:
 def _lam(view: View, task: str) -> Chart:
     """One row per point: the histogram of λ over all tokens of all seeds."""
     columns = (POINT, lam("mean", "E[λ]"), lam("sd", "SD"), percent("saturated", "saturated, %"), count("tokens"))
-    records = lam_records(view, task, "point", "restriction", "control")
+    records = list(lam_records(view, task, "point", "restriction", "control"))
     finding = ""
     if records:
         means = [record["mean"] for record in records]

@@ -93,22 +93,34 @@ def render(charts: Sequence[Chart], *, png: bool = True) -> list[Rendered]:
 
 def _render(chart: Chart, *, png: bool) -> Rendered:
     figure = chart.draw()
-    metadata: dict[str, Any] = {
-        "Title": chart.title,
-        "Description": chart.finding,
-        "Date": None,
-        "Creator": "gatespace",
-    }
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata=metadata)
-    svg = _described(buffer.getvalue().decode(), chart)
-    picture = None
+    about: dict[str, Any] = {"Title": chart.title, "Description": chart.finding}
+    vector, pixels = io.BytesIO(), io.BytesIO()
+    figure.savefig(vector, format="svg", metadata={**about, "Date": None, "Creator": "gatespace"})
+    svg = _described(vector.getvalue().decode(), chart)
     if png:
-        buffer = io.BytesIO()
-        about = {"Title": chart.title, "Description": chart.finding, "Software": None}
-        figure.savefig(buffer, format="png", dpi=_DPI, metadata=about)
-        picture = buffer.getvalue()
-    return Rendered(chart, svg.encode(), picture, _inline(svg, chart))
+        figure.savefig(pixels, format="png", dpi=_DPI, metadata={**about, "Software": None})
+    return Rendered(chart, svg.encode(), pixels.getvalue() if png else None, _inline(svg, chart))
+
+
+_STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "gatespace",
+    "svg.fonttype": "none",  # letters stay letters: they can be selected, searched and enlarged
+    "text.parse_math": False,  # a task's label may have a $ in it
+    "font.size": FONT,
+    "axes.linewidth": 0.6,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.titlesize": FONT,
+    "axes.facecolor": "none",
+    "figure.facecolor": PAPER,
+    "savefig.facecolor": PAPER,
+    "text.color": INK,
+    "xtick.labelsize": SMALL,
+    **{f"{axis}tick.color": MUTED for axis in "xy"},
+    **{f"{axis}tick.labelcolor": INK for axis in "xy"},
+    **{f"{axis}tick.major.width": 0.6 for axis in "xy"},
+    **{f"{axis}tick.major.size": 3 for axis in "xy"},
+}
 
 
 @contextmanager
@@ -119,35 +131,7 @@ def _style() -> Iterator[None]:
         # A label in a script that the font lacks: browsers find a font, PNGs show a box.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(
-            {
-                "svg.hashsalt": "gatespace",
-                "svg.fonttype": "none",  # letters stay letters: they can be selected, searched and enlarged
-                "text.parse_math": False,  # a task's label may have a $ in it
-                "font.size": FONT,
-                "axes.linewidth": 0.6,
-                "axes.edgecolor": MUTED,
-                "axes.labelcolor": INK,
-                "axes.labelsize": FONT,
-                "axes.titlesize": FONT,
-                "axes.facecolor": "none",
-                "figure.facecolor": PAPER,
-                "savefig.facecolor": PAPER,
-                "text.color": INK,
-                "xtick.color": MUTED,
-                "xtick.labelcolor": INK,
-                "xtick.labelsize": SMALL,
-                "xtick.major.width": 0.6,
-                "xtick.major.size": 3,
-                "ytick.color": MUTED,
-                "ytick.labelcolor": INK,
-                "ytick.labelsize": FONT,
-                "ytick.major.width": 0.6,
-                "ytick.major.size": 3,
-                "axes.formatter.use_mathtext": False,
-                "axes.unicode_minus": True,
-            }
-        )
+        matplotlib.rcParams.update(_STYLE)
         yield
 
 

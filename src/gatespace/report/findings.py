@@ -7,7 +7,7 @@ blocks to get there at all, agrees. Single cells are never claimed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal
@@ -16,7 +16,7 @@ from gatespace.evidence.paired import holm
 from gatespace.evidence.records import ALL_TASKS, BlockClaim, GroupEvidence, Summary, WinCount
 from gatespace.gating.coefficients import NotApplicable
 from gatespace.report.table import shown
-from gatespace.report.view import AXES, View, leaves_out_zero
+from gatespace.report.view import View, axis_of, leaves_out_zero
 
 Verdict = Literal["supported", "lead", "none", "descriptive", "missing"]
 VERDICTS: Mapping[str, str] = {
@@ -43,9 +43,7 @@ class Finding:
     @property
     def about(self) -> str:
         """What it is about, in a few words."""
-        about = AXES[self.axis].about
-        if self.restriction is not None:
-            about = about.replace("One-channel", self.restriction.capitalize())
+        about = axis_of(self.axis, self.restriction).about
         return f"{about} ({self.scope})" if self.scope else about
 
 
@@ -148,8 +146,12 @@ def _claims(view: View) -> list[Finding]:
         parts = [group for group in mine if group.restriction is not None]
         groups += [group for group in parts or mine if group.comparable or group.missing]  # else none can be
     # One family: the statements that stand side by side on the first screen.
-    adjusted = holm([_judged(group).p if _judged(group) is not None else None for group in groups])  # type: ignore[union-attr]
-    return [_claim(view, group, p) for group, p in zip(groups, adjusted, strict=True)]
+    adjusted = holm([None if (claim := _judged(group)) is None else claim.p for group in groups])
+    found = []
+    for group, p in zip(groups, adjusted, strict=True):
+        verdict, text = _verdict(group, p, view.results.selection_seed)
+        found.append(Finding(verdict, group.axis, group.restriction, text, _scope(group)))
+    return found
 
 
 def _judged(group: GroupEvidence) -> BlockClaim | None:
@@ -160,69 +162,61 @@ def _judged(group: GroupEvidence) -> BlockClaim | None:
     return None
 
 
-def _claim(view: View, group: GroupEvidence, adjusted: float | None) -> Finding:
-    one, other = AXES[group.axis].left, AXES[group.axis].right
-    if group.restriction is not None:
-        other = other.replace("one-channel", group.restriction)
-
-    def finding(verdict: Verdict, text: str) -> Finding:
-        return Finding(verdict, group.axis, group.restriction, text, scope)
-
-    whole = group.all
-    scope = _scope(whole, group.comparable) if isinstance(whole, BlockClaim) else ""
+def _verdict(group: GroupEvidence, adjusted: float | None, seed: int) -> tuple[Verdict, str]:
+    """The verdict on a group and its sentence, from p adjusted over all groups and the selection seed."""
+    axis = axis_of(group.axis, group.restriction)
+    one, other = axis.left, axis.right
+    whole, fresh = group.all, group.fresh if isinstance(group.fresh, BlockClaim) else None
     if not isinstance(whole, BlockClaim):
-        return finding("missing", f"{_capital(one)} against {other}: no pair of runs is done.")
-    cells = f"{group.comparable} comparison{'s' * (group.comparable != 1)}"
+        return "missing", f"{_capital(one)} against {other}: no pair of runs is done."
+    mean = f"{_capital(one)} minus {other}: {_pp(whole.mean)}"
     if len({block.seed for block in whole.blocks}) == 1:
-        return finding(
-            "descriptive",
-            f"{_capital(one)} minus {other}: {_pp(whole.mean)} on average over {cells} at one seed. What another seed "
-            "would give is not known: no interval, no test.",
-        )
+        cells = f"{group.comparable} comparison{'s' * (group.comparable != 1)}"
+        unknown = "What another seed would give is not known: no interval, no test."
+        return "descriptive", f"{mean} on average over {cells} at one seed. {unknown}"
     if whole.low is None or whole.high is None:
-        return finding(
-            "none",
-            f"{_capital(one)} minus {other}: {_pp(whole.mean)} in all {_blocks(whole)}: no variance to test it by.",
-        )
+        return "none", f"{mean} in all {_blocks(whole)}: no variance to test it by."
+    scope = _scope(group)
     part = f" for the {scope} that have all of them" if scope else ""
     numbers = f"mean {_pp(whole.mean)}, {_interval(whole)} over {_blocks(whole)}{part}"
-    fresh = group.fresh if isinstance(group.fresh, BlockClaim) else None
-    seed = view.results.selection_seed
     again = ""
     if fresh is not None and fresh.n < whole.n:
         again = f" Without the selection seed {seed}: {_pp(fresh.mean)}"
         # Two blocks have an interval, of one degree of freedom: it says nothing but that there are two.
         again += f", {_interval(fresh)}." if fresh.low is not None and fresh.n > 2 else f" ({_blocks(fresh)})."
-    judged = _judged(group)
     if not leaves_out_zero(whole) and not (fresh is not None and leaves_out_zero(fresh)):
         text = f"No detectable difference between {one} and {other}: {numbers}; with {_blocks(whole, brief=True)} only"
-        return finding("none", f"{text} gaps of ≥ {whole.mde:.1f} pp would show.{again}")
-    word = "above" if whole.mean > 0 else "below"
-    short = []
-    if judged is None or judged is not fresh:
-        short.append(f"it rests on the selection seed {seed}, and there are not enough others to confirm it")
+        return "none", f"{text} gaps of ≥ {whole.mde:.1f} pp would show.{again}"
+    ahead = f"{_capital(one)} is {'above' if whole.mean > 0 else 'below'} {other}"
+    judged = _judged(group)
+    doubts = [*_doubts(whole, fresh, judged, adjusted, seed)]
+    if doubts:
+        why = f"This is a lead and no finding: {'; '.join(doubts)}."
+        return "lead", f"{ahead} in these runs: {numbers}. {why}{again}"
+    tests = (
+        f"p = {shown(adjusted, 'p')} after Holm's adjustment for all these statements, "
+        f"exact sign-flip p = {shown(judged.sign_flip_p, 'p') if judged else '–'}"
+    )
+    return "supported", f"{ahead}: {numbers}; {tests}.{again}"
+
+
+def _doubts(
+    whole: BlockClaim, fresh: BlockClaim | None, judged: BlockClaim | None, adjusted: float | None, seed: int
+) -> Iterator[str]:
+    """What keeps a difference from being supported."""
+    if fresh is None or judged is not fresh:
+        yield f"it rests on the selection seed {seed}, and there are not enough others to confirm it"
     elif not leaves_out_zero(fresh) or (fresh.mean > 0) != (whole.mean > 0):
-        short.append("the interval without the selection seed holds 0")
+        yield "the interval without the selection seed holds 0"
     if not leaves_out_zero(whole):
-        short.append("the interval of all seeds holds 0")
+        yield "the interval of all seeds holds 0"
     if adjusted is None or adjusted >= _LEVEL:
-        short.append(f"p is {shown(adjusted, 'p')} after adjustment for all these statements")
+        yield f"p is {shown(adjusted, 'p')} after adjustment for all these statements"
     if judged is not None and judged.sign_flip_floor >= _LEVEL:
         floor = f"its p cannot be below {judged.sign_flip_floor:.2g}"
-        short.append(f"{_blocks(judged)} are too few for a test without assumptions ({floor})")
+        yield f"{_blocks(judged)} are too few for a test without assumptions ({floor})"
     elif judged is not None and (judged.sign_flip_p or 1.0) >= _LEVEL:
-        short.append(f"the exact sign-flip test gives p = {shown(judged.sign_flip_p, 'p')}")
-    if short:
-        return finding(
-            "lead",
-            f"{_capital(one)} is {word} {other} in these runs: {numbers}. This is a lead and no finding: "
-            f"{'; '.join(short)}.{again}",
-        )
-    return finding(
-        "supported",
-        f"{_capital(one)} is {word} {other}: {numbers}; p = {shown(adjusted, 'p')} after Holm's adjustment for all "
-        f"these statements, exact sign-flip p = {shown(judged.sign_flip_p, 'p') if judged else '–'}.{again}",
-    )
+        yield f"the exact sign-flip test gives p = {shown(judged.sign_flip_p, 'p')}"
 
 
 # ---------------------------------------------------------------------------------------------------- limits
@@ -310,10 +304,12 @@ def _blocks(claim: BlockClaim, *, brief: bool = False) -> str:
     return f"{claim.n} (task, seed) blocks"
 
 
-def _scope(claim: BlockClaim, comparable: int) -> str:
+def _scope(group: GroupEvidence) -> str:
     """Blocks hold the comparisons that have every seed; with a replication of a few, these are the few."""
-    used = sum({block.task: block.cells for block in claim.blocks}.values())
-    return "" if used == comparable else f"{used} of {comparable} comparisons"
+    if not isinstance(group.all, BlockClaim):
+        return ""
+    used = sum({block.task: block.cells for block in group.all.blocks}.values())
+    return "" if used == group.comparable else f"{used} of {group.comparable} comparisons"
 
 
 def _interval(claim: Summary) -> str:

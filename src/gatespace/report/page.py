@@ -91,7 +91,7 @@ def build_report(results: StudyResults | Path, out: Path | None = None, *, png: 
     findings = find(view)
     tables = file_tables(view)
     drawn = render(all_charts(view), png=png)
-    html = _page(view, findings, tables, page_tables(view), drawn)
+    html = page(view, findings, tables, page_tables(view), drawn)
 
     table_files: dict[Path, str] = {}
     for table in tables:
@@ -126,7 +126,7 @@ class Section:
     text: str = ""
 
 
-def _page(
+def page(
     view: View, findings: Findings, tables: Sequence[Table], extra: Sequence[Table], drawn: Sequence[Rendered]
 ) -> str:
     """The text of the page; `extra` are tables that are on the page only."""

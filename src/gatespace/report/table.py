@@ -34,6 +34,8 @@ class Runs(NamedTuple):
 Value = str | int | float | Runs | NotApplicable | None
 Record = Mapping[str, Any]
 """A row by the keys of its columns; a key that is not there is an empty cell."""
+OTHERS = "*"
+"""A key of a record that stands for all columns that it does not name."""
 ABSENT = "–"
 _DECIMALS: Mapping[str, int] = {"percent": 2, "pp": 2, "signed_pp": 2, "number": 2, "lam": 3}
 _SMALLEST_P = 0.001
@@ -46,7 +48,7 @@ class Column:
     """A column.
 
     Args:
-        key: Its name in CSV.
+        key: Its name in records.
         title: Its heading for readers, with the unit in which the cells are shown.
         kind: How a cell is shown. A percent is a share, and stays one in CSV; pp are percentage points everywhere.
         forms: The forms that have it; ids are too long for a page in print.
@@ -56,6 +58,11 @@ class Column:
     title: str
     kind: Kind = "text"
     forms: Forms = EVERYWHERE
+
+    @property
+    def csv_name(self) -> str:
+        """Its name in CSV: the key, with the unit where it is pp."""
+        return f"{self.key}_pp" if self.kind in ("pp", "signed_pp") else self.key
 
     @property
     def numeric(self) -> bool:
@@ -115,7 +122,7 @@ class Table:
         empty: str = "",
     ) -> Table:
         """The table of some records; what they have beyond the columns is left out."""
-        rows = tuple(tuple(record.get(column.key) for column in columns) for record in records)
+        rows = tuple(tuple(record.get(c.key, record.get(OTHERS)) for c in columns) for record in records)
         return cls(name, title, tuple(columns), rows, note, stub, empty)
 
     def cells(self, form: Form) -> tuple[list[Column], list[list[Value]]]:
@@ -217,7 +224,7 @@ def csv_text(table: Table) -> str:
     columns, rows = table.cells("csv")
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([column.key for column in columns])
+    writer.writerow([column.csv_name for column in columns])
     for row in rows:
         writer.writerow([_csv(value) for value in row])
     return out.getvalue()

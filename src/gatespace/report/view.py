@@ -103,6 +103,16 @@ AXES: Mapping[str, Axis] = {
         tables=("d-on-g2",),
     ),
 }
+
+
+def axis_of(axis: str, restriction: str | None) -> Axis:
+    """The words of an axis, or of the part of it that has one restriction."""
+    found = AXES[axis]
+    if restriction is None:
+        return found
+    return found._replace(about=f"{restriction.capitalize()} restrictions", right=f"its {restriction} restrictions")
+
+
 KINDS: Mapping[str, str] = {
     "point": "family",
     "restriction": "restriction",
