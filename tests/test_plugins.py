@@ -130,6 +130,30 @@ def test_a_plugin_that_cannot_be_imported(tmp_path: Path, content: str | None, e
         load_plugins(["no_such_package.signals"])
 
 
+def test_a_task_of_a_file(tmp_path: Path) -> None:
+    from gatespace import plugins
+    from gatespace.config import TaskConfig, parse_config
+    from gatespace.tasks import load
+    from gatespace.tasks.configured import load_configured_task
+
+    (tmp_path / "my_task.py").write_text(
+        "from gatespace.tasks import Example, Task, register\n"
+        "@register('colours')\n"
+        "def colours():\n"
+        "    rows = [Example('grass', 'green'), Example('sky', 'blue')]\n"
+        "    return Task(name='colours', labels=('green', 'blue'), train=rows, val=rows, test=rows)\n"
+    )
+    config = parse_config(TaskConfig, {"name": "colours"})
+    with pytest.raises(UsageError, match=r"task\.name: unknown task 'colours'"):
+        load_configured_task(config)
+    load_plugins([str(tmp_path / "my_task.py")])
+    try:
+        assert load_configured_task(config).labels == ("green", "blue")
+    finally:
+        del load._registered["colours"]
+        plugins._loaded.clear()
+
+
 def test_every_entry_point_of_the_add_ons_loads() -> None:
     for group in GROUPS:
         for name in provided(group):
