@@ -13,7 +13,7 @@ import torch
 
 from gatespace import Gate, fused_gated_kl, gated_kl, signals
 from gatespace.config import TeachConfig, TrainConfig, parse_config
-from gatespace.training.run import teach, train
+from gatespace.training.train import teach, train
 
 TASK = {"name": "synthetic", "brief": True}
 

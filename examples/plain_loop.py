@@ -12,7 +12,7 @@ from gatespace import Gate, gated_kl
 from gatespace.config import TeachConfig, load_config
 from gatespace.models import build_tiny
 from gatespace.tasks import Prompt, synthetic_task
-from gatespace.training.run import teach
+from gatespace.training.train import teach
 
 
 def respond(student, prompts, length, vocab):

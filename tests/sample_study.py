@@ -21,8 +21,8 @@ import numpy as np
 from gatespace.config.study import StudyConfig
 from gatespace.evaluation.metrics import measure
 from gatespace.gating.coefficients import SATURATION, Gate, NotApplicable, sigmoid
+from gatespace.runs import Base, RunFolder
 from gatespace.study.records import (
-    Base,
     Comparison,
     Cost,
     LamStats,
@@ -300,17 +300,17 @@ def _run(spec: RunSpec, folder: Path, draws: _Draws, *, effect: float, noise: fl
         said = draws.predictions(split, accuracy, spec.point, spec.seed)
         scores[split] = draws.scored(split, said)
         _write_lines(
-            folder / f"predictions-{split}.jsonl",
+            RunFolder(folder).predictions_file(split),
             [
                 {"index": i, "text": f"text {i}", "gold": gold, "label": label, "answer": str(label), "ended": True}
                 for i, (gold, label) in enumerate(zip(draws.gold[split], said, strict=True))
             ],
         )
     lam = _lam(spec, draws)
-    _write_lines(folder / "metrics.jsonl", _curve(lam, steps, own))
+    _write_lines(RunFolder(folder).log_file("metrics"), _curve(lam, steps, own))
     way = [0, steps // 2, steps]
     _write_lines(
-        folder / "evaluations.jsonl",
+        RunFolder(folder).log_file("evaluations"),
         [
             {
                 "step": s,

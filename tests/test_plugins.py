@@ -141,7 +141,8 @@ def test_a_task_of_a_file(tmp_path: Path) -> None:
         "@register('colours')\n"
         "def colours():\n"
         "    rows = [Example('grass', 'green'), Example('sky', 'blue')]\n"
-        "    return Task(name='colours', labels=('green', 'blue'), train=rows, val=rows, test=rows)\n"
+        "    words = {'green': 'like leaves', 'blue': 'like the sea'}\n"
+        "    return Task('colours', tuple(words), words, train=rows, val=rows, test=rows)\n"
     )
     config = parse_config(TaskConfig, {"name": "colours"})
     with pytest.raises(UsageError, match=r"task\.name: unknown task 'colours'"):

@@ -11,17 +11,17 @@ import pytest
 from gatespace.config import StudyConfig, parse_config
 from gatespace.evaluation.metrics import measure
 from gatespace.gating.coefficients import Gate
+from gatespace.runs import RunFolder, StudyFolder
 from gatespace.study.plan import baseline_name, make_plan
-from gatespace.study.store import Store
 
 LABELS = ("sun", "rain")
 
 
-def evaluation(folder: Path, split: str, rng: random.Random, accuracy: float) -> dict:
+def evaluation(run: RunFolder, split: str, rng: random.Random, accuracy: float) -> dict:
     gold = [LABELS[i % 2] for i in range(50)]
     said = [label if rng.random() < accuracy else LABELS[label == "sun"] for label in gold]
     rows = [{"gold": one, "label": other} for one, other in zip(gold, said, strict=True)]
-    (folder / f"predictions-{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run.predictions_file(split).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {
         "split": split,
         "metrics": measure(gold, said, LABELS, majority="sun").as_json(),
@@ -41,18 +41,18 @@ def folder(tmp_path) -> Path:
         "train": {"pair": {"teacher": "tiny", "student": "tiny"}},
     }
     config = parse_config(StudyConfig, settings)
-    store = Store(tmp_path / "study")
-    store.begin(config, workers=1, threads=1)
+    study = StudyFolder(tmp_path / "study")
+    study.begin(config, workers=1, threads=1)
     rng = random.Random(0)
     plan = make_plan(config)
     for number, spec in enumerate(plan.runs.values()):
-        place = store.run(spec.id)
-        place.mkdir(parents=True)
+        run = study.run(spec.id)
+        run.path.mkdir(parents=True)
         if number == 0:
-            store.fail(place, "RunError: the loss is not finite")
+            run.fail("RunError: the loss is not finite")
             continue
-        scores = {split: evaluation(place, split, rng, 0.8) for split in ("val", "test")}
-        run = {
+        scores = {split: evaluation(run, split, rng, 0.8) for split in ("val", "test")}
+        stats = {
             "lam_mean": 0.5, "lam_sd": 0.1, "lam_saturated": 0.0, "lam_hist": [0] * 9 + [5, 5] + [0] * 9,
             "lam_rkl_mean": 0.5, "tokens": 10, "steps": 1,
         }  # fmt: skip
@@ -60,7 +60,7 @@ def folder(tmp_path) -> Path:
         record = {"step": 1, "loss": 1.0, "lam_mean": 0.5, "forward_kl": 1.0, "reverse_kl": 1.0}
         timing = {"step": 1, "wall": {"all": 1.0}, "cpu": {"all": 1.0}, "teacher_tokens": 3}
         files = {
-            "summary.json": {"evaluation": scores, "run": run, "fingerprint": f"print{number}"},
+            "summary.json": {"evaluation": scores, "run": stats, "fingerprint": f"print{number}"},
             "identity.json": {"content": {"gate": str(gate)}},
             "environment.json": {"gatespace": "0", "commit": "abc", "python": "3.11", "packages": {"torch": "2"}},
             "metrics.jsonl": record,
@@ -68,17 +68,15 @@ def folder(tmp_path) -> Path:
             "reads.jsonl": {"split": "test", "rows": 50},
         }
         for name, content in files.items():
-            (place / name).write_text(json.dumps(content) + "\n")
-        (place / "done").touch()
+            (run.path / name).write_text(json.dumps(content) + "\n")
+        run.mark_done()
     for role in ("student", "teacher"):
-        place = store.baseline(baseline_name(config, "weather", role))
-        place.mkdir(parents=True)
+        run = study.baseline(baseline_name(config, "weather", role))
+        run.path.mkdir(parents=True)
         for split in ("val", "test"):
-            record = evaluation(place, split, rng, 0.6)
-            (place / f"evaluation-{split}.json").write_text(json.dumps(record))
-        (place / "baseline.json").write_text(json.dumps({"task": "synthetic", "digest": "0"}))
-        (place / "done").touch()
-    return store.folder
+            run.evaluation_file(split).write_text(json.dumps(evaluation(run, split, rng, 0.6)))
+        run.finish_baseline({"task": "synthetic", "digest": "0"})
+    return study.path
 
 
 def test_it_writes_and_says_where(run, folder):

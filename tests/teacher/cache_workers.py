@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import os
+import random
 import resource
+import shutil
+import sqlite3
 import sys
 from pathlib import Path
 
-from gatespace.errors import GatespaceError
-from gatespace.teacher.cache import ScoreCache
+from gatespace.teacher.cache import FILE, ScoreCache
 
 
 def key(number: int) -> bytes:
     return hashlib.sha256(str(number).encode()).digest()
 
 
+@functools.cache
 def payload(key: bytes, low: int = 1_000, high: int = 8_000) -> bytes:
     """The one right payload of a key; its size is one of [low, high], by the key."""
     size = low + int.from_bytes(key[:4], "big") % (high - low + 1)
@@ -36,6 +40,7 @@ def served_right(cache: ScoreCache, numbers: range) -> int:
 
 
 def write_for_ever(folder: Path, start: str) -> None:
+    print("begins", flush=True)
     cache = ScoreCache(folder, max_mb=2)
     for first in itertools.count(int(start), 7):
         cache.put_many(items(range(first, first + 7)))
@@ -46,32 +51,22 @@ def write_for_ever(folder: Path, start: str) -> None:
 def share(folder: Path, rank: str, rounds: str) -> None:
     """Writes what others write too, and more than fits; reads all the time."""
     with ScoreCache(folder, max_mb=2) as cache:
-        served = 0
         for turn in range(int(rounds)):
             first = turn * 10 + int(rank) * 5
             cache.put_many(items(range(first, first + 10)))
-            served += served_right(cache, range(first, first + 10))  # what another wrote long ago may just have gone
-            served_right(cache, range(max(0, first - 300), first))
-        assert served > 5 * int(rounds), served
+            served_right(cache, range(max(0, first - 300), first + 10))
         assert cache.notes == [], cache.notes
         assert cache.stats.damaged == 0
         print(cache.stats.written, cache.stats.evicted)
 
 
-def grow(folder: Path, max_mb: str, count: str) -> None:
-    with ScoreCache(folder, max_mb=int(max_mb)) as cache:
-        cache.put_many(items(range(1000, 1000 + int(count))))
-        assert served_right(cache, range(1000, 1000 + int(count))) == int(count)
-
-
 def hold(folder: Path) -> None:
-    """Stays inside a read transaction until it is killed."""
-    cache = ScoreCache(folder, max_mb=2)
-    assert cache._file is not None
-    with cache._file.begin() as txn:
-        txn.stat()
-        print("reading", flush=True)
-        sys.stdin.read()
+    """Stays inside a read transaction until its input ends or it is killed."""
+    database = sqlite3.connect(folder / FILE, isolation_level=None)
+    database.execute("BEGIN")
+    database.execute("SELECT count(*) FROM scores").fetchall()
+    print("reading", flush=True)
+    sys.stdin.read()
 
 
 def full_disk(folder: Path) -> None:
@@ -79,7 +74,7 @@ def full_disk(folder: Path) -> None:
     reported: list[str] = []
     with ScoreCache(folder, max_mb=64, report=reported.append) as cache:
         cache.put_many(items(range(50)))
-        size = (folder / "data.mdb").stat().st_size
+        size = (folder / FILE).stat().st_size
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100_000, resource.RLIM_INFINITY))
         cache.put_many(items(range(50, 500)))
         assert len(reported) == 1, reported
@@ -92,28 +87,71 @@ def full_disk(folder: Path) -> None:
     print("went on")
 
 
-def flipped(root: Path, *names: str) -> None:
-    """Opens, reads and writes damaged caches."""
-    for name in names:
-        with ScoreCache(root / name, max_mb=2) as cache:
-            served = served_right(cache, range(150))
-            damaged = cache.stats.damaged
-            cache.put_many(items(range(150)))
-            assert served_right(cache, range(150)) == 150, name
-        print(name, served, damaged, len(cache.notes), flush=True)
-
-
-def no_permission(folder: Path) -> None:
-    import gatespace.teacher.cache_file  # noqa: F401 - while it may be read
-
+def read_only(folder: Path) -> None:
+    """Uses a cache in a folder that may be read and not written to."""
     if os.getuid() == 0:
         os.setgroups([])
         os.setgid(65534)
         os.setuid(65534)
-    try:
-        ScoreCache(folder)
-    except GatespaceError as error:
-        print(error.exit_code, error)
+    with ScoreCache(folder) as cache:
+        cache.put_many(items(range(20)))
+        print(served_right(cache, range(20)))
+        print("\n".join(cache.notes))
+
+
+def damage(path: Path, kind: str, rng: random.Random) -> None:
+    """Zero, swap or flip pages of a file, or truncate it, and keep its time stamps."""
+    page, look = 16384, path.stat()
+    pages = look.st_size // page
+    data = bytearray(path.read_bytes())
+    for _ in range(rng.choice([1, 1, 4, 20])):
+        # the first page has the header and the schema
+        one, other = rng.choice([0, rng.randrange(pages)]) * page, rng.randrange(pages) * page
+        if kind == "zeroed":
+            data[one : one + page] = bytes(page)
+        elif kind == "swapped":
+            data[one : one + page], data[other : other + page] = data[other : other + page], data[one : one + page]
+        elif kind == "flipped":
+            data[one + rng.choice([rng.randrange(120), rng.randrange(page)])] ^= 1 << rng.randrange(8)
+        else:
+            del data[rng.choice([rng.randrange(1, len(data)), len(data) // page * page - page]) :]
+            break
+    with path.open("r+b") as file:  # the same file, which may be open
+        file.write(data)
+        file.truncate()
+    os.utime(path, ns=(look.st_atime_ns, look.st_mtime_ns))
+
+
+def attack(folder: Path, first: str, last: str) -> None:
+    """Damages caches, before they are opened or while they are open, and uses them."""
+    with ScoreCache(folder / "sound", max_mb=1) as cache:
+        cache.put_many(items(range(100, 400)))  # more than fits: there are free pages too
+        cache.put_many(items(range(100)))
+        assert served_right(cache, range(100)) == 100
+    for trial in range(int(first), int(last)):
+        kind, rng = ("zeroed", "swapped", "flipped", "cut")[trial % 4], random.Random(trial)
+        while_open = rng.random() < 0.5
+        print(trial, kind, "open" if while_open else "closed", end=" ", flush=True)
+        shutil.rmtree(folder / "hit", ignore_errors=True)
+        shutil.copytree(folder / "sound", folder / "hit")
+        if not while_open:
+            damage(folder / "hit" / FILE, kind, rng)
+        with ScoreCache(folder / "hit", max_mb=1) as cache:
+            if while_open:
+                served_right(cache, range(0, 100, 9))
+                damage(folder / "hit" / FILE, kind, rng)
+                if rng.random() < 0.5:
+                    cache.put_many(items(range(400, 410)))
+            served, found = served_right(cache, range(100)), cache.stats.damaged
+            for _ in range(2):  # some damage is met only where the tree has changed
+                cache.put_many(items(range(100)))
+                restored = served_right(cache, range(100))
+            assert restored == 100, restored
+            cache.put_many(items(range(500, 600)))  # the oldest go
+            assert served_right(cache, range(580, 600)) == 20
+            assert (folder / "hit" / FILE).stat().st_size <= 1 << 20
+            assert len(cache.notes) <= 2, cache.notes
+        print(served, found, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The teacher in this process: right scores, and the same bits whoever asks, when, and beside whom."""
+"""The teacher in this process: right scores, and the same bits in every batch, process and moment."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from gatespace.models.packed import PackedBody
 from gatespace.models.plain import PlainBody
 from gatespace.tasks import synthetic_task
 from gatespace.teacher import local
-from gatespace.teacher.cache import ScoreCache
+from gatespace.teacher.cache import FILE, ScoreCache
 from gatespace.teacher.local import LocalTeacher
+from gatespace.teacher.scores import ScoreSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 CAP = 8
@@ -44,8 +45,23 @@ QUESTIONS = [
 ]
 
 
+def local_teacher(
+    model: Model,
+    payload: str = "hidden",
+    *,
+    prefix: Sequence[int] = PREFIX,
+    max_new_tokens: int = CAP,
+    k: int = 5,
+    vocab_size: int | None = None,
+    cache: ScoreCache | None = None,
+    packed: bool | None = None,
+) -> LocalTeacher:
+    spec = ScoreSpec(tuple(prefix), max_new_tokens, vocab_size or model.vocab_size, payload, k)
+    return LocalTeacher(model, spec, cache=cache, packed=packed)
+
+
 def scored(teacher: LocalTeacher, questions: Sequence[tuple[list[int], list[int]]]) -> list[Tensor]:
-    """The payload of each row, bits as they are; first choices as ids, log-probs and the token's own side by side."""
+    """The payload of each row, bits as they are; top k as ids, log-probs and the token's own side by side."""
     payload = teacher.score([prompt for prompt, _ in questions], [response for _, response in questions]).payload
     if isinstance(payload, TeacherTopK):
         assert payload.sampled_log_probs is not None
@@ -59,15 +75,15 @@ def digests(rows: Sequence[Tensor]) -> list[str]:
 
 
 def invariant(teacher: LocalTeacher, first: list[Tensor], *, few: bool = False) -> None:
-    """The rows of QUESTIONS have the bits of `first` in whatever company."""
+    """The rows of QUESTIONS have the bits of `first` in every batch."""
     every = list(range(len(QUESTIONS)))
-    crowds = [[7], [9, 3, 0]] if few or teacher._alone else [[7], [2], every[::-1], [9, 3, 0], [*every, *every]]
-    for places in crowds:
+    batches = [[7], [9, 3, 0]] if few or teacher._one_by_one else [[7], [2], every[::-1], [9, 3, 0], [*every, *every]]
+    for places in batches:
         again = scored(teacher, [QUESTIONS[i] for i in places])
         assert all(found.equal(first[i]) for i, found in zip(places, again, strict=True)), places
-    # beside rows that are strangers, of many lengths
-    strangers = [(some_ids(length, 900 + length), some_ids(3, length)) for length in (5, 44, 71, 30, 13)]
-    mixed = scored(teacher, [strangers[0], QUESTIONS[5], *strangers[1:3], QUESTIONS[1], *strangers[3:]])
+    # beside other rows, of many lengths
+    others = [(some_ids(length, 900 + length), some_ids(3, length)) for length in (5, 44, 71, 30, 13)]
+    mixed = scored(teacher, [others[0], QUESTIONS[5], *others[1:3], QUESTIONS[1], *others[3:]])
     assert mixed[1].equal(first[5])
     assert mixed[4].equal(first[1])
     # a response that goes on, or stops earlier, shares what it has in common
@@ -76,7 +92,7 @@ def invariant(teacher: LocalTeacher, first: list[Tensor], *, few: bool = False) 
     for part in parts[: 1 if few else 3]:
         (found,) = scored(teacher, [(prompt, part)])
         same = next((i for i, (a, b) in enumerate(zip(part, response, strict=False)) if a != b), len(part))
-        states = found[: same + 1] if teacher._payload == "hidden" else found[:same]
+        states = found[: same + 1] if teacher.spec.payload == "hidden" else found[:same]
         assert states.equal(first[7][: len(states)])
         assert len(states)
 
@@ -111,10 +127,10 @@ def logits_of(model: Model, prompt: list[int], response: list[int]) -> tuple[Ten
 
 @pytest.mark.parametrize("mode", ["packed", "alone", "plain"])
 def test_hidden_states_are_the_networks_own(mode: str, model: Model) -> None:
-    teacher = LocalTeacher(model, PREFIX, max_new_tokens=CAP, packed=mode != "plain")
+    teacher = local_teacher(model, packed=mode != "plain")
     assert isinstance(teacher.body, PlainBody if mode == "plain" else PackedBody)
-    assert teacher._alone == (mode == "plain")
-    teacher._alone = mode != "packed"
+    assert teacher._one_by_one == (mode == "plain")
+    teacher._one_by_one = mode != "packed"
     scores = teacher.score(*map(list, zip(*QUESTIONS, strict=True)))
     assert scores.head is not None
     assert isinstance(scores.payload, Tensor)
@@ -130,10 +146,8 @@ def test_hidden_states_are_the_networks_own(mode: str, model: Model) -> None:
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(("k", "vocab_size"), [(5, None), (1, None), (64, 450), (10**6, 450)])
-def test_first_choices_are_the_networks_own(k: int, vocab_size: int | None, packed: bool, model: Model) -> None:
-    teacher = LocalTeacher(
-        model, PREFIX, max_new_tokens=CAP, payload="top_k", k=k, vocab_size=vocab_size, packed=packed
-    )
+def test_top_k_are_the_networks_own(k: int, vocab_size: int | None, packed: bool, model: Model) -> None:
+    teacher = local_teacher(model, "top_k", k=k, vocab_size=vocab_size, packed=packed)
     scores = teacher.score(*map(list, zip(*QUESTIONS, strict=True)))
     assert scores.head is None
     assert isinstance(scores.payload, TeacherTopK)
@@ -152,7 +166,7 @@ def test_first_choices_are_the_networks_own(k: int, vocab_size: int | None, pack
 
 
 def test_a_row_longer_than_a_pass(model: Model) -> None:
-    teacher = LocalTeacher(model, PREFIX, max_new_tokens=CAP)
+    teacher = local_teacher(model)
     # 249 + 7 fill a pass; one more takes the next size
     questions = [(some_ids(length, length), some_ids(CAP, 3)) for length in (249, 250, 510)]
     together = scored(teacher, [*questions, *QUESTIONS])
@@ -165,8 +179,8 @@ def test_a_row_longer_than_a_pass(model: Model) -> None:
 
 
 def test_no_prefix(model: Model) -> None:
-    teacher = LocalTeacher(model, [], max_new_tokens=CAP)
-    assert teacher.prefix is None
+    teacher = local_teacher(model, prefix=[])
+    assert teacher.prefix_cache is None
     prompt, response = QUESTIONS[0]
     (found,) = scored(teacher, [(PREFIX + prompt, response)])
     torch.testing.assert_close(found, logits_of(model, prompt, response)[0], rtol=1e-5, atol=2e-5)
@@ -176,7 +190,7 @@ def test_no_prefix(model: Model) -> None:
     ("prompt", "response"), [([5], [7] * (CAP + 1)), ([5], []), ([], [7, 8])], ids=["too long", "empty", "no prompt"]
 )
 def test_questions_that_cannot_be_scored(prompt: list[int], response: list[int], model: Model) -> None:
-    teacher = LocalTeacher(model, PREFIX, max_new_tokens=CAP)
+    teacher = local_teacher(model)
     with pytest.raises(RunError, match=r"wrong length|no token of its own"):
         teacher.score([[1], prompt], [[2], response])
     with pytest.raises(ValueError, match="zip"):
@@ -185,7 +199,7 @@ def test_questions_that_cannot_be_scored(prompt: list[int], response: list[int],
 
 def test_unknown_payload(model: Model) -> None:
     with pytest.raises(UsageError, match="payload"):
-        LocalTeacher(model, PREFIX, payload="logits")
+        local_teacher(model, "logits")
 
 
 # ---------------------------------------------------------------------------------------------------- the same bits
@@ -195,11 +209,11 @@ def test_unknown_payload(model: Model) -> None:
     ("mode", "payload"), [("packed", "hidden"), ("packed", "top_k"), ("alone", "top_k"), ("plain", "hidden")]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_bits_do_not_depend_on_companions(dtype: torch.dtype, payload: str, mode: str, tiny: TinyPair) -> None:
+def test_bits_do_not_depend_on_the_batch(dtype: torch.dtype, payload: str, mode: str, tiny: TinyPair) -> None:
     model = load_model(str(tiny.teacher), dtype=dtype)
-    teacher = LocalTeacher(model, PREFIX, max_new_tokens=CAP, payload=payload, k=5, packed=mode != "plain")
-    assert teacher._alone == (mode == "plain")
-    teacher._alone = mode != "packed"
+    teacher = local_teacher(model, payload=payload, packed=mode != "plain")
+    assert teacher._one_by_one == (mode == "plain")
+    teacher._one_by_one = mode != "packed"
     first = scored(teacher, QUESTIONS)
     assert first[0].dtype == (dtype if payload == "hidden" else torch.float32)
     assert len({row[0].double().sum().item() for row in first}) == len(first)
@@ -207,8 +221,8 @@ def test_bits_do_not_depend_on_companions(dtype: torch.dtype, payload: str, mode
 
 
 def test_passes_have_canonical_shapes(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the bits depend on where they depend on a shape: tokens of a pass, and a row's length in attention."""
-    teacher = LocalTeacher(model, PREFIX, max_new_tokens=CAP)
+    """What the bits depend on where they depend on a shape: tokens of a forward pass, a row's length in attention."""
+    teacher = local_teacher(model)
     tokens: set[int] = set()
     lengths: dict[int, set[int]] = {}
     handle = model.body.register_forward_pre_hook(
@@ -232,19 +246,19 @@ def test_passes_have_canonical_shapes(model: Model, monkeypatch: pytest.MonkeyPa
     assert lengths == {prompt: {-(-prompt // 16) * 16 + CAP - 1} for prompt in PROMPTS}
 
 
-def test_a_machine_on_which_companions_leave_a_trace(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device whose kernels depend on the whole of a batch: every row is then scored alone."""
+def test_a_machine_on_which_the_model_is_not_batch_invariant(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device whose kernels depend on the whole of a batch: every row then has a forward pass of its own."""
     forward = PackedBody.forward
 
     def noisy(self: PackedBody, rows: Any, **options: Any) -> Any:
         found = forward(self, rows, **options)
-        found.hidden.mul_(1 + 1e-6 * rows[0][0])  # whoever stands first
+        found.hidden.mul_(1 + 1e-6 * rows[0][0])  # depends on the first row
         return found
 
     monkeypatch.setattr(PackedBody, "forward", noisy)
-    monkeypatch.setattr(local, "_probed", {})  # another machine is another process
-    teacher = LocalTeacher(model, PREFIX, max_new_tokens=CAP)
-    assert teacher._alone
+    monkeypatch.setattr(local, "_batch_invariant", {})  # another machine is another process
+    teacher = local_teacher(model)
+    assert teacher._one_by_one
     assert "alone" in teacher.numerics
     assert teacher.stats.passes == 0
     first = scored(teacher, QUESTIONS)
@@ -253,19 +267,19 @@ def test_a_machine_on_which_companions_leave_a_trace(model: Model, monkeypatch: 
 
 
 def test_a_process_probes_a_teacher_once(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_probed", {})
+    monkeypatch.setattr(local, "_batch_invariant", {})
 
     def passes(model: Model, prefix: list[int]) -> tuple[int, list[Tensor]]:
-        """Through the network until the teacher is there, and what it says then."""
+        """Forward passes until the teacher is there, and scores of it."""
         count: list[int] = []
         body_of(model)  # has a probe of its own
         handle = model.body.register_forward_pre_hook(lambda module, args: count.append(1))
-        teacher = LocalTeacher(model, prefix, max_new_tokens=CAP)
+        teacher = local_teacher(model, prefix=prefix)
         handle.remove()
         return len(count), scored(teacher, QUESTIONS[:3])
 
     (first, scores), (again, same) = (passes(load_model(str(tiny.teacher)), PREFIX) for _ in range(2))
-    assert again == 1 < first  # the prefix is read, and nothing else
+    assert again == 1 < first  # of the prefix, and none else
     assert all(one.equal(other) for one, other in zip(scores, same, strict=True))
     changed = load_model(str(tiny.teacher))
     with torch.no_grad():
@@ -285,9 +299,9 @@ def test_cached_scores_have_the_same_bits(
     dtype: torch.dtype, payload: str, packed: bool, tiny: TinyPair, cache: ScoreCache
 ) -> None:
     model = load_model(str(tiny.teacher), dtype=dtype)
-    options: dict[str, Any] = {"max_new_tokens": CAP, "payload": payload, "k": 5, "packed": packed}
-    first = scored(LocalTeacher(model, PREFIX, **options), QUESTIONS)
-    teacher = LocalTeacher(model, PREFIX, cache=cache, **options)
+    options: dict[str, Any] = {"payload": payload, "packed": packed}
+    first = scored(local_teacher(model, **options), QUESTIONS)
+    teacher = local_teacher(model, cache=cache, **options)
     assert all(a.equal(b) for a, b in zip(scored(teacher, QUESTIONS[:4]), first, strict=False))
     passes, tokens = teacher.stats.passes, sum(RESPONSES[:4])
     assert cache.stats.written == cache.stats.misses == tokens
@@ -295,9 +309,9 @@ def test_cached_scores_have_the_same_bits(
     mixed = scored(teacher, QUESTIONS[2:])
     assert all(a.equal(b) for a, b in zip(mixed, first[2:], strict=True))
     assert cache.stats.hits == sum(RESPONSES[2:4])
-    # all are there: the network is not asked
+    # all are there: no forward pass
     passes = teacher.stats.passes
-    again = LocalTeacher(load_model(str(tiny.teacher), dtype=dtype), PREFIX, cache=cache, **options)
+    again = local_teacher(load_model(str(tiny.teacher), dtype=dtype), cache=cache, **options)
     for found in (scored(teacher, QUESTIONS[::-1])[::-1], scored(again, QUESTIONS)):
         assert all(a.equal(b) for a, b in zip(found, first, strict=True))
     assert teacher.stats.passes == passes
@@ -307,11 +321,11 @@ def test_cached_scores_have_the_same_bits(
 
 @pytest.mark.parametrize("payload", ["hidden", "top_k"])
 def test_a_shorter_response_is_in_the_cache_with_the_longer_one(payload: str, model: Model, cache: ScoreCache) -> None:
-    teacher = LocalTeacher(model, PREFIX, max_new_tokens=CAP, payload=payload, k=5, cache=cache)
+    teacher = local_teacher(model, payload=payload, cache=cache)
     prompt, response = QUESTIONS[7]
     (whole,) = scored(teacher, [(prompt, response)])
     passes = teacher.stats.passes
-    # hidden states say nothing of the token itself, first choices come with its log-probability
+    # hidden states say nothing of the token itself, top k come with its log-probability
     part = [*response[:4], 11] if payload == "hidden" else response[:5]
     (found,) = scored(teacher, [(prompt, part)])
     assert found.equal(whole[:5])
@@ -325,16 +339,16 @@ def test_a_shorter_response_is_in_the_cache_with_the_longer_one(payload: str, mo
 
 
 def test_scores_of_something_else_are_not_served(model: Model, tiny: TinyPair, cache: ScoreCache) -> None:
-    scored(LocalTeacher(model, PREFIX, max_new_tokens=CAP, cache=cache), QUESTIONS)
+    scored(local_teacher(model, cache=cache), QUESTIONS)
     others = [
-        LocalTeacher(load_model(str(tiny.student)), PREFIX, max_new_tokens=CAP, cache=cache),
-        LocalTeacher(load_model(str(tiny.teacher), dtype=torch.bfloat16), PREFIX, max_new_tokens=CAP, cache=cache),
-        LocalTeacher(model, PREFIX[:-1], max_new_tokens=CAP, cache=cache),
-        LocalTeacher(model, PREFIX, max_new_tokens=CAP + 1, cache=cache),
-        LocalTeacher(model, PREFIX, max_new_tokens=CAP, packed=False, cache=cache),
-        LocalTeacher(model, PREFIX, max_new_tokens=CAP, payload="top_k", k=5, cache=cache),
-        LocalTeacher(model, PREFIX, max_new_tokens=CAP, payload="top_k", k=6, cache=cache),
-        LocalTeacher(model, PREFIX, max_new_tokens=CAP, payload="top_k", k=6, vocab_size=450, cache=cache),
+        local_teacher(load_model(str(tiny.student)), cache=cache),
+        local_teacher(load_model(str(tiny.teacher), dtype=torch.bfloat16), cache=cache),
+        local_teacher(model, prefix=PREFIX[:-1], cache=cache),
+        local_teacher(model, max_new_tokens=CAP + 1, cache=cache),
+        local_teacher(model, packed=False, cache=cache),
+        local_teacher(model, payload="top_k", cache=cache),
+        local_teacher(model, payload="top_k", k=6, cache=cache),
+        local_teacher(model, payload="top_k", k=6, vocab_size=450, cache=cache),
     ]
     for teacher in others:
         scored(teacher, QUESTIONS)
@@ -342,12 +356,12 @@ def test_scores_of_something_else_are_not_served(model: Model, tiny: TinyPair, c
 
 
 def test_where_prefix_and_prompt_end_matters(model: Model, cache: ScoreCache) -> None:
-    teacher = LocalTeacher(model, PREFIX, max_new_tokens=CAP, cache=cache)
+    teacher = local_teacher(model, cache=cache)
     scored(teacher, [([5, 6, 7], [8, 9])])
     scored(teacher, [([5, 6], [7, 8, 9])])
     assert cache.stats.hits == 0
     # the same text, but another part of it is shared: other shapes, other bits
-    other = LocalTeacher(model, PREFIX[:-1], max_new_tokens=CAP, cache=cache)
+    other = local_teacher(model, prefix=PREFIX[:-1], cache=cache)
     scored(other, [([PREFIX[-1], 5, 6, 7], [8, 9])])
     assert cache.stats.hits == 0
     scored(teacher, [([5, 6, 7], [8, 9])])
@@ -357,15 +371,15 @@ def test_where_prefix_and_prompt_end_matters(model: Model, cache: ScoreCache) ->
 def test_a_damaged_entry_is_computed_again(model: Model, tmp_path: Path) -> None:
     folder = tmp_path / "scores"
     with ScoreCache(folder, max_mb=16) as cache:
-        teacher = LocalTeacher(model, PREFIX, max_new_tokens=CAP, cache=cache)
+        teacher = local_teacher(model, cache=cache)
         first = scored(teacher, QUESTIONS)
         needle = first[5][2].numpy().tobytes()[40:80]
-    data = bytearray((folder / "data.mdb").read_bytes())
+    data = bytearray((folder / FILE).read_bytes())
     assert data.count(needle) == 1
     data[data.find(needle)] ^= 0x10
-    (folder / "data.mdb").write_bytes(data)
+    (folder / FILE).write_bytes(data)
     with ScoreCache(folder, max_mb=16) as cache:
-        teacher = LocalTeacher(model, PREFIX, max_new_tokens=CAP, cache=cache)
+        teacher = local_teacher(model, cache=cache)
         again = scored(teacher, QUESTIONS)
         assert all(a.equal(b) for a, b in zip(again, first, strict=True))
         assert cache.stats.damaged == 1
@@ -381,12 +395,11 @@ _SCRIPT = """
 import json, sys
 import torch
 from gatespace.models import load_model
-from gatespace.teacher.local import LocalTeacher
 from tests.teacher import test_local as t
 model = load_model(sys.argv[1], dtype=getattr(torch, sys.argv[2]))
-teacher = LocalTeacher(model, t.PREFIX, max_new_tokens=t.CAP)
+teacher = t.local_teacher(model)
 order = [3, 8, 1, 0, 9, 2]
-assert not teacher._alone
+assert not teacher._one_by_one
 print(json.dumps(dict(zip(order, t.digests(t.scored(teacher, [t.QUESTIONS[i] for i in order]))))))
 """
 
@@ -401,7 +414,7 @@ def elsewhere(folder: Path, dtype: torch.dtype) -> dict[int, str]:
 
 
 def test_another_process_finds_the_same_bits(model: Model, tiny: TinyPair) -> None:
-    here = digests(scored(LocalTeacher(model, PREFIX, max_new_tokens=CAP), QUESTIONS))
+    here = digests(scored(local_teacher(model), QUESTIONS))
     there = elsewhere(tiny.teacher, torch.float32)
     assert there == {place: here[place] for place in there}
 
@@ -418,7 +431,7 @@ def other_threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_the_number_of_threads_does_not_matter(dtype: torch.dtype, tiny: TinyPair) -> None:
-    teacher = LocalTeacher(load_model(str(tiny.teacher), dtype=dtype), PREFIX, max_new_tokens=CAP)
+    teacher = local_teacher(load_model(str(tiny.teacher), dtype=dtype))
     first = scored(teacher, QUESTIONS)
     with other_threads():
         assert all(a.equal(b) for a, b in zip(scored(teacher, QUESTIONS), first, strict=True))
@@ -428,8 +441,8 @@ def test_the_number_of_threads_does_not_matter(dtype: torch.dtype, tiny: TinyPai
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_the_real_model_is_batch_invariant(dtype: torch.dtype, smollm2: Path, tmp_path: Path) -> None:
     model = load_model(str(smollm2), dtype=dtype)
-    teacher = LocalTeacher(model, PREFIX, max_new_tokens=CAP)
-    assert not teacher._alone
+    teacher = local_teacher(model)
+    assert not teacher._one_by_one
     first = scored(teacher, QUESTIONS)
     right = torch.cat([logits_of(model, *question)[0] for question in QUESTIONS[:3]]).double()
     error = (torch.cat(first[:3]).double() - right).norm() / right.norm()
@@ -441,12 +454,11 @@ def test_the_real_model_is_batch_invariant(dtype: torch.dtype, smollm2: Path, tm
     here = digests(first)
     assert there == {place: here[place] for place in there}
     with ScoreCache(tmp_path / "scores", max_mb=16) as cache:
-        teacher._cache, teacher._fingerprint = cache, model.fingerprint()
+        cached = local_teacher(model, cache=cache)
         for questions in (QUESTIONS[3:5], QUESTIONS[4:6], QUESTIONS[3:6]):
-            found = scored(teacher, questions)
+            found = scored(cached, questions)
             assert all(a.equal(first[QUESTIONS.index(q)]) for a, q in zip(found, questions, strict=True))
         assert cache.stats.hits == RESPONSES[4] + sum(RESPONSES[3:6])
-    # first choices, with a product of their own
-    teacher._cache, teacher._payload = None, "top_k"
-    choices = scored(teacher, QUESTIONS[:3])
-    assert scored(teacher, QUESTIONS[2:3])[0].equal(choices[2])
+    top = local_teacher(model, "top_k")  # with a product of its own
+    several = scored(top, QUESTIONS[:3])
+    assert scored(top, QUESTIONS[2:3])[0].equal(several[2])

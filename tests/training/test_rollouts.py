@@ -35,7 +35,7 @@ def ids(folder: Path, step: int) -> list[list[int]]:
 
 
 def test_stale_responses_are_those_of_the_student_before(make: Make) -> None:
-    """Random numbers are named by step and place, so that a student that does not move shows who wrote a response."""
+    """Random numbers are named by step and place, so that a student that does not move shows which student sampled a response."""
     every = {"trace": {"tokens_every": 1, "rollouts": 6}, "engine": {"micro_tokens": None}}
     moving = {"optimizer": {"lr": 0.05}, **every}
     fresh, stale = make("fresh", **moving), make("stale", rollout={"staleness": 1}, **moving)
@@ -44,7 +44,7 @@ def test_stale_responses_are_those_of_the_student_before(make: Make) -> None:
         train(config)
     assert ids(stale.output, 1) == ids(fresh.output, 1) == ids(still.output, 1)
     assert ids(stale.output, 2) == ids(still.output, 2) != ids(fresh.output, 2)
-    # The first update is the same, so its student writes what it would have written a step earlier.
+    # The first update is the same, so its student samples what it would have sampled a step earlier.
     assert read(stale.output / "metrics.jsonl")[0]["loss"] == pytest.approx(
         read(fresh.output / "metrics.jsonl")[0]["loss"], rel=1e-5
     )
@@ -66,7 +66,7 @@ class Stop(Listener):
             raise KeyboardInterrupt
 
 
-def test_a_stale_run_goes_on_with_what_was_written_ahead(make: Make) -> None:
+def test_a_stale_run_resumes_with_the_responses_sampled_ahead(make: Make) -> None:
     settings = {
         "rollout": {"staleness": 1, "from": {"student": 0.7, "gold": 0.3}},
         "steps": 8,
@@ -84,7 +84,7 @@ def test_a_stale_run_goes_on_with_what_was_written_ahead(make: Make) -> None:
     assert_same_numbers(killed.output, straight.output)
 
 
-def test_a_stale_run_needs_what_was_written_ahead(make: Make) -> None:
+def test_a_stale_run_needs_the_responses_sampled_ahead(make: Make) -> None:
     config = make("run", rollout={"staleness": 1}, checkpoint={"every": 2})
     with pytest.raises(KeyboardInterrupt):
         train(config, Stop(3))

@@ -1,4 +1,4 @@
-"""Facts about this machine and this Python, for `gatespace doctor`. A fact that cannot be had is None."""
+"""Facts about this machine, this Python and its packages, for `gatespace doctor`. An unknown fact is None."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gatespace.cli import extras
 from gatespace.cli.console import gatespace_version
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+DISTRIBUTION = "gatespace"
+FOR_DEVELOPMENT = frozenset({"dev", "docs", "bench"})
+"""Extras for working on gatespace itself. Any other extra adds something to use."""
 
 ENGINES = {
     "transformers": "language models",
@@ -27,7 +33,7 @@ _BF16_PROBES = {"amx_tile": "_is_amx_tile_supported", "avx512_bf16": "_is_avx512
 
 
 def facts() -> dict[str, Any]:
-    """Everything `gatespace doctor --json` prints, save its verdict."""
+    """Everything that `gatespace doctor --json` prints but for checks and verdict."""
     torch = torch_facts()
     return {
         "gatespace": gatespace_facts(),
@@ -42,23 +48,115 @@ def facts() -> dict[str, Any]:
         "torch": torch,
         "devices": device_facts() if torch["usable"] else [],
         "engines": engine_facts(torch),
-        "extras": [
-            {
-                "name": extra.name,
-                "installed": not extra.missing,
-                "missing": list(extra.missing),
-                "command": extra.command,
-            }
-            for extra in extras.extras()
-        ],
+        "extras": extra_facts(),
     }
+
+
+# ---------------------------------------------------------------------------------------------------- packages
 
 
 def gatespace_facts() -> dict[str, Any]:
     """The version of gatespace and the requirements of its core that are not met."""
-    known = extras.requirements()
-    core = [requirement for requirement in known or [] if requirement.extra is None]
-    return {"version": gatespace_version(), "installed": known is not None, "missing": extras.missing(core)}
+    installed = _version(DISTRIBUTION) is not None
+    return {"version": gatespace_version(), "installed": installed, "missing": _missing(_requirements() or [])}
+
+
+def extra_facts() -> list[dict[str, Any]]:
+    """The extras of the installed gatespace, what is missing of each, and the command that adds it.
+
+    Empty where that is unknown: gatespace is not installed, or the package `packaging` is not.
+    """
+    found = []
+    for name in _extras():
+        missing = _missing(_requirements(name) or [])
+        found.append({"name": name, "installed": not missing, "missing": missing, "command": _pip(name)})
+    return found
+
+
+def engine_facts(torch: dict[str, Any]) -> list[dict[str, Any]]:
+    """The engines: what can be found of each without importing it, and the command that adds it."""
+    native = {
+        "name": "native",
+        "installed": torch["usable"],
+        "version": torch["version"],
+        "for": "everything, in this process",
+        "command": None if torch["usable"] else "pip install torch",
+    }
+    others = []
+    for name, purpose in ENGINES.items():
+        installed = _found(name)
+        command = None if installed else _pip(extra) if (extra := _extra_with(name)) else f"pip install {name}"
+        others.append(
+            {"name": name, "installed": installed, "version": _version(name), "for": purpose, "command": command}
+        )
+    return [native, *others]
+
+
+def _extras() -> list[str]:
+    """Names of the extras of the installed gatespace, in the order of its metadata."""
+    if _requirements() is None:
+        return []
+    return metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
+
+
+def _extra_with(package: str) -> str | None:
+    """The extra that adds `package` for use."""
+    for extra in _extras():
+        if extra not in FOR_DEVELOPMENT and package in {needed.name.lower() for needed in _requirements(extra) or []}:
+            return extra
+    return None
+
+
+def _requirements(extra: str = "") -> list[Requirement] | None:
+    """What gatespace needs on this machine: its core, or an extra with the extras that it includes; None: unknown."""
+    try:
+        from packaging.requirements import Requirement
+
+        known = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or []]
+    except (ImportError, metadata.PackageNotFoundError):
+        return None
+    core = [needed for needed in known if needed.marker is None or needed.marker.evaluate({"extra": ""})]
+    if not extra:
+        return core
+    found, extras = [], [extra]
+    for name in extras:  # grows
+        for needed in known:
+            if needed in core or needed.marker is None or not needed.marker.evaluate({"extra": name}):
+                continue
+            if needed.name == DISTRIBUTION:
+                extras += sorted(needed.extras.difference(extras))
+            else:
+                found.append(needed)
+    return found
+
+
+def _missing(wanted: Iterable[Requirement]) -> list[str]:
+    """The requirements that are not met here; one of which another version is installed says so."""
+    unmet = []
+    for needed in wanted:
+        version = _version(needed.name)
+        if version is None or not needed.specifier.contains(version, prereleases=True):
+            text = str(needed).partition(";")[0].strip()
+            unmet.append(text if version is None else f"{text} (found {version})")
+    return list(dict.fromkeys(unmet))
+
+
+def _pip(extra: str) -> str:
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
+def _found(module: str) -> bool:
+    return bool(_tried(lambda: importlib.util.find_spec(module) is not None))
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+# ---------------------------------------------------------------------------------------------------- the machine
 
 
 def cpu_facts() -> dict[str, Any]:
@@ -89,7 +187,7 @@ def memory_facts() -> dict[str, int | None]:
 
 
 def torch_facts() -> dict[str, Any]:
-    """Whether torch imports, its threads, and what it knows of bf16 on this CPU."""
+    """Whether torch can be imported, its threads, and the CPU's bf16 instructions."""
     none: dict[str, Any] = {"threads": None, "cpu_capability": None, "bf16": {}}
     try:
         import torch
@@ -125,26 +223,6 @@ def device_facts() -> list[dict[str, Any]]:
     return found
 
 
-def engine_facts(torch: dict[str, Any]) -> list[dict[str, Any]]:
-    """The engines: what can be found of each without importing it, and the command that adds it."""
-    native = {
-        "name": "native",
-        "installed": torch["usable"],
-        "version": torch["version"],
-        "for": "all of it, in this process",
-        "command": None if torch["usable"] else "pip install torch",
-    }
-    others = []
-    for name, purpose in ENGINES.items():
-        installed = _found(name)
-        extra = None if installed else extras.extra_with(name)
-        command = None if installed else extra.command if extra else f"pip install {name}"
-        others.append(
-            {"name": name, "installed": installed, "version": _version(name), "for": purpose, "command": command}
-        )
-    return [native, *others]
-
-
 def _bf16(torch: Any) -> dict[str, bool]:
     """The CPU's bf16 instructions by name. An older torch has probes instead of `get_capabilities`."""
     known = _tried(lambda: dict(torch.cpu.get_capabilities())) or {}
@@ -155,19 +233,8 @@ def _bf16(torch: Any) -> dict[str, bool]:
     return {name: bool(value) for name, value in probed.items() if value is not None}
 
 
-def _found(module: str) -> bool:
-    return bool(_tried(lambda: importlib.util.find_spec(module) is not None))
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _tried(fact: Callable[[], Any]) -> Any:
-    """`fact()`, or None where it fails: probes differ between systems and between releases of torch."""
+    """`fact()`, or None where it fails: probes differ between systems and releases of torch."""
     try:
         return fact()
     except Exception:

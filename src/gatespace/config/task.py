@@ -116,8 +116,8 @@ class TaskConfig(Section):
     """Texts to be given one label each, and how a model is asked for it."""
 
     name: Name | None = "tweeteval/emotion"
-    """A task by name: tweeteval/emotion, tweeteval/hate, tweeteval/offensive, any other of TweetEval, synthetic, or one of a plugin.
-    null where `table` says what the data is."""
+    """A task by name: tweeteval/emotion, tweeteval/hate, tweeteval/offensive, any other of TweetEval, synthetic, or
+    one that a plugin registers; null where `table` says what the data is."""
 
     root: Place | None = None
     """The folder of TweetEval's files; null: $GATESPACE_TWEETEVAL, then the Hugging Face Hub."""

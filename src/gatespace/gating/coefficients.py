@@ -2,7 +2,7 @@
 
     λ = σ(a·h + b·u + c + d·gap + Σ e_i·signal_i)          λ always multiplies reverse KL
 
-This module knows no tensors, so that planning, statistics and the command line can speak of gates without torch.
+This module knows no tensors, so that planning, statistics and the command line use gates without torch.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Gate:
             raise UsageError(
                 "c may be infinite only where a = b = d = 0",
                 got=self,
-                why="an infinite bias is the static λ of 0 or 1 and leaves no room for a signal",
+                why="an infinite bias is the static λ of 0 or 1 and leaves no place for a signal",
             )
 
     def __hash__(self) -> int:

@@ -60,16 +60,6 @@ class Tile:
         """s - t."""
         return self.student - self.teacher
 
-    @cached_property
-    def reverse_term(self) -> Tensor:
-        """Elementwise term of KL(student‖teacher) that is never negative and does not cancel where both are close.
-
-        s·l + t - s, whose last two parts sum to 0 over a distribution. For |l| ≤ 1 it is evaluated as
-        s·(expm1(-l) + l), of second order in l, so that rounding of l cannot swamp the sum.
-        """
-        near = self.student * (torch.expm1(-self.near) + self.near)
-        return self.choose(near, self.student * self.ratio - self.excess)
-
 
 class Divergence(ABC):
     """D = Σ_v f(s_v, t_v), elementwise in the vocabulary."""
@@ -92,7 +82,13 @@ class ReverseKL(Divergence):
     """R = KL(student‖teacher) = Σ s·l."""
 
     def term(self, tile: Tile) -> Tensor:
-        return tile.reverse_term
+        """s·l + t - s, whose last two parts sum to 0 over a distribution: never negative.
+
+        For |l| ≤ 1 it is evaluated as s·(expm1(-l) + l), of second order in l, so that rounding of l cannot swamp the
+        sum where both sides are close.
+        """
+        near = tile.student * (torch.expm1(-tile.near) + tile.near)
+        return tile.choose(near, tile.student * tile.ratio - tile.excess)
 
     def psi(self, tile: Tile) -> Tensor:
         return tile.student * tile.ratio
@@ -106,7 +102,7 @@ class ForwardKL(Divergence):
     """F = KL(teacher‖student) = Σ t·(log t - log s)."""
 
     def term(self, tile: Tile) -> Tensor:
-        # reverse_term with the sides exchanged
+        # that of ReverseKL with the sides exchanged
         near = tile.teacher * (torch.expm1(tile.near) - tile.near)
         return tile.choose(near, tile.excess - tile.teacher * tile.ratio)
 
@@ -135,6 +131,9 @@ class ToDiDivergence(Divergence):
         return (1 - alpha) * tile.student * (tile.ratio + 1) - alpha * tile.teacher
 
 
+_REVERSE = ReverseKL()
+
+
 def _log_mixture(tile: Tile, weight: float) -> Tensor:
     """log of weight·t + (1-weight)·s."""
     if weight == 0.0:
@@ -156,7 +155,7 @@ class JSDDivergence(Divergence):
     def term(self, tile: Tile) -> Tensor:
         log_m = _log_mixture(tile, self.beta)
         from_teacher, from_student = Tile(tile.log_teacher, log_m), Tile(tile.log_student, log_m)
-        return self.beta * from_teacher.reverse_term + (1 - self.beta) * from_student.reverse_term
+        return self.beta * _REVERSE.term(from_teacher) + (1 - self.beta) * _REVERSE.term(from_student)
 
     def psi(self, tile: Tile) -> Tensor:
         return (1 - self.beta) * tile.student * (tile.log_student - _log_mixture(tile, self.beta))
@@ -172,7 +171,7 @@ class SkewForwardKL(Divergence):
         _in_half_open_unit("α of SKL", self.alpha)
 
     def term(self, tile: Tile) -> Tensor:
-        return Tile(tile.log_teacher, _log_mixture(tile, self.alpha)).reverse_term
+        return _REVERSE.term(Tile(tile.log_teacher, _log_mixture(tile, self.alpha)))
 
     def psi(self, tile: Tile) -> Tensor:
         log_m = _log_mixture(tile, self.alpha)
@@ -193,10 +192,10 @@ class SkewReverseKL(Divergence):
     def term(self, tile: Tile) -> Tensor:
         log_m = _log_mixture(tile, 1 - self.alpha)
         if self.detach_mixture:
-            # plain s·log(s/m): the two extra parts of reverse_term would put the mixture's derivative back
+            # plain s·log(s/m): the two extra parts of ReverseKL's term would put the mixture's derivative back
             log_m = log_m.detach()
             return tile.student * (tile.log_student - log_m)
-        return Tile(tile.log_student, log_m).reverse_term
+        return _REVERSE.term(Tile(tile.log_student, log_m))
 
     def psi(self, tile: Tile) -> Tensor:
         log_m = _log_mixture(tile, 1 - self.alpha)
@@ -262,7 +261,7 @@ def both_kls(log_student: Tensor, ratio: Tensor) -> tuple[Tensor, Tensor]:
     """Σ of the terms of reverse and of forward KL over the last dimension, in half the work; takes its arguments over.
 
     With p = s·expm1(-l) = t - s the terms are p + s·l and -(p + s·l) - p·l. Exact where they are close, like
-    `Tile.reverse_term`. Where l is below about -60 the exponential may overflow beside an s of 0: not for those.
+    `ReverseKL.term`. Where l is below about -60 the exponential may overflow beside an s of 0: not for those.
     """
     student = log_student.exp_()
     difference = torch.neg(ratio).expm1_().mul_(student)

@@ -1,4 +1,4 @@
-"""What may be asked about N tokens: the one interface between numbers and everything that is built from them.
+"""What is known of N tokens: the one interface between numbers and everything that is built from them.
 
 A signal, a support or an objective is a function of `Tokens`. It is written once and serves the plain path (logits in
 memory, autograd) and the fused path (hidden states and head rows, chunk by chunk, analytic gradient) alike.
@@ -208,43 +208,7 @@ class PlainTokens(Tokens):
 # ---------------------------------------------------------------------- the teacher: constants
 
 
-class Teacher(ABC):
-    """The teacher's side of N tokens: constants."""
-
-    vocab_size: int
-
-    @property
-    @abstractmethod
-    def choice(self) -> Tensor:
-        """(N,) its most probable id y*; the lowest among equals."""
-
-    @property
-    @abstractmethod
-    def entropy(self) -> Tensor:
-        """(N,) entropy over the full vocabulary in nats, at temperature 1."""
-
-    @abstractmethod
-    def top(self, k: int) -> Top:
-        """Its top-k, at temperature 1."""
-
-    @abstractmethod
-    def at(self, ids: Tensor, temperature: float) -> Tensor:
-        """(N, M) log-probabilities of `ids` (N, M)."""
-
-    @abstractmethod
-    def log_tail(self, ids: Tensor, temperature: float) -> Tensor:
-        """(N,) log of the mass outside `ids` (N, K)."""
-
-    @abstractmethod
-    def sampled(self, ids: Tensor, temperature: float) -> Tensor:
-        """(N,) log-probability of the response tokens `ids` (N,)."""
-
-    @abstractmethod
-    def log_probs(self, start: int, stop: int, temperature: float) -> Tensor:
-        """(N, stop-start) log-probabilities of a slice of the vocabulary."""
-
-
-class LogitsTeacher(Teacher):
+class LogitsTeacher:
     """A teacher known by its logits (N, V), taken slice by slice so that no second (N, V) tensor is made."""
 
     def __init__(self, logits: Tensor, tile: int | None = None) -> None:
@@ -261,14 +225,17 @@ class LogitsTeacher(Teacher):
         return self._normaliser[temperature]
 
     def log_probs(self, start: int, stop: int, temperature: float) -> Tensor:
+        """(N, stop-start) log-probabilities of a slice of the vocabulary."""
         return scaled(self.logits[:, start:stop], temperature) - self.normaliser(temperature)[:, None]
 
     @cached_property
     def choice(self) -> Tensor:
+        """(N,) its most probable id y*; the lowest among equals."""
         return top_entry(self.logits)
 
     @cached_property
     def entropy(self) -> Tensor:
+        """(N,) entropy over the full vocabulary in nats, at temperature 1."""
         total = self.logits.new_zeros(self.logits.shape[0])
         for start, stop in tiles(self.vocab_size, self.tile):
             log_probs = self.log_probs(start, stop, 1.0)
@@ -276,19 +243,23 @@ class LogitsTeacher(Teacher):
         return total
 
     def top(self, k: int) -> Top:
+        """Its top-k, at temperature 1."""
         if k not in self._top:
             values, ids = top_entries(self.logits, k)
             self._top[k] = Top(ids, values - self.normaliser(1.0)[:, None])
         return self._top[k]
 
     def at(self, ids: Tensor, temperature: float) -> Tensor:
+        """(N, M) log-probabilities of `ids` (N, M)."""
         return scaled(self.logits.gather(-1, ids), temperature) - self.normaliser(temperature)[:, None]
 
     def log_tail(self, ids: Tensor, temperature: float) -> Tensor:
+        """(N,) log of the mass outside `ids` (N, K)."""
         total = tiled_logsumexp(self.logits, temperature, self.tile, without=ids)
         return total - self.normaliser(temperature)
 
     def sampled(self, ids: Tensor, temperature: float) -> Tensor:
+        """(N,) log-probability of the response tokens `ids` (N,)."""
         return self.at(ids[:, None], temperature).squeeze(-1)
 
 
@@ -308,8 +279,8 @@ class TeacherTopK:
     sampled_log_probs: Tensor | None = None
 
 
-class TopKTeacher(Teacher):
-    """N tokens of a `TeacherTopK`; what the top-K cannot tell is an error, not a guess."""
+class TopKTeacher:
+    """N tokens of a `TeacherTopK`, with the methods of `LogitsTeacher`; what a top-K cannot tell is an error."""
 
     def __init__(self, ids: Tensor, log_probs: Tensor, sampled_log_probs: Tensor | None, vocab_size: int) -> None:
         order = log_probs.argsort(dim=-1, descending=True, stable=True)
@@ -320,7 +291,7 @@ class TopKTeacher(Teacher):
 
     @classmethod
     def of(cls, teacher: TeacherTopK, batch: Batch, dtype: torch.dtype) -> TopKTeacher:
-        """The masked tokens of a teacher's answer, checked."""
+        """The masked tokens of what a teacher sent, checked."""
         ids, log_probs, shape = teacher.ids, teacher.log_probs.detach(), batch.shape
         if ids.shape != log_probs.shape or ids.shape[:-1].numel() != shape.numel():
             raise UsageError(
@@ -419,6 +390,9 @@ class TopKTeacher(Teacher):
             "a sum over the full vocabulary needs the teacher's full distribution, and only its top-K is known",
             instead="support='bucket' or 'hybrid', or a teacher that gives hidden states or logits",
         )
+
+
+Teacher = LogitsTeacher | TopKTeacher
 
 
 def _only_at_one(temperature: float) -> None:

@@ -9,4 +9,14 @@ from gatespace.tasks.prompt import Prompt
 from gatespace.tasks.synthetic import synthetic_task
 from gatespace.tasks.table import load_table
 
-__all__ = ["Example", "Prompt", "Task", "load_table", "load_task", "parse_label", "register", "split_rows", "synthetic_task"]
+__all__ = [
+    "Example",
+    "Prompt",
+    "Task",
+    "load_table",
+    "load_task",
+    "parse_label",
+    "register",
+    "split_rows",
+    "synthetic_task",
+]

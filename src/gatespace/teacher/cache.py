@@ -1,38 +1,63 @@
-"""Teacher scores on disk, so that the teacher is asked once: later steps, epochs, seeds and runs read its answer.
+"""Teacher scores on disk, computed once: later steps, epochs, seeds and runs look them up.
 
-Several processes share one cache. A cache is there to save time and for nothing else, so that trouble with it costs
-time and nothing else: a damaged entry is a miss, a full disk ends the writing, and both are counted or noted. Only
-opening a folder that cannot be a cache is an error.
+A score depends on the teacher, on how it is computed and on the tokens before it; its key is a hash of exactly these.
+An entry carries a checksum over key and payload, so that neither a damaged payload nor a sound one under another key
+can pass for a score.
+
+The cache is one SQLite file that several processes share. It saves time and does nothing else, so trouble with it
+costs time and nothing else: a damaged entry is a miss, a damaged file is deleted and begun anew, a full or read-only
+disk ends the writing, and each is reported once. The file has a rollback journal instead of a write-ahead log because
+processes map the index of such a log into memory: the kernel ends (SIGBUS) a process that touches it after it was
+truncated. Here every access is a `read` or a `write`, whose failure is an error that can be handled.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import sqlite3
+import struct
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TypeVar
 
-from gatespace.errors import GatespaceError, UsageError, missing_extra
-from gatespace.teacher.cache_entry import MAX_KEY, key_of, pack, prefix_keys, score_key, unpack
+from gatespace.errors import UsageError
+from gatespace.files import Closing
 
-if TYPE_CHECKING:
-    import lmdb
+__all__ = ["FILE", "CacheStats", "ScoreCache", "prefix_keys"]
 
-    from gatespace.teacher.cache_file import CacheFile
+FILE = "gatespace-scores-2.sqlite"
+"""The name has the version of the format, so that no version reads the file of another one."""
+_PERSON_KEY = b"gatespace.key.1"  # 16 bytes at most; to change it is to lose every stored score
+_PERSON_ENTRY = b"gatespace.sum.2"
+_PAGE = 16384  # several hidden states of 1 to 4 KiB to a page
+_SELECT = 128  # keys of a query; always as many, so that SQLite compiles it once
+_SHARE = 8  # a transaction takes at most one page in so many
+_PATIENCE = 10.0  # seconds that a call waits for other processes
+_IMPATIENCE = 0.05  # after a call has waited in vain
+_ATTEMPTS = 3  # more than one, with the file that has taken the place of a damaged or deleted one
+_QUERY = f"SELECT key, checksum, payload FROM scores WHERE key IN ({', '.join('?' * _SELECT)})"
+# synchronous=OFF: no fsync. A killed process loses nothing by it; after a power failure the file may be damaged, which
+# is found out like any other damage.
+_PRAGMAS = (f"page_size={_PAGE}", "journal_mode=TRUNCATE", "synchronous=OFF", "mmap_size=0", "cell_size_check=ON")
+_TABLE = "CREATE TABLE scores (id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, checksum BLOB, payload BLOB)"
+_SCHEMA = [("scores", _TABLE), ("sqlite_autoindex_scores_1", None)]
+# What SQLite answers where the file may be sound but the system refuses; every other error means damage.
+_REFUSALS = (
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_READONLY,
+)
+# One lock for all caches of a process, held during a fork: a child must not inherit a transaction of another thread.
+_LOCK = threading.RLock()
+os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
-__all__ = ["CacheStats", "ScoreCache", "prefix_keys", "score_key"]
-
-# A page holds four parts. Parts that fill it alone would waste half of it on a hidden state of 2 to 3 kB.
-_PARTS = 4
-_PAGE_HEADER, _NODE_HEADER = 32, 24  # bytes; LMDB's own and the key, rounded up
-_ATTEMPTS = 6
-# Pages that a transaction frees can be used from the next but one on, so a part of the file is kept free for them, and
-# a transaction is a small part of that.
-_BATCH = 64  # a transaction fills one page in so many
+T = TypeVar("T")
 
 
 @dataclass
@@ -41,309 +66,315 @@ class CacheStats:
 
     hits: int = 0
     misses: int = 0
-    """Keys asked for in vain; a damaged entry is a miss too."""
+    """Keys that were not found; a damaged entry is a miss too."""
     damaged: int = 0
-    """Entries found damaged, each counted once, and one for a file that had to be emptied. None was served."""
+    """Entries found damaged, each counted once, and one for each file that was deleted. None was served."""
     written: int = 0
     evicted: int = 0
 
 
-class ScoreCache:
-    """Teacher scores on disk, shared by processes; LMDB, on a local file system.
+class ScoreCache(Closing):
+    """Teacher scores on disk, shared by processes, on a local file system.
 
     Args:
-        folder: A folder of its own; made if it is not there.
-        max_mb: Bound on the size of the data file on disk, in MiB; the oldest entries make room. Where processes that
-            share a cache name different bounds, the largest holds while they run. A smaller one than before takes
-            effect when the cache is next opened by a single process.
-        readonly: Never write; `put_many` does nothing.
-        report: Is told each note, once; `notes` keeps them.
+        folder: Made if it is not there; files of other names in it are left alone.
+        max_mb: Bound on the size of the file, in MiB; the oldest entries make room. Each process that shares a cache
+            keeps to its own bound.
+        report: Called with a message when something is wrong with the cache, once for each kind of trouble. `notes`
+            keeps these messages.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        max_mb: int = 4096,
-        readonly: bool = False,
-        report: Callable[[str], None] | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, *, max_mb: int = 4096, report: Callable[[str], None] | None = None) -> None:
         if isinstance(max_mb, bool) or not isinstance(max_mb, int) or max_mb < 1:
             raise UsageError("the bound of a score cache is a whole number of MiB, at least 1", got=repr(max_mb))
         self.folder = Path(folder).expanduser().absolute()
+        if self.folder.exists() and not self.folder.is_dir():
+            raise UsageError("the score cache needs a folder", got=f"the file {self.folder}", instead="a new folder")
+        self.path = self.folder / FILE
         self.max_mb = max_mb
-        self.readonly = readonly
         self.stats = CacheStats()
         self.notes: list[str] = []
         self._report = report
-        self._lock = threading.RLock()
-        self._condemned: set[bytes] = set()  # keys whose entry is known to be damaged, not yet replaced
-        self._reading = True
-        self._writing = not readonly
+        self._noted: set[str] = set()
+        self._damaged: set[bytes] = set()  # keys whose entry is known to be damaged, not yet replaced
+        self._reading = self._writing = True
         self._closed = False
-        self._file: CacheFile | None = self._opened()
-        _OPEN.add(self)
+        self._database: sqlite3.Connection | None = None
+        self._opened: tuple[int, int | None] = (0, None)  # process and inode that belong to the connection
+        self._patience = _PATIENCE
+        with _LOCK:
+            self._attempt(self._shrink, writes=True)
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """The payloads under `keys`, None where there is none or a damaged one."""
-        with self._lock:
-            found: list[bytes | None] = [None] * len(keys)
-            file = self._ready() if self._reading else None
-            if file is not None:
-                import lmdb
-
-                try:
-                    with file.begin() as txn, txn.cursor(file.scores) as cursor:
-                        found = [self._checked(file, txn, cursor, key) for key in keys]
-                except lmdb.Error as error:
-                    self._reading = self._writing = False
-                    self._note(f"the score cache in {self.folder} cannot be read and is no longer used: {error}")
-            self.stats.hits += sum(payload is not None for payload in found)
-            self.stats.misses += sum(payload is None for payload in found)
-            return found
+        with _LOCK:
+            self._check_open()
+            entries = self._attempt(lambda database: _select(database, keys), writes=False) or []
+            found: dict[bytes, bytes] = {}
+            for key, checksum, payload in entries:
+                if _is_sound(key, checksum, payload):
+                    found[key] = payload
+                elif key not in self._damaged:
+                    self._damaged.add(key)
+                    self.stats.damaged += 1
+                    self._note("has damaged entries; they are not used")
+            payloads = [found.get(key) for key in keys]
+            misses = payloads.count(None)
+            self.stats.hits += len(keys) - misses
+            self.stats.misses += misses
+            return payloads
 
     def put_many(self, items: Iterable[tuple[bytes, bytes]]) -> None:
-        """Store payloads under keys, in one transaction (in several if they are a large part of the whole cache).
+        """Store payloads under keys.
 
         A key that is there keeps its entry, so that all readers see one payload; a damaged entry is replaced.
         """
         entries: dict[bytes, bytes] = {}
-        for key, payload in items:  # to the end, before the lock that all writers share is taken
-            entries.setdefault(key, pack(_key(key), payload))
-        with self._lock:
-            file = self._ready() if self._writing and entries else None
-            if file is None:
-                return
-            import lmdb
-
-            try:
-                self._put(file, list(entries.items()))
-            except (lmdb.Error, OSError) as error:
-                # A commit that failed has changed nothing that readers see.
-                self._writing = False
-                self._note(f"the score cache in {self.folder} is no longer written to: {error}")
+        for key, payload in items:
+            entries.setdefault(key, payload)
+        with _LOCK:
+            self._check_open()
+            if entries:
+                self._attempt(lambda database: self._insert(database, entries), writes=True)
 
     def close(self) -> None:
-        """Bring what was written to the disk and close."""
-        with self._lock:
+        """Close the file."""
+        with _LOCK:
             self._closed = True
-            self._let_go(sync=True)
-            _OPEN.discard(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    # ------------------------------------------------------------------------------------------------ reading
-
-    def _checked(
-        self, file: CacheFile, txn: lmdb.Transaction[bytes], cursor: lmdb.Cursor[bytes], key: bytes
-    ) -> bytes | None:
-        number = txn.get(_key(key), db=file.index)
-        if number is None:
-            return None
-        payload = unpack(key, _entry(cursor, number))
-        if payload is None and key not in self._condemned:
-            self._condemned.add(key)
-            self.stats.damaged += 1
-            self._note(f"the score cache in {self.folder} has damaged entries; they are not used")
-        return payload
+            self._disconnect()
 
     # ------------------------------------------------------------------------------------------------ writing
 
-    def _put(self, file: CacheFile, entries: list[tuple[bytes, bytes]]) -> None:
-        import lmdb
+    def _insert(self, database: sqlite3.Connection, entries: dict[bytes, bytes]) -> None:
+        limit = self._limit(database)
+        for batch, pages in self._batches(entries, limit):
+            repaired = self._damaged.intersection(batch)
+            with database:
+                database.execute("BEGIN IMMEDIATE")
+                evicted = _evict(database, limit - pages)
+                database.executemany("DELETE FROM scores WHERE key = ?", [(key,) for key in repaired])
+                written = database.executemany(
+                    "INSERT OR IGNORE INTO scores (key, checksum, payload) VALUES (?, ?, ?)",
+                    [(key, _checksum(key, payload), payload) for key, payload in batch.items()],
+                ).rowcount
+            self._damaged -= repaired
+            self.stats.written += written
+            self.stats.evicted += evicted
 
-        part = (file.page - _PAGE_HEADER) // _PARTS - _NODE_HEADER
-        pages = [2 + len(entry) // part // _PARTS for _, entry in entries]
-        start = 0
-        while start < len(entries):
-            budget, end, size = file.limit // _BATCH, start, 0
-            while end < len(entries) and (end == start or size + pages[end] <= budget):
-                size += pages[end]
-                end += 1
-            batch, start = entries[start:end], end
-            if size > file.limit // 8:
-                self._note(f"the score cache in {self.folder} is too small for entries of {len(batch[0][1])} bytes")
+    def _batches(self, entries: dict[bytes, bytes], limit: int) -> Iterator[tuple[dict[bytes, bytes], int]]:
+        """Entries that go into one transaction, and the pages that this takes at most."""
+        batch: dict[bytes, bytes] = {}
+        size = 0
+        for key, payload in entries.items():
+            pages = 2 * (1 + len(payload) // _PAGE)  # as many again for the index
+            if pages > limit // _SHARE:
+                self._note("is too small for some entries", f"{len(payload)} bytes")
                 continue
-            for _ in range(_ATTEMPTS):
-                try:
-                    self._insert(file, batch, part=part, needed=size)
-                    break
-                except lmdb.MapFullError:
-                    self._relieve(file)
-            else:
-                self._note(f"the score cache in {self.folder} had no room for some entries: a reader holds its pages")
+            if size + pages > limit // _SHARE:
+                yield batch, size
+                batch, size = {}, 0
+            batch[key] = payload
+            size += pages
+        if batch:
+            yield batch, size
 
-    def _insert(self, file: CacheFile, batch: list[tuple[bytes, bytes]], *, part: int, needed: int) -> None:
-        written: list[bytes] = []
-        with file.begin(write=True) as txn, txn.cursor(file.scores) as cursor:
-            target = file.limit - _reserve(file.limit) - needed
-            evicted = _evict(file, txn, cursor, target=target, spare=file.limit // _BATCH)
-            last = int.from_bytes(cursor.key()[:8], "big") if cursor.last() else 0
-            for key, entry in batch:
-                number = txn.get(key, db=file.index)
-                if number is not None:
-                    if unpack(key, _entry(cursor, number)) is not None:
-                        continue
-                    _remove(cursor, number)
-                last += 1
-                number = last.to_bytes(8, "big")
-                txn.put(key, number, db=file.index)
-                for at in range(0, len(entry), part):
-                    place = number + (at // part).to_bytes(4, "big")
-                    cursor.put(place, entry[at : at + part], append=True)
-                written.append(key)
-        self.stats.written += len(written)
+    def _shrink(self, database: sqlite3.Connection) -> None:
+        """Keep to a bound that is smaller than the file."""
+        limit = self._limit(database)
+        if _pragma(database, "page_count") <= limit:
+            return
+        with database:
+            database.execute("BEGIN IMMEDIATE")
+            evicted = _evict(database, limit - limit // _SHARE)
         self.stats.evicted += evicted
-        self._condemned.difference_update(written)
-        if written or evicted:
-            file.committed()
+        database.execute("VACUUM")
 
-    def _relieve(self, file: CacheFile) -> None:
-        # The reserve was not enough, or killed readers hold pages. Small transactions, because each needs pages of its
-        # own before it frees any, and several, because freed pages come back two transactions later.
-        import lmdb
-
-        file.env.reader_check()
-        for _ in range(16):
-            try:
-                with file.begin(write=True) as txn, txn.cursor(file.scores) as cursor:
-                    target = file.used(txn) - file.limit // 256
-                    evicted = _evict(file, txn, cursor, target=target, spare=0)
-            except lmdb.MapFullError:
-                return
-            self.stats.evicted += evicted
-            file.committed()
-
-    def _fit(self, file: CacheFile, pages: int) -> None:
-        evicted = -1
-        while evicted:
-            with file.begin(write=True) as txn, txn.cursor(file.scores) as cursor:
-                evicted = _evict(file, txn, cursor, target=pages - _reserve(pages), spare=0, most=1024)
-            self.stats.evicted += evicted
+    def _limit(self, database: sqlite3.Connection) -> int:
+        return (self.max_mb << 20) // _pragma(database, "page_size")
 
     # ------------------------------------------------------------------------------------------------ the file
 
-    def _opened(self) -> CacheFile:
-        try:
-            from gatespace.teacher.cache_file import CacheFile
-        except ImportError as error:
-            raise missing_extra("the score cache", module="lmdb", extra="train") from error
-        file = CacheFile(
-            self.folder, max_bytes=self.max_mb << 20, readonly=self.readonly, note=self._note, evict=self._fit
-        )
-        self.stats.damaged += file.emptied
-        return file
+    def _attempt(self, work: Callable[[sqlite3.Connection], T], *, writes: bool) -> T | None:
+        """What `work` returns; None where the cache cannot do it, which is noted."""
+        for _ in range(_ATTEMPTS):
+            if not (self._writing if writes else self._reading):
+                return None
+            try:
+                result = work(self._connect())
+                self._wait_for(_PATIENCE)
+                return result
+            except (sqlite3.Error, UnicodeError, OSError) as error:  # UnicodeError: a message that quotes damaged bytes
+                if not self._recover(error, writes=writes):
+                    return None
+        self._stop("it is damaged again and again")
+        return None
 
-    def _ready(self) -> CacheFile | None:
+    def _recover(self, error: sqlite3.Error | UnicodeError | OSError, *, writes: bool) -> bool:
+        """Do what can be done about `error`; whether it is worth another attempt."""
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+        if code & 0xFF == sqlite3.SQLITE_BUSY:
+            self._wait_for(_IMPATIENCE)
+            self._note("is held by another process; meanwhile scores are computed")
+            return False
+        if code == sqlite3.SQLITE_READONLY_DBMOVED:
+            self._disconnect()
+            return True
+        if not isinstance(error, OSError) and not self._is_refusal(code):
+            try:
+                self._discard()
+                self._note("was damaged and has been emptied", error)
+                return True
+            except OSError as trouble:
+                error = trouble
+        if writes and self._database is not None:
+            self._writing = False
+            self._note("is no longer written to", error)
+        else:
+            self._stop(error)
+        return False
+
+    def _is_refusal(self, code: int) -> bool:
+        if code == sqlite3.SQLITE_IOERR_SHORT_READ:  # a file that was cut
+            return False
+        if code == sqlite3.SQLITE_READONLY:  # the file itself can say so, wrongly
+            return not (os.access(self.path, os.W_OK) and os.access(self.folder, os.W_OK))
+        return code & 0xFF in _REFUSALS
+
+    def _connect(self) -> sqlite3.Connection:
+        """The open file; opened again after a fork, and where another process has deleted or replaced it."""
+        if self._database is not None and self._opened == (os.getpid(), _inode(self.path)):
+            return self._database
+        self._disconnect()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        database = sqlite3.connect(self.path, timeout=self._patience, isolation_level=None, check_same_thread=False)
+        self._opened = (os.getpid(), _inode(self.path))
+        try:
+            for pragma in _PRAGMAS:
+                database.execute(f"PRAGMA {pragma}")
+            database.execute(_TABLE.replace("TABLE", "TABLE IF NOT EXISTS", 1))
+            if database.execute("SELECT name, sql FROM sqlite_schema ORDER BY name").fetchall() != _SCHEMA:
+                raise sqlite3.DatabaseError("the schema is damaged")
+        except BaseException:
+            database.close()
+            raise
+        database.text_factory = bytes  # a damaged entry may have a text, which need not be UTF-8
+        self._database = database
+        return database
+
+    def _discard(self) -> None:
+        """Delete the file, unless another process has done so."""
+        if self._opened[1] == _inode(self.path):
+            for suffix in ("", "-journal", "-wal", "-shm"):
+                Path(f"{self.path}{suffix}").unlink(missing_ok=True)
+        self._disconnect()
+        self._damaged.clear()
+        self.stats.damaged += 1
+
+    def _disconnect(self) -> None:
+        database, self._database = self._database, None
+        if database is not None:
+            database.close()
+
+    def _wait_for(self, seconds: float) -> None:
+        if self._database is not None and self._patience != seconds:
+            self._database.execute(f"PRAGMA busy_timeout = {round(1000 * seconds)}")
+        self._patience = seconds
+
+    def _check_open(self) -> None:
         if self._closed:
             raise UsageError(f"the score cache in {self.folder} is closed")
-        if self._file is None:  # after a fork
-            try:
-                self._file = self._opened()
-            except GatespaceError as error:
-                self._reading = self._writing = False
-                self._note(f"the score cache in {self.folder} is no longer used: {error}")
-        return self._file
 
-    def _let_go(self, *, sync: bool) -> None:
-        import lmdb
+    def _stop(self, reason: object) -> None:
+        self._reading = self._writing = False
+        self._disconnect()
+        self._note("cannot be used", reason)
 
-        file, self._file = self._file, None
-        if file is not None:
-            try:
-                file.close(sync=sync)
-            except (lmdb.Error, OSError) as error:
-                self._note(f"the score cache in {self.folder} could not be brought to the disk: {error}")
-
-    def _note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
+    def _note(self, what: str, detail: object = None) -> None:
+        if what not in self._noted:
+            self._noted.add(what)
+            note = f"the score cache in {self.folder} {what}" + (f": {detail}" if detail is not None else "")
+            self.notes.append(note)
             if self._report is not None:
-                self._report(text)
+                self._report(note)
+
+
+# ---------------------------------------------------------------------------------------------------- the database
+
+
+def _select(database: sqlite3.Connection, keys: Sequence[bytes]) -> list[tuple[bytes, bytes, bytes]]:
+    """(key, checksum, payload) of those that are there."""
+    entries: list[tuple[bytes, bytes, bytes]] = []
+    for start in range(0, len(keys), _SELECT):
+        some: list[bytes | None] = [*keys[start : start + _SELECT]]
+        entries += database.execute(_QUERY, some + [None] * (_SELECT - len(some)))
+    return entries
+
+
+def _evict(database: sqlite3.Connection, most: int) -> int:
+    """Delete the oldest entries until at most so many pages are used; returns how many entries went."""
+    evicted = 0
+    while _pragma(database, "page_count") - _pragma(database, "freelist_count") > most:
+        ((first, last),) = database.execute("SELECT (SELECT min(id) FROM scores), (SELECT max(id) FROM scores)")
+        if first is None:
+            raise sqlite3.DatabaseError("pages are lost")
+        deleted = database.execute("DELETE FROM scores WHERE id <= ?", (first + (last - first) // 64,)).rowcount
+        if not deleted:
+            raise sqlite3.DatabaseError("entries are out of order")
+        evicted += deleted
+    return evicted
+
+
+def _pragma(database: sqlite3.Connection, name: str) -> int:
+    return int(database.execute(f"PRAGMA {name}").fetchone()[0])
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
 
 
 # ---------------------------------------------------------------------------------------------------- entries
 
 
-def _reserve(pages: int) -> int:
-    return pages // 8 + 64
+def _is_sound(key: object, checksum: object, payload: object) -> bool:
+    return isinstance(key, bytes) and isinstance(payload, bytes) and checksum == _checksum(key, payload)
 
 
-def _key(key: bytes) -> bytes:
-    if not isinstance(key, bytes) or not 0 < len(key) <= MAX_KEY:
-        raise UsageError(f"a key of the score cache has 1 to {MAX_KEY} bytes", got=repr(key), instead="score_key(...)")
-    return key
+def _checksum(key: bytes, payload: bytes) -> bytes:
+    hasher = hashlib.blake2b(bytes([len(key)]) + key, digest_size=16, person=_PERSON_ENTRY)
+    hasher.update(payload)
+    return hasher.digest()
 
 
-def _entry(cursor: lmdb.Cursor[bytes], number: bytes) -> bytes:
-    parts: list[bytes] = []
-    more = cursor.set_range(number)
-    while more and cursor.key()[:8] == number:
-        parts.append(cursor.value())
-        more = cursor.next()
-    return b"".join(parts)
+# ---------------------------------------------------------------------------------------------------- keys
 
 
-def _remove(cursor: lmdb.Cursor[bytes], number: bytes) -> None:
-    if cursor.set_range(number):
-        while cursor.key()[:8] == number and cursor.delete():
-            pass  # delete moves on to the next
+def prefix_keys(*, fingerprint: str, numerics: str, prompt: Sequence[int], response: Sequence[int]) -> list[bytes]:
+    """The keys of all positions of a response, 32 bytes each: position t has the key of the response `response[:t]`.
+
+    Args:
+        fingerprint: The teacher's weights and configuration (`Model.fingerprint`).
+        numerics: All else that can change a number: precision, canonical shape, payload, temperature.
+        prompt: Token ids of the prompt, prefill included.
+        response: Token ids of the response.
+    """
+    # Every part but the last has its length before it, so that no two different calls have one encoding.
+    hasher = hashlib.blake2b(digest_size=32, person=_PERSON_KEY)
+    for part in (fingerprint.encode(), numerics.encode(), _ids(prompt)):
+        hasher.update(len(part).to_bytes(8, "little"))
+        hasher.update(part)
+    encoded = _ids(response)
+    keys: list[bytes] = []
+    for end in range(8, len(encoded) + 8, 8):
+        keys.append(hasher.digest())  # digest leaves the hasher as it is
+        hasher.update(encoded[end - 8 : end])
+    return keys
 
 
-def _evict(
-    file: CacheFile,
-    txn: lmdb.Transaction[bytes],
-    cursor: lmdb.Cursor[bytes],
-    *,
-    target: int,
-    spare: int,
-    most: int | None = None,
-) -> int:
-    """Drop the oldest entries if more than `target` pages are used, until `spare` fewer are; returns how many."""
-    evicted = 0
-    goal = target
-    while file.used(txn) > goal and (most is None or evicted < most):
-        goal = target - spare
-        for _ in range(4):
-            if not cursor.first():
-                return evicted
-            number, key = cursor.key()[:8], key_of(cursor.value())
-            if key is not None and txn.get(key, db=file.index) == number:
-                txn.delete(key, db=file.index)
-            _remove(cursor, number)
-            evicted += 1
-    return evicted
-
-
-# ---------------------------------------------------------------------------------------------------- fork
-
-# A child must not use its parent's LMDB environment, and closing it there would free the parent's reader slots. So it
-# is closed before the fork, in the parent, and both open it again when they next need it.
-_OPEN: weakref.WeakSet[ScoreCache] = weakref.WeakSet()
-_FORKING: list[ScoreCache] = []
-
-
-def _before_fork() -> None:
-    for cache in sorted(_OPEN, key=id):
-        cache._lock.acquire()
-        cache._let_go(sync=False)
-        _FORKING.append(cache)
-
-
-def _in_parent() -> None:
-    while _FORKING:
-        _FORKING.pop()._lock.release()
-
-
-def _in_child() -> None:
-    while _FORKING:
-        _FORKING.pop()._lock = threading.RLock()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+def _ids(tokens: Sequence[int]) -> bytes:
+    try:
+        return struct.pack(f"<{len(tokens)}q", *tokens)
+    except struct.error as error:
+        raise UsageError("token ids must be integers of 64 bits", got=str(error)) from error

@@ -1,4 +1,8 @@
-"""What a teacher says of responses, wherever it lives."""
+"""Scores of a teacher: what is asked, what comes back, and the cache between the two, wherever the teacher is.
+
+A row's scores are one vector per response token: the hidden state, or ids and log-probabilities of the top k and the
+log-probability of the token itself. Caches hold these vectors.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from gatespace.errors import RunError, UsageError
 from gatespace.gating.projection import Head
 from gatespace.gating.tokens import TeacherTopK
-from gatespace.teacher.cache import prefix_keys
+from gatespace.teacher.cache import ScoreCache, prefix_keys
 
 
 @dataclass(frozen=True)
 class Scores:
-    """A teacher's view of every response token, rows one after another (N tokens in all)."""
+    """A teacher's scores of every response token, rows one after another (N tokens in all)."""
 
     payload: Tensor | TeacherTopK
-    """(1, N, H) hidden states at the positions that predict the tokens, or the teacher's first choices there."""
+    """(1, N, H) hidden states at the positions that predict the tokens, or the teacher's top k there."""
     head: Head | None
-    """Turns hidden states into logits; None beside first choices."""
+    """Turns hidden states into logits; None for top k."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +48,28 @@ class ScoreSpec:
     k: int = 64
 
 
-class TeacherStats(Protocol):
+@dataclass
+class TeacherStats:
     """What a teacher has done so far."""
 
-    computed_tokens: int
-    passes: int
+    rows: int = 0
+    tokens: int = 0
+    """Response tokens that were asked for."""
+    computed_tokens: int = 0
+    """Prompt and response tokens that went through the network."""
+    passes: int = 0
+    """Forward passes."""
 
 
 class Teacher(Protocol):
-    """Scores responses to prompts; the same question has the same answer, to the bit."""
+    """Scores responses to prompts; the same row has the same scores, to the bit."""
 
     fingerprint: str
     """Of its weights."""
     numerics: str
-    """Everything beside weights and question that the bits of a score depend on."""
+    """All that the bits of a score depend on beside weights and tokens."""
+    vocab_size: int
+    """Ids from here on are padding, for teacher and student alike."""
 
     @property
     def stats(self) -> TeacherStats: ...
@@ -77,7 +90,7 @@ class Teacher(Protocol):
 
 
 class TeacherAwayError(RunError):
-    """A teacher does not answer. Nothing is wrong with the run itself, which can go on once the teacher is back."""
+    """A teacher does not reply. Nothing is wrong with the run itself, which can go on once the teacher is back."""
 
 
 def check_questions(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], longest: int) -> None:
@@ -95,11 +108,85 @@ def check_questions(prompts: Sequence[Sequence[int]], responses: Sequence[Sequen
             )
 
 
-def score_keys(
-    *, fingerprint: str, numerics: str, payload: str, prompt: Sequence[int], response: Sequence[int]
-) -> list[bytes]:
-    """The cache's keys of a row's scores, one for each response token, the same wherever the teacher lives."""
-    # First choices come with the log-probability of the token itself, which is then part of the question.
-    asked = response if payload == "hidden" else [*response, 0]
-    keys = prefix_keys(fingerprint=fingerprint, numerics=numerics, prompt=prompt, response=asked)
-    return keys if payload == "hidden" else keys[1:]
+# ---------------------------------------------------------------------------------------------------- cached rows
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the scores of a teacher look like, and what their keys in a cache are made of."""
+
+    fingerprint: str
+    numerics: str
+    payload: str
+    k: int
+    """Tokens of the payload ``top_k``; without meaning for hidden states."""
+    dtype: torch.dtype
+    """Of a vector."""
+    device: torch.device
+    """Where scores go."""
+    head: Head | None = None
+
+    def keys(self, prompt: Sequence[int], response: Sequence[int]) -> list[bytes]:
+        """A row's keys in a cache, one for each response token, the same wherever the teacher is."""
+        # The top k come with the log-probability of the token itself, on which the key then depends too.
+        known = response if self.payload == "hidden" else [*response, 0]
+        keys = prefix_keys(fingerprint=self.fingerprint, numerics=self.numerics, prompt=prompt, response=known)
+        return keys if self.payload == "hidden" else keys[1:]
+
+
+class RowScores:
+    """The scores of some rows: looked up in a cache, the missing ones filled in by the teacher.
+
+    Args:
+        form: What they look like.
+        cache: Scores computed before.
+        prefix: What all prompts begin with.
+        prompts: After the prefix.
+        responses: Their continuations.
+    """
+
+    def __init__(
+        self,
+        form: Form,
+        cache: ScoreCache | None,
+        prefix: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+    ) -> None:
+        self._form, self._cache = form, cache
+        self._rows: list[Tensor | None] = [None] * len(responses)
+        self._keys: list[list[bytes]] = []
+        if cache is not None:
+            for prompt, response in zip(prompts, responses, strict=True):
+                self._keys.append(form.keys([*prefix, *prompt], response))
+            self._look_up(cache)
+        self.missing = [row for row, scores in enumerate(self._rows) if scores is None]
+        """The rows that were not in the cache, whole."""
+
+    def _look_up(self, cache: ScoreCache) -> None:
+        entries = iter(cache.get_many([key for keys in self._keys for key in keys]))
+        for row, keys in enumerate(self._keys):
+            vectors = [next(entries) for _ in keys]
+            if None not in vectors:
+                joined = bytearray(b"".join(vector for vector in vectors if vector is not None))
+                self._rows[row] = torch.frombuffer(joined, dtype=self._form.dtype).view(len(vectors), -1)
+
+    def fill(self, rows: Sequence[int], scores: Sequence[Tensor]) -> None:
+        """Fill in the scores of `rows`, (length, width) each."""
+        for row, entry in zip(rows, scores, strict=True):
+            self._rows[row] = entry
+
+    def scores(self) -> Scores:
+        """All rows, one after another; those that were missing go into the cache."""
+        if self._cache is not None and self.missing:
+            self._cache.put_many(
+                (key, position.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+                for row in self.missing
+                for key, position in zip(self._keys[row], self._rows[row], strict=True)  # type: ignore[arg-type]
+            )
+        form = self._form
+        joined = torch.cat([scores.to(form.device) for scores in self._rows if scores is not None])[None]
+        if form.payload == "hidden":
+            return Scores(joined, form.head)
+        ids, log_probs, sampled = joined.split([form.k, form.k, 1], -1)
+        return Scores(TeacherTopK(ids.long(), log_probs, sampled[..., 0]), None)

@@ -399,6 +399,19 @@ def test_a_server_that_ends_is_waited_for(stage: Callable[..., Actor], client: C
     assert value_of(remote.score([[1]], [[2]])) == -3.0
 
 
+def test_a_hello_that_was_lost_is_repeated(stage: Callable[..., Actor], client: Client) -> None:
+    """By a server that ended before it could reply, and whose successor answers heartbeats only."""
+    nonces: list[str] = []
+
+    def play(actor: Actor) -> None:
+        nonces.append(actor.hear(wire.Hello).message.nonce)
+        actor.welcome()
+        nonces.append(actor.heard[-1].nonce)  # type: ignore[union-attr]
+
+    asked(stage(play), client)
+    assert nonces[0] == nonces[1]
+
+
 def test_garbage_is_no_reply(stage: Callable[..., Actor], client: Client) -> None:
     def play(actor: Actor) -> None:
         actor.welcome()

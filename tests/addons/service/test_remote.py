@@ -20,12 +20,11 @@ from gatespace.errors import RunError, UsageError
 from gatespace.files import read
 from gatespace.models import Model, TinyPair, build_tiny
 from gatespace.tasks import synthetic_task
-from gatespace.teacher.scores import TeacherAwayError
+from gatespace.teacher.scores import ScoreSpec, TeacherAwayError
 from gatespace.training.train import train
-from tests.teacher.services import Nursery, Service
-
-from .test_resume import assert_same_numbers
-from .test_run import Listener
+from tests.addons.service.services import Nursery, Service
+from tests.training.test_resume import assert_same_numbers
+from tests.training.test_run import Listener
 
 Make = Callable[..., TrainConfig]
 PAYLOADS: dict[str, dict[str, Any]] = {
@@ -66,7 +65,9 @@ def make(train_config: Make, tmp_path: Path) -> Make:
     """A run of six steps in several micro-batches; with an address its teacher is there."""
 
     def build(name: str, service: Service | None = None, **settings: Any) -> TrainConfig:
-        teacher = {"timeout": 1.0, "patience": 30.0, **settings.pop("teacher", {})}
+        teacher: dict[str, Any] = settings.pop("teacher", {})
+        if service is not None:
+            teacher = {**teacher, "options": {"timeout": 1.0, "patience": 30.0, **teacher.get("options", {})}}
         whole: dict[str, Any] = {
             "steps": 6,
             "engine": {"micro_tokens": 150},
@@ -89,16 +90,16 @@ def make(train_config: Make, tmp_path: Path) -> Make:
 def test_a_remote_run_is_a_local_run(payload: str, make: Make, service: Service, student: Model) -> None:
     """To the byte, though somebody else asks the same service at the same time."""
     settings = PAYLOADS[payload]
-    local, remote = make("local", **settings), make("remote", service, **settings)
+    patient = {**settings, "teacher": {**settings["teacher"], "options": {"timeout": 30.0, "patience": 60.0}}}
+    local, remote = make("local", **settings), make("remote", service, **patient)
     train(local)
     over = threading.Event()
     wrong: list[str] = []
 
     def other() -> None:
         digest = vocabulary_digest(student.tokenizer.get_vocab())
-        with RemoteTeacher(
-            service.address, [5, 6], max_new_tokens=3, payload="top_k", k=3, tokenizer_digest=digest
-        ) as t:
+        spec = ScoreSpec((5, 6), 3, student.vocab_size, "top_k", 3)
+        with RemoteTeacher(service.address, spec, tokenizer_digest=digest) as t:
             first = None
             while not over.is_set() and not wrong:
                 found = t.score([[7, 8], [9]], [[10, 11], [12]]).payload.log_probs  # type: ignore[union-attr]
@@ -154,13 +155,13 @@ def test_a_killed_service_is_started_again(
         for one in services[1:]:
             one.end()
     assert len(services) == 3
-    assert sum("was started again; going on" in note for note in listener.notes) == 2
+    assert sum("was restarted; continuing" in note for note in listener.notes) == 2
     assert_same_numbers(remote.output, local.output, but=("model/README.md",))  # it says where the teacher was
 
 
 @pytest.mark.slow
 def test_a_slow_service_is_waited_for(make: Make, service: Service) -> None:
-    local, remote = make("local"), make("remote", service, teacher={"timeout": 0.4, "cache": None})
+    local, remote = make("local"), make("remote", service, teacher={"options": {"timeout": 0.4}, "cache": None})
     train(local)
 
     def sleep() -> None:
@@ -169,8 +170,8 @@ def test_a_slow_service_is_waited_for(make: Make, service: Service) -> None:
 
     listener = Eventful(step2=sleep)
     train(remote, listener)
-    assert any("has not answered for 0.4 s; trying again" in note for note in listener.notes)
-    assert any("has answered after" in note for note in listener.notes)
+    assert any("has not replied for 0.4 s; retrying" in note for note in listener.notes)
+    assert any("has replied after" in note for note in listener.notes)
     assert_same_numbers(remote.output, local.output, but=("model/README.md",))  # it says where the teacher was
 
 
@@ -181,7 +182,7 @@ def test_a_service_that_stays_away_ends_the_run_which_can_go_on(
     service = nursery.start(taught / "model")
     settings: dict[str, Any] = {"checkpoint": {"every": 50}, "rollout": {"staleness": staleness}}
     local = make("local", **settings)
-    remote = make("remote", service, teacher={"timeout": 0.3, "patience": 1.0, "cache": None}, **settings)
+    remote = make("remote", service, teacher={"options": {"timeout": 0.3, "patience": 1.0}, "cache": None}, **settings)
     train(local)
     listener = Eventful(step3=service.kill)
     with pytest.raises(TeacherAwayError, match="could not be done: the teacher at") as caught:
@@ -266,10 +267,10 @@ def test_settings_that_cannot_be(settings: dict[str, Any], words: str) -> None:
 
 
 def test_what_a_service_cannot_be_used_for(make: Make, service: Service) -> None:
-    with pytest.raises(UsageError, match=r"engine\.packed: the teacher's passes are others"):
+    with pytest.raises(UsageError, match=r"engine\.packed: the teacher's forward passes are others"):
         train(make("remote", service, engine={"packed": False}))
-    with pytest.raises(UsageError, match="teacher: a client of a service with keys needs"):
-        train(make("remote", service, teacher={"server_key": "x" * 40}))
+    with pytest.raises(UsageError, match=r"teacher\.options: a client of a service with keys needs"):
+        train(make("remote", service, teacher={"options": {"server_key": "x" * 40}}))
     outside = make("remote", Service(0, "zmq://192.0.2.1:5555"))
     with pytest.raises(UsageError, match=r"pair\.teacher: a teacher on another machine"):
         train(outside)
@@ -297,76 +298,6 @@ def test_commands_know_an_address(service: Service, tmp_path: Path) -> None:
     assert "scores responses and writes none" in str(wrong.exception) + wrong.stderr
     taught = call("teach", "--model", service.address, "--task", "synthetic", "--output", tmp_path / "teach")
     assert "stands for no model" in str(taught.exception) + taught.stderr
-
-
-# ---------------------------------------------------------------------------------------------------- one step off
-
-
-def ids(folder: Path, step: int) -> list[list[int]]:
-    return [record["ids"] for record in read(folder / "tokens.jsonl") if record["step"] == step]
-
-
-def test_stale_responses_are_those_of_the_student_before(make: Make) -> None:
-    """Random numbers are named by step and place, so that a student that does not move shows who wrote a response."""
-    every = {"trace": {"tokens_every": 1, "rollouts": 6}, "engine": {"micro_tokens": None}}
-    moving = {"optimizer": {"lr": 0.05}, **every}
-    fresh, stale = make("fresh", **moving), make("stale", rollout={"staleness": 1}, **moving)
-    still = make("still", optimizer={"lr": 1e-30}, **every)
-    for config in (fresh, stale, still):
-        train(config)
-    assert ids(stale.output, 1) == ids(fresh.output, 1) == ids(still.output, 1)
-    assert ids(stale.output, 2) == ids(still.output, 2) != ids(fresh.output, 2)
-    # The first update is the same, so its student writes what it would have written a step earlier.
-    assert read(stale.output / "metrics.jsonl")[0]["loss"] == pytest.approx(
-        read(fresh.output / "metrics.jsonl")[0]["loss"], rel=1e-5
-    )
-    assert ids(stale.output, 3) != ids(still.output, 3)
-    identities = [json.loads((config.output / "identity.json").read_text())["identity"] for config in (fresh, stale)]
-    assert identities[0] != identities[1]
-
-
-class Stop(Listener):
-    """Ends a run as a kill would, between a step and its checkpoint."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self._at = at
-
-    def step(self, step: int, steps: int, record: Any, timing: Any) -> None:
-        super().step(step, steps, record, timing)
-        if step == self._at:
-            raise KeyboardInterrupt
-
-
-def test_a_stale_run_goes_on_with_what_was_written_ahead(make: Make) -> None:
-    settings = {
-        "rollout": {"staleness": 1, "from": {"student": 0.7, "gold": 0.3}},
-        "steps": 8,
-        "checkpoint": {"every": 2},
-        "optimizer": {"lr": 0.02},
-    }
-    straight, killed = make("straight", **settings), make("killed", **settings)
-    train(straight)
-    for at in (1, 3, 6, 7):
-        with pytest.raises(KeyboardInterrupt):
-            train(killed, Stop(at))
-    listener = Listener()
-    train(killed, listener)
-    assert listener.steps == [7, 8]
-    assert_same_numbers(killed.output, straight.output)
-
-
-def test_a_stale_run_needs_what_was_written_ahead(make: Make) -> None:
-    config = make("run", rollout={"staleness": 1}, checkpoint={"every": 2})
-    with pytest.raises(KeyboardInterrupt):
-        train(config, Stop(3))
-    (state,) = (config.output / "checkpoints").glob("*/state.json")
-    assert json.loads(state.read_text())["state"]["ahead"]["number"] == 2
-    damaged = state.read_text().replace('"ahead"', '"other"')
-    state.write_text(damaged)
-    listener = Listener()
-    train(config, listener)  # a checkpoint that was changed is no checkpoint
-    assert listener.steps == [1, 2, 3, 4, 5, 6]
 
 
 def test_an_error_of_a_step_is_not_taken_for_a_teacher_that_is_away(make: Make, service: Service) -> None:

@@ -28,12 +28,9 @@ from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.local import LocalTeacher
 from gatespace.teacher.scores import Scores, ScoreSpec, Teacher, TeacherAwayError
 
-_MAX_LOGPROBS = 1024
-"""The largest k of a vLLM server that is started here."""
-_VLLM_START = 1200.0
-"""Seconds until a vLLM server that is started here has to be ready."""
-_VLLM_TIMEOUT = 300.0
-"""Seconds that vLLM may take for a batch."""
+_MAX_LOGPROBS = 1024  # the largest k of a vLLM server that is started here
+_VLLM_START = 1200.0  # seconds until a vLLM server that is started here has to be ready
+_VLLM_TIMEOUT = 300.0  # seconds that vLLM may take for a batch
 
 
 class Backend:

@@ -42,21 +42,15 @@ from gatespace.teacher.scores import (
     check_questions,
 )
 
-_PING = 2.0
-"""Most seconds between two heartbeats while a reply is awaited."""
-_TICK = 0.05
-"""Seconds between two looks at what is due while a reply is awaited."""
-_SOON = 5.0
-"""Seconds after which a user learns that a server that has never replied is waited for."""
+_PING = 2.0  # most seconds between two heartbeats while a reply is awaited
+_TICK = 0.05  # seconds between two looks at what is due while a reply is awaited
+_SOON = 5.0  # seconds after which a user learns that a server that has never replied is waited for
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
 """Seconds before a retry."""
-_LINGER = 500
-"""Milliseconds in which the last message is sent."""
-_LARGEST_HEAD = 16 << 30
-"""Bytes."""
+_LINGER = 500  # milliseconds in which the last message is sent
+_LARGEST_HEAD = 16 << 30  # bytes
 _PARTS_AT_ONCE = 4
-_HEADS = 8
-"""Heads that are kept on disk; the oldest are removed."""
+_HEADS = 8  # heads that are kept on disk; the oldest are removed
 
 
 class Options(Section):
@@ -349,8 +343,8 @@ class Connection(Closing):
         self._welcome: wire.Welcome | None = None
         """The server's latest. Every later one must be of the same teacher."""
         self._session: str | None = None
-        self._greeted: float | None = None
-        """When the Hello was sent that has no reply yet."""
+        self._greeting = False
+        """Whether the Hello was sent and has no reply yet."""
         self._ids = itertools.count(1)
         self._pending: dict[int, Request] = {}
         self._ping: tuple[int, float] = (0, 0.0)
@@ -420,14 +414,15 @@ class Connection(Closing):
                 why=f"it is not running there{wrong_key}; teacher.options.patience is {_seconds(self._patience)}",
                 instead="see that `gatespace teacher serve` runs there",
             )
-        unwelcome = self._greeted is not None and now - self._greeted > self._timeout
-        if unwelcome or now - self._heard > self._timeout:
+        if now - self._heard > self._timeout:
             self._report(f"the teacher at {self.address} has not replied for {_seconds(away)}; retrying")
             self._notes += 1
             self._disconnect(now)
         elif away > self._timeout * (self._notes + 1) and now - self._heard < self._timeout / 2:
             self._notes += 1
             self._report(f"the teacher at {self.address} is busy; {_seconds(away)} so far")
+            if self._greeting:  # it may have been lost with an earlier server
+                self._send(self._hello, [self._prefix])
         elif self._welcome is None and self._notes == 0 and away > _SOON:
             self._notes += 1
             limit = f"up to {_seconds(self._patience)}, teacher.options.patience"
@@ -442,8 +437,8 @@ class Connection(Closing):
             self._socket = connect(self._context, self.address, self._keys)
             self._socket.maxmsgsize = wire.MAX_BYTES
         if self._session is None:
-            if self._greeted is None:
-                self._greeted = now
+            if not self._greeting:
+                self._greeting = True
                 self._hello = replace(self._hello, id=next(self._ids), nonce=secrets.token_hex(16))
                 self._send(self._hello, [self._prefix])
         else:
@@ -494,7 +489,7 @@ class Connection(Closing):
     def _handle(self, packet: wire.Packet, now: float) -> None:
         match packet.message:
             case wire.Welcome() as welcome:
-                if self._greeted is not None and welcome.nonce == self._hello.nonce:
+                if self._greeting and welcome.nonce == self._hello.nonce:
                     self._begin(welcome, now)
             case wire.ScoreReply() | wire.HeadPart() as reply:
                 # A reply to a request that has one already, or of an earlier session, is not used.
@@ -534,7 +529,7 @@ class Connection(Closing):
         self._progress, self._failures = now, 0
 
     def _fail(self, failure: wire.Failure, now: float) -> None:
-        greeting = self._greeted is not None and failure.id == self._hello.id
+        greeting = self._greeting and failure.id == self._hello.id
         request = self._pending.get(failure.id) if failure.id is not None else None
         if failure.code == wire.SESSION:
             if self._session is not None:
@@ -555,7 +550,7 @@ class Connection(Closing):
     # ------------------------------------------------------------------ beginning again
 
     def _forget_session(self) -> None:
-        self._session = self._greeted = None
+        self._session, self._greeting = None, False
         for request in self._pending.values():
             request.sent, request.not_before = None, 0.0
 

@@ -25,49 +25,33 @@ if TYPE_CHECKING:
 class ServerLimits:
     """How much a server accepts."""
 
-    rows: int = MAX_ROWS
-    """Rows of a request."""
-    tokens: int = MAX_TOKENS
-    """Prompt and response tokens of a request."""
-    reply_bytes: int = MAX_BYTES - MAX_HEADER
-    """Bytes of the scores of a request."""
-    clients: int = 256
-    """Clients at a time; the idle client that was silent longest makes room for a new one."""
-    client_queue: int = 8
-    """Pending requests of a client."""
-    queue: int = 256
-    """Pending requests of all clients."""
-    pending_bytes: int = 1 << 30
-    """Bytes of the replies to all pending requests."""
-    batch_tokens: int = 4096
-    """Prompt and response tokens of a batch."""
-    quantum: int = 512
-    """Tokens that a client gets scored in its turn."""
-    teachers: int = 4
-    """Teachers, each with the KV cache of its prefix, that are kept ready."""
-    lease: float = 900.0
-    """Seconds of silence after which an idle client's session ends."""
-    drain: float = 60.0
-    """Seconds in which a server that ends finishes its pending requests."""
+    rows: int = MAX_ROWS  # rows of a request
+    tokens: int = MAX_TOKENS  # prompt and response tokens of a request
+    reply_bytes: int = MAX_BYTES - MAX_HEADER  # bytes of the scores of a request
+    clients: int = 256  # clients at a time; the idle client that was silent longest makes room for a new one
+    client_queue: int = 8  # pending requests of a client
+    queue: int = 256  # pending requests of all clients
+    pending_bytes: int = 1 << 30  # bytes of the replies to all pending requests
+    batch_tokens: int = 4096  # prompt and response tokens of a batch
+    quantum: int = 512  # tokens that a client gets scored in its turn
+    teachers: int = 4  # teachers, each with the KV cache of its prefix, that are kept ready
+    lease: float = 900.0  # seconds of silence after which an idle client's session ends
+    drain: float = 60.0  # seconds in which a server that ends finishes its pending requests
 
 
 @dataclass(eq=False)
 class Session:
     """A client, by its connection."""
 
-    identity: bytes
-    """Of the connection, given by the ROUTER socket."""
+    identity: bytes  # of the connection, given by the ROUTER socket
     id: str
-    nonce: str
-    """Of its Hello: one that is repeated has one session."""
+    nonce: str  # of its Hello: one that is repeated has one session
     name: str
     spec: ScoreSpec
     position_bytes: int
-    seen: float
-    """When its last message came, or its last reply was sent."""
+    seen: float  # when its last message came, or its last reply was sent
     pending: dict[int, Request] = field(default_factory=dict)
-    waiting: deque[Row] = field(default_factory=deque)
-    """Rows of pending requests that are in no batch yet."""
+    waiting: deque[Row] = field(default_factory=deque)  # rows of pending requests that are in no batch yet
 
 
 @dataclass(eq=False)
@@ -82,8 +66,7 @@ class Request:
     """By row; written by the thread of the model."""
     computed_tokens: int = 0
     passes: int = 0
-    reply_bytes: int = field(init=False)
-    """Of all its scores."""
+    reply_bytes: int = field(init=False)  # of all its scores
 
     def __post_init__(self) -> None:
         self.reply_bytes = sum(map(len, self.responses)) * self.session.position_bytes

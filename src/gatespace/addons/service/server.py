@@ -43,18 +43,12 @@ except ImportError as error:
 
 __all__ = ["ServerLimits", "TeacherServer"]
 
-_HEARTBEAT = 5.0
-"""Seconds between heartbeats of a connection; after three of silence it is closed."""
-_HANDSHAKE = 10.0
-"""Seconds in which a new connection has to complete ZeroMQ's handshake, with the right keys."""
-_LINGER = 5.0
-"""Seconds in which the last replies are sent when the server ends."""
-_BUFFERED = 64
-"""Messages of a connection that wait to be received, or to be sent; more are held back, or dropped."""
-_MESSAGES = 128
-"""Messages that are handled before the results of the model are."""
-_POLL = 0.2
-"""Seconds after which expired sessions and the end are looked after even if nothing happens."""
+_HEARTBEAT = 5.0  # seconds between heartbeats of a connection; after three of silence it is closed
+_HANDSHAKE = 10.0  # seconds in which a new connection has to complete ZeroMQ's handshake, with the right keys
+_LINGER = 5.0  # seconds in which the last replies are sent when the server ends
+_BUFFERED = 64  # messages of a connection that wait to be received, or to be sent; more are held back, or dropped
+_MESSAGES = 128  # messages that are handled before the results of the model are
+_POLL = 0.2  # seconds after which expired sessions and the end are looked after even if nothing happens
 _MINUTE = 60.0
 _COUNTERS = (
     "requests", "failures", "dropped", "rows", "tokens", "computed_tokens", "passes", "batches", "merged"

@@ -48,58 +48,40 @@ if TYPE_CHECKING:
 if sys.byteorder != "little":
     raise UsageError("the teacher service needs a little-endian machine", got=sys.byteorder)
 
-VERSION = 2
-"""Counts up with every change that an older side would not understand."""
+VERSION = 2  # counts up with every change that an older side would not understand
 MAGIC = b"GST"
 
-MAX_FRAMES = 5
-"""Header and buffers of a message."""
-MAX_HEADER = 32 << 10
-"""Bytes of the header."""
+MAX_FRAMES = 5  # header and buffers of a message
+MAX_HEADER = 32 << 10  # bytes of the header
 MAX_BYTES = 64 << 20
 """Bytes of a message. A request whose reply would be larger is refused; a client divides it."""
-MAX_ROWS = 1024
-"""Rows of a request."""
-MAX_TOKENS = 1 << 18
-"""Prompt and response tokens of a request; also of a prefix."""
-MAX_FRAME = 4 * MAX_TOKENS
-"""Bytes of the largest frame that a client sends."""
+MAX_ROWS = 1024  # rows of a request
+MAX_TOKENS = 1 << 18  # prompt and response tokens of a request; also of a prefix
+MAX_FRAME = 4 * MAX_TOKENS  # bytes of the largest frame that a client sends
 MAX_NEW_TOKENS = 1 << 16
-PART_BYTES = 1 << 20
-"""Bytes of a part of the head; the last one is shorter."""
+PART_BYTES = 1 << 20  # bytes of a part of the head; the last one is shorter
 
 WIDTHS = {"uint8": 1, "int32": 4, "bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of a value, by torch's name of its type."""
 FLOATS = ("bfloat16", "float16", "float32")
 
 # Codes of a Failure. A client decides by `retry`; the code is for people and tests.
-VERSION_CODE = "version"
-"""Another wire version."""
-MALFORMED = "malformed"
-"""Not a message, or not one that a client sends."""
-PAIR = "pair"
-"""Student and teacher have different vocabularies, or the teacher cannot do what the run needs."""
-SESSION = "session"
-"""This connection has no such session: a new Hello is needed."""
-BUSY = "busy"
-"""The queue is full: retry later, under the same id."""
-DRAINING = "draining"
-"""The server is about to end."""
-LIMIT = "limit"
-"""More rows, tokens or bytes than a request may have."""
-QUESTION = "question"
-"""Tokens that this teacher cannot score."""
-DUPLICATE = "duplicate"
-"""A pending request with other rows has this id."""
-SCORING = "scoring"
-"""The model failed on these rows."""
+VERSION_CODE = "version"  # another wire version
+MALFORMED = "malformed"  # not a message, or not one that a client sends
+PAIR = "pair"  # student and teacher have different vocabularies, or the teacher cannot do what the run needs
+SESSION = "session"  # this connection has no such session: a new Hello is needed
+BUSY = "busy"  # the queue is full: retry later, under the same id
+DRAINING = "draining"  # the server is about to end
+LIMIT = "limit"  # more rows, tokens or bytes than a request may have
+QUESTION = "question"  # tokens that this teacher cannot score
+DUPLICATE = "duplicate"  # a pending request with other rows has this id
+SCORING = "scoring"  # the model failed on these rows
 
 
 class WireError(GatespaceError, ValueError):
     """Bytes that are no message, or a message that cannot be sent."""
 
-    version: int | None = None
-    """The version of the bytes, where it is not ours."""
+    version: int | None = None  # the version of the bytes, where it is not ours
 
 
 # ---------------------------------------------------------------------------------------------------- messages
@@ -109,8 +91,7 @@ Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=2048)]
-Token = Annotated[str, Meta(min_length=8, max_length=128)]
-"""A random nonce, session or server instance."""
+Token = Annotated[str, Meta(min_length=8, max_length=128)]  # a random nonce, session or server instance
 Payload = Literal["hidden", "top_k"]
 Float = Literal["bfloat16", "float16", "float32"]
 
@@ -118,14 +99,10 @@ Float = Literal["bfloat16", "float16", "float32"]
 class Limits(Struct, frozen=True, forbid_unknown_fields=True):
     """How much a server accepts at once. A client divides its rows accordingly."""
 
-    rows: Positive
-    """Rows of a request."""
-    tokens: Positive
-    """Prompt and response tokens of a request."""
-    reply_bytes: Positive
-    """Bytes of the scores of a request: response tokens times `Welcome.position_bytes`."""
-    requests: Positive
-    """Pending requests of a client."""
+    rows: Positive  # rows of a request
+    tokens: Positive  # prompt and response tokens of a request
+    reply_bytes: Positive  # bytes of the scores of a request: response tokens times `Welcome.position_bytes`
+    requests: Positive  # pending requests of a client
     row_tokens: Positive | None
     """Prefix, prompt and response of a row together; None: no limit but that of a request."""
 
@@ -140,31 +117,26 @@ class HeadInfo(Struct, frozen=True, forbid_unknown_fields=True):
     """Of the bytes."""
     bytes: Annotated[int, Meta(ge=1, le=2**48)]
     dtype: Float
-    shape: tuple[Positive, Positive]
-    """Rows and columns of the weight."""
+    shape: tuple[Positive, Positive]  # rows and columns of the weight
     bias: bool
     scale: float
     softcap: float | None
-    parts: Positive
-    """Number of parts of `PART_BYTES`."""
+    parts: Positive  # number of parts of `PART_BYTES`
 
 
 class Hello(Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
     """A client begins a session. Buffers: prefix (P,) int32, which all its prompts begin with."""
 
     id: Id
-    nonce: Token
-    """Random; the reply repeats it."""
-    client: Name
-    """The client's name, for people."""
+    nonce: Token  # random; the reply repeats it
+    client: Name  # the client's name, for people
     tokenizer: Name
     """`vocabulary_digest` of the student's tokens, which is all that a divergence depends on; or
     `Model.tokenizer_digest()`, which requires the same chat template too."""
     max_new_tokens: Annotated[int, Meta(ge=1, le=MAX_NEW_TOKENS)]
     payload: Payload
     k: Positive
-    vocab_size: Positive | None
-    """Ids from here on are padding; None: as the teacher's tokenizer has it."""
+    vocab_size: Positive | None  # ids from here on are padding; None: as the teacher's tokenizer has it
 
 
 class Welcome(Struct, frozen=True, forbid_unknown_fields=True, tag="welcome"):
@@ -173,13 +145,10 @@ class Welcome(Struct, frozen=True, forbid_unknown_fields=True, tag="welcome"):
     id: Id
     nonce: Token
     session: Token
-    server: Token
-    """Random; new with every start of the server."""
+    server: Token  # random; new with every start of the server
     model: Name
-    fingerprint: Name
-    """`Model.fingerprint()` of the teacher."""
-    tokenizer: Name
-    """As in Hello."""
+    fingerprint: Name  # `Model.fingerprint()` of the teacher
+    tokenizer: Name  # as in Hello
     numerics: Text
     """What else the bits of a score depend on: `LocalTeacher.numerics`, so that both have the same cache keys."""
     kept: bool
@@ -188,19 +157,13 @@ class Welcome(Struct, frozen=True, forbid_unknown_fields=True, tag="welcome"):
     vocab_size: Positive
     payloads: Annotated[tuple[Name, ...], Meta(max_length=8)]
     """All that the server offers."""
-    k: Positive
-    """Of the payload top_k: no more than there are ids."""
-    width: Positive
-    """Columns of a hidden state."""
-    dtype: Float
-    """Of a hidden state."""
-    position_bytes: Positive
-    """Bytes of the scores of one response token."""
+    k: Positive  # of the payload top_k: no more than there are ids
+    width: Positive  # columns of a hidden state
+    dtype: Float  # of a hidden state
+    position_bytes: Positive  # bytes of the scores of one response token
     limits: Limits
-    lease: float
-    """Seconds of silence after which the session of an idle client ends; a Ping extends it."""
-    head: HeadInfo | None
-    """For the payload hidden."""
+    lease: float  # seconds of silence after which the session of an idle client ends; a Ping extends it
+    head: HeadInfo | None  # for the payload hidden
 
 
 class HeadRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="head_request"):
@@ -239,8 +202,7 @@ class ScoreReply(Struct, frozen=True, forbid_unknown_fields=True, tag="score_rep
     id: Id
     payload: Payload
     rows: Count
-    computed_tokens: Count
-    """The request's share of the tokens that went through the network."""
+    computed_tokens: Count  # the request's share of the tokens that went through the network
     passes: Count
     """The request's share of the forward passes; the shares of all requests add up to what was computed."""
 
@@ -257,12 +219,9 @@ class Pong(Struct, frozen=True, forbid_unknown_fields=True, tag="pong"):
 
     id: Id
     server: Token
-    known: bool
-    """Whether the session in the Ping is this connection's."""
-    mine: Count
-    """Pending requests of this client."""
-    queued: Count
-    """Pending requests of all clients."""
+    known: bool  # whether the session in the Ping is this connection's
+    mine: Count  # pending requests of this client
+    queued: Count  # pending requests of all clients
     draining: bool
 
 
@@ -280,41 +239,29 @@ class StatusReply(Struct, frozen=True, forbid_unknown_fields=True, tag="status_r
     model: Name
     fingerprint: Name
     draining: bool
-    uptime: float
-    """Seconds."""
+    uptime: float  # seconds
     clients: Count
-    requests: Count
-    """Answered with scores."""
-    failures: Count
-    """Answered with a Failure, of any code."""
-    dropped: Count
-    """Replies that could not be sent, and messages that have none."""
+    requests: Count  # answered with scores
+    failures: Count  # answered with a Failure, of any code
+    dropped: Count  # replies that could not be sent, and messages that have none
     rows: Count
-    tokens: Count
-    """Response tokens scored."""
-    computed_tokens: Count
-    """Prompt and response tokens that went through the network."""
+    tokens: Count  # response tokens scored
+    computed_tokens: Count  # prompt and response tokens that went through the network
     passes: Count
     batches: Count
-    merged: Count
-    """Batches with rows of several clients."""
-    tokens_per_second: float
-    """Response tokens, over the last minute."""
-    busy: float
-    """Share of the time since the start in which the model computed."""
-    queued: Count
-    """Pending requests."""
+    merged: Count  # batches with rows of several clients
+    tokens_per_second: float  # response tokens, over the last minute
+    busy: float  # share of the time since the start in which the model computed
+    queued: Count  # pending requests
     queued_rows: Count
-    cache_hits: Count
-    """Positions found in the server's score cache."""
+    cache_hits: Count  # positions found in the server's score cache
     cache_misses: Count
 
 
 class Failure(Struct, frozen=True, forbid_unknown_fields=True, tag="failure"):
     """Why there is no reply; an error of gatespace's family, in its four parts. Made by `failure`."""
 
-    id: Id | None
-    """Of the request; None where it could not be decoded."""
+    id: Id | None  # of the request; None where it could not be decoded
     code: Name
     what: Text
     got: Text | None
@@ -334,8 +281,7 @@ class Draining(Struct, frozen=True, forbid_unknown_fields=True, tag="draining"):
     """The server ends soon. Pending requests are answered; others have to wait for its successor."""
 
     server: Token
-    pending: Count
-    """Requests of this client that will still be answered."""
+    pending: Count  # requests of this client that will still be answered
 
 
 Message = (
