@@ -12,10 +12,9 @@ from gatespace.files import read
 from gatespace.training.run import MODEL, teach, train
 
 COMMON: dict[str, Any] = {
-    "task": {"name": "synthetic"},
-    "batch_size": 6,
-    "engine": {"precision": "bf16"},
-    "evaluation": {"final": ["val"], "limit": 6, "every": 0, "max_new_tokens": 8},
+    "task": {"name": "synthetic", "brief": True},
+    "batch_size": 3,
+    "evaluation": {"final": ["val"], "limit": 2, "every": 0, "max_new_tokens": 8},
     "checkpoint": {"every": 0},
 }
 
@@ -32,7 +31,7 @@ def test_the_real_model_learns_and_is_learned_from(smollm2: Path, tmp_path: Path
             {
                 **COMMON,
                 "model": str(smollm2),
-                "steps": 8,
+                "steps": 5,
                 "optimizer": {"lr": 1e-4, "warmup_steps": 0, "schedule": "constant"},
                 "output": str(tmp_path / "teacher"),
             },
@@ -46,10 +45,11 @@ def test_the_real_model_learns_and_is_learned_from(smollm2: Path, tmp_path: Path
         "pair": {"student": str(smollm2), "teacher": str(tmp_path / "teacher" / MODEL)},
         "rollout": {"max_new_tokens": 8},
         "teacher": {"cache": str(tmp_path / "cache")},
+        "checkpoint": {"every": 0, "model": False},
         "optimizer": {"lr": 5e-5},
     }
     student = tmp_path / "student"
-    summary = train(parse_config(TrainConfig, {**common, "steps": 8, "output": str(student)}))
+    summary = train(parse_config(TrainConfig, {**common, "steps": 4, "output": str(student)}))
     found = losses(student)
     assert sum(found[-2:]) < 0.6 * sum(found[:2])
     assert 0 < summary["run"]["lam_mean"] < 1

@@ -20,6 +20,7 @@ from gatespace.gating.configured import build_objective
 from gatespace.models import Model, load_model
 from gatespace.seeding import permutation
 from gatespace.tasks import Task, synthetic_task
+from tests.conftest import rounding
 
 from .conftest import Lab, Stepped
 
@@ -272,9 +273,11 @@ def test_gradient_on_the_real_architecture(smollm2: Path) -> None:
     assert len(parts.scored) > 1
     assert parts.responses == stepped.responses
     value, gradients = expected(lab, stepped, gated(WITH_GAP), double=False)
-    assert stepped.loss == pytest.approx(value, rel=1e-5)
-    assert_same_gradient(stepped.gradients, gradients)
-    assert_same_gradient(parts.gradients, gradients)
+    rel = rounding(student)
+    assert stepped.loss == pytest.approx(value, rel=rel)
+    assert_same_gradient(stepped.gradients, gradients, rel)
+    assert_same_gradient(parts.gradients, gradients, rel)
+    assert distance(stepped.gradients, expected(lab, stepped, gated(G5), double=False)[1]) > 100 * rel
 
 
 # ---------------------------------------------------------------------------------------------------- the shift
