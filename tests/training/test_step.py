@@ -258,8 +258,10 @@ def test_shuffling_depends_on_seed_and_step(skilled: Lab) -> None:
 
 
 @pytest.mark.slow
-def test_gradient_on_the_real_architecture(smollm2: Path) -> None:
-    student, teacher = load_model(str(smollm2)), load_model(str(smollm2))
+@pytest.mark.parametrize("folder", ["short_smollm2", pytest.param("smollm2", marks=pytest.mark.long)])
+def test_gradient_on_the_real_architecture(folder: str, request: pytest.FixtureRequest) -> None:
+    place = str(request.getfixturevalue(folder))
+    student, teacher = load_model(place), load_model(place)
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in teacher.network.parameters():
