@@ -17,7 +17,7 @@ RAY_READY := $(RAY_VENV)/.ready
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 # Two workers with one thread each: more threads than cores make the tests slower, and sums depend on thread count.
-TEST_ARGS ?= -n 2 -m "not long"
+TEST_ARGS ?= -n 2 --dist worksteal -m "not long" --durations=20 --durations-min=1
 DEMO_ARGS ?=
 DEMO_DIR  := build/demo$(if $(findstring --quick,$(DEMO_ARGS)),-quick)
 

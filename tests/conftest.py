@@ -1,15 +1,22 @@
 """Settings for every test: Hypothesis repeats the same examples on every machine and never judges by time.
 
-And the real model and the real tweets, for those who need them.
+And the real model and the real tweets, for those who need them, and at the end what was skipped, by reason.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import signal
+from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from gatespace.models import Model
 
 settings.register_profile(
     "repeatable",
@@ -20,6 +27,30 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("repeatable")
+
+# A shell without job control starts what is in the background deaf to Ctrl-C, and so would be all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line per reason to skip: each is a hole."""
+    skipped = terminalreporter.getreports("skipped")
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
+    if reasons:
+        terminalreporter.write_sep("=", f"{len(skipped)} skipped, by reason")
+        for reason, count in reasons.most_common():
+            terminalreporter.write_line(f"{count:5}  {reason}")
+
+
+def rounding(model: Model) -> float:
+    """How far apart two ways of computing the same in float32 may be, relative to the whole, forward and back.
+
+    A sum of n terms in an unforeseen order has a relative error of about 2⁻²⁴·√n, n at most the network's widest sum.
+    Each layer adds its own going forward and going back, in both computations, and independently: √(2·2·layers).
+    """
+    config = model.network.config
+    return 2**-24 * math.sqrt(config.intermediate_size) * math.sqrt(2 * 2 * config.num_hidden_layers)
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +68,31 @@ def smollm2() -> Path:
         if "neither on a Hub" not in error.what:
             raise
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of this test run see, and no other test run."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def short_smollm2(smollm2: Path, shared_folder: Path) -> Path:
+    """SmolLM2's first three layers: the real weights and widths, for what depth adds nothing to but time."""
+    from filelock import FileLock
+
+    from gatespace.models import load_model
+
+    folder = shared_folder / "short-smollm2"
+    with FileLock(shared_folder / "short-smollm2.lock"):
+        if not folder.exists():
+            model = load_model(str(smollm2))
+            model.body.layers = model.body.layers[:3]
+            model.network.config.num_hidden_layers = 3
+            model.tokenizer.save_pretrained(folder)
+            model.network.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

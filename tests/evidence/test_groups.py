@@ -180,16 +180,52 @@ def test_mixed_model_equals_statsmodels_where_its_hessian_can_be_inverted():
     assert found.p == pytest.approx(model.pvalues.iloc[0], rel=1e-2)
 
 
-def test_mixed_model_is_steady_where_a_variance_is_nothing():
+@pytest.mark.parametrize("shared_sd", [0.0, 0.3, 1.0, 30.0])
+def test_mixed_model_equals_the_analysis_of_variance_of_a_balanced_design(shared_sd):
+    """13 cells in each of 6 blocks: the best variances have a closed form, also where the one of blocks is 0."""
     for seed in range(5):
-        found = mixed(simulated(np.random.default_rng(seed), shared_sd=0.0))
-        assert isinstance(found, Mixed)
-        assert found.variances["block"] < 1.0
-        assert found.se < 0.6
+        some = simulated(np.random.default_rng(seed), shared_sd=shared_sd, mean=50.0)
+        values = np.array([d.value for d in some]).reshape(6, 13)
+        between = 13 * values.mean(1).var(ddof=1)
+        within = values.var(1, ddof=1).mean()
+        if between < within:
+            between = within = values.var(ddof=1)
+        found = mixed(some)
+        assert found.mean == pytest.approx(values.mean())
+        assert found.se == pytest.approx(math.sqrt(between / values.size), rel=1e-3)
+        assert found.variances["residual"] == pytest.approx(within, rel=1e-3)
+        assert found.variances["block"] == pytest.approx((between - within) / 13, rel=1e-3, abs=1e-3)
+
+
+def test_mixed_model_of_runs_that_say_all():
+    """A difference is that of its two runs, and where both are in the model no residual is left."""
+    rng = np.random.default_rng(3)
+    some = []
+    for seed in range(30):
+        left, right = rng.normal(70, 1.0, 5), rng.normal(68, 2.0, 4)
+        some += [Difference("t", seed, f"G{i}", f"E{j}", left[i] - right[j]) for i in range(5) for j in range(4)]
+    found = mixed(some)
+    assert isinstance(found, Mixed)
+    assert found.variances["left"] == pytest.approx(1.0, rel=0.4)
+    assert found.variances["right"] == pytest.approx(4.0, rel=0.4)
+    assert found.variances["residual"] < 1e-4
+    # every run counts once, however many cells it is in
+    assert found.mean == pytest.approx(np.mean([d.value for d in some]), abs=1e-3)
+    assert found.se == pytest.approx(math.sqrt((1 / 5 + 4 / 4) / 30), rel=0.25)
+    shuffled = mixed([some[i] for i in rng.permutation(len(some))])
+    assert (shuffled.mean, shuffled.se) == pytest.approx((found.mean, found.se), rel=1e-3)
 
 
 @pytest.mark.parametrize(
-    "some", [[], TWO_TASKS[:2], cells([("t", s, f"G{i}", "E", 1.0) for s in (1, 2) for i in range(5)])]
+    "some, reason",
+    [
+        ([], "too few"),
+        (TWO_TASKS[:2], "too few"),
+        (cells([("t", s, f"G{i}", "E", 1.0) for s in (1, 2) for i in range(5)]), "the same difference"),
+        (cells([("t", s, f"G{i}", "E", math.nan) for s in (1, 2) for i in range(5)]), "is not fitted"),
+    ],
 )
-def test_mixed_model_that_cannot_be(some):
-    assert isinstance(mixed(some), NotApplicable)
+def test_mixed_model_that_cannot_be_says_why(some, reason):
+    found = mixed(some)
+    assert isinstance(found, NotApplicable)
+    assert reason in found.reason

@@ -7,14 +7,18 @@ import io
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from statistics import fmean, stdev
 
 import pytest
 
 from gatespace.evidence.analysis import analyse
+from gatespace.evidence.groups import Difference, mixed
 from gatespace.report import build_report
+from gatespace.report.findings import find
+from gatespace.report.page import page
 from gatespace.report.table import csv_text
-from gatespace.report.tables import file_tables
+from gatespace.report.tables import file_tables, page_tables
 from gatespace.report.view import Published, View
 from tests.sample_study import sample_results
 
@@ -193,6 +197,19 @@ def test_not_applicable_cells_have_reasons(whole):
     table = rows(whole, "not-applicable")
     assert Counter(row["task"] for row in table) == {"emotion": 6, "hate": 10}  # the paper's 16
     assert all(row["reason"] for row in table)
+
+
+def test_a_mixed_model_that_is_not_fitted_says_so(small):
+    analysis = analyse(small.results)
+    absent = mixed([Difference("t", seed, f"G{i}", "E", math.nan) for seed in (1, 2) for i in range(5)])
+    view = View(small.results, replace(analysis, groups=tuple(replace(g, mixed=absent) for g in analysis.groups)))
+    tables = {table.name: table for table in file_tables(view)}
+    usual = rows(small, "groups")
+    told = list(csv.DictReader(io.StringIO(csv_text(tables["groups"]))))
+    assert all(row["mixed_pp"] == row["mixed_p"] == str(absent) for row in told)
+    assert "is not fitted" in str(absent)
+    assert [row["mean_pp"] for row in told] == [row["mean_pp"] for row in usual]  # the claim needs no second look
+    assert "Group claims" in page(view, find(view), list(tables.values()), page_tables(view), [])
 
 
 def test_wins_ties_and_losses_are_three_things(whole):

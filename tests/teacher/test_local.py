@@ -27,6 +27,7 @@ from gatespace.teacher import local
 from gatespace.teacher.cache import FILE, ScoreCache
 from gatespace.teacher.local import LocalTeacher
 from gatespace.teacher.scores import ScoreSpec
+from tests.conftest import rounding
 
 ROOT = Path(__file__).resolve().parents[2]
 CAP = 8
@@ -439,18 +440,18 @@ def test_the_number_of_threads_does_not_matter(dtype: torch.dtype, tiny: TinyPai
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_the_real_model_is_batch_invariant(dtype: torch.dtype, smollm2: Path, tmp_path: Path) -> None:
-    model = load_model(str(smollm2), dtype=dtype)
+def test_the_real_model_is_batch_invariant(dtype: torch.dtype, short_smollm2: Path, tmp_path: Path) -> None:
+    model = load_model(str(short_smollm2), dtype=dtype)
     teacher = local_teacher(model)
     assert not teacher._one_by_one
     first = scored(teacher, QUESTIONS)
     right = torch.cat([logits_of(model, *question)[0] for question in QUESTIONS[:3]]).double()
     error = (torch.cat(first[:3]).double() - right).norm() / right.norm()
-    assert error < (1e-5 if dtype == torch.float32 else 0.05)
+    assert error < (rounding(model) if dtype == torch.float32 else 0.05)
     invariant(teacher, first, few=True)
     with other_threads():
         assert scored(teacher, [QUESTIONS[6]])[0].equal(first[6])
-    there = elsewhere(smollm2, dtype)
+    there = elsewhere(short_smollm2, dtype)
     here = digests(first)
     assert there == {place: here[place] for place in there}
     with ScoreCache(tmp_path / "scores", max_mb=16) as cache:

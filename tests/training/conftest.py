@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,10 +42,8 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def shared_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all workers of this test run see, and no other test run."""
-    base = tmp_path_factory.getbasetemp()
-    place = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "training"
+def shared_place(shared_folder: Path) -> Path:
+    place = shared_folder / "training"
     place.mkdir(exist_ok=True)
     return place
 

@@ -20,6 +20,7 @@ from gatespace.gating.configured import build_objective
 from gatespace.models import Model, load_model
 from gatespace.seeding import permutation
 from gatespace.tasks import Task, synthetic_task
+from tests.conftest import rounding
 
 from .conftest import Lab, Stepped
 
@@ -257,8 +258,10 @@ def test_shuffling_depends_on_seed_and_step(skilled: Lab) -> None:
 
 
 @pytest.mark.slow
-def test_gradient_on_the_real_architecture(smollm2: Path) -> None:
-    student, teacher = load_model(str(smollm2)), load_model(str(smollm2))
+@pytest.mark.parametrize("folder", ["short_smollm2", pytest.param("smollm2", marks=pytest.mark.long)])
+def test_gradient_on_the_real_architecture(folder: str, request: pytest.FixtureRequest) -> None:
+    place = str(request.getfixturevalue(folder))
+    student, teacher = load_model(place), load_model(place)
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in teacher.network.parameters():
@@ -272,9 +275,11 @@ def test_gradient_on_the_real_architecture(smollm2: Path) -> None:
     assert len(parts.scored) > 1
     assert parts.responses == stepped.responses
     value, gradients = expected(lab, stepped, gated(WITH_GAP), double=False)
-    assert stepped.loss == pytest.approx(value, rel=1e-5)
-    assert_same_gradient(stepped.gradients, gradients)
-    assert_same_gradient(parts.gradients, gradients)
+    rel = rounding(student)
+    assert stepped.loss == pytest.approx(value, rel=rel)
+    assert_same_gradient(stepped.gradients, gradients, rel)
+    assert_same_gradient(parts.gradients, gradients, rel)
+    assert distance(stepped.gradients, expected(lab, stepped, gated(G5), double=False)[1]) > 100 * rel
 
 
 # ---------------------------------------------------------------------------------------------------- the shift

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +12,9 @@ import numpy as np
 from gatespace.evidence.paired import summarise
 from gatespace.evidence.records import Anova, Block, BlockClaim, Mixed
 from gatespace.gating.coefficients import NotApplicable
+
+_LEAST_RESIDUAL = 1e-6
+"""Of the mixed model, in units of the sample's variance."""
 
 
 class Difference(NamedTuple):
@@ -112,13 +115,11 @@ def block_claim(
 
 
 def mixed(differences: Sequence[Difference], *, confidence: float = 0.95) -> Mixed | NotApplicable:
-    """The mean difference over cells by a mixed model with crossed variances of blocks and of shared runs.
+    """The mean difference over cells by a mixed model with crossed variances of blocks and of shared runs (REML).
 
     A second look: it is anticonservative with the few blocks that a study has.
     """
-    import pandas as pd  # type: ignore[import-untyped]
-    import statsmodels.formula.api as smf  # type: ignore[import-untyped]
-    from scipy import stats  # type: ignore[import-untyped]
+    from scipy import optimize, stats  # type: ignore[import-untyped]
 
     n = len(differences)
     columns = {
@@ -129,34 +130,40 @@ def mixed(differences: Sequence[Difference], *, confidence: float = 0.95) -> Mix
     # A factor with a level per cell cannot be told from the residual, one with a single level not from the mean, and
     # two that divide the cells alike not from each other.
     divisions = {tuple(map(levels.index, levels)): name for name, levels in reversed(columns.items())}
-    factors = [name for division, name in divisions.items() if 1 < len(set(division)) < n]
-    values = [d.value for d in differences]
+    factors = {name: division for division, name in divisions.items() if 1 < len(set(division)) < n}
+    values = np.array([d.value for d in differences])
     if n < 6 or "block" not in factors:
         return NotApplicable("too few cells and blocks for a mixed model")
-    if max(values) - min(values) <= 1e-12 * max(map(abs, values)):
+    if np.ptp(values) <= 1e-12 * np.abs(values).max():
         return NotApplicable("all cells give the same difference")
-    frame = pd.DataFrame({"value": values, "one": 1, **columns})
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what they say is in `converged` and in the numbers, checked below
-            model = smf.mixedlm(
-                "value ~ 1",
-                frame,
-                groups="one",
-                re_formula="0",
-                vc_formula={name: f"0 + C({name})" for name in factors},
-            ).fit(method=["powell"])  # gradients lead astray where a variance is near 0
-    except (np.linalg.LinAlgError, ValueError, OverflowError, ZeroDivisionError):
-        return NotApplicable("the mixed model could not be fitted")
-    mean = float(model.fe_params["Intercept"])
-    variances = dict(zip(model.model.exog_vc.names, map(float, model.vcomp), strict=True))
-    # The SE of the mean given these variances. The Hessian that statsmodels inverts is singular where one of them is 0.
-    covariance = float(model.scale) * np.eye(n)
-    for name, variance in variances.items():
-        covariance += variance * np.equal.outer(np.array(columns[name]), np.array(columns[name]))
-    se = float(np.linalg.solve(covariance, np.ones(n)).sum()) ** -0.5
-    if not (model.converged and math.isfinite(mean) and math.isfinite(se)):
-        return NotApplicable("the mixed model did not converge")
+    # Both runs of a difference are in the model, so it can be that nothing is left over. The residual stays above 0,
+    # and with it the covariance can be inverted wherever the search goes. In units of the sample's variance.
+    centre, scale = float(values.mean()), float(values.std())
+    values = (values - centre) / scale
+    shared = np.array([np.equal.outer(division, division) for division in [*factors.values(), range(n)]], dtype=float)
+    bounds = [(0.0, None)] * len(factors) + [(_LEAST_RESIDUAL, None)]
+
+    def precision(variances: Any) -> tuple[Any, Any]:
+        """The inverse of the covariance, and what is left of it when the mean is taken out."""
+        inverse = np.linalg.inv(np.tensordot(variances, shared, 1))
+        return inverse, inverse - np.outer(inverse.sum(0), inverse.sum(0)) / inverse.sum()
+
+    def deviance(variances: Any) -> tuple[float, Any]:
+        """-2 log restricted likelihood, and its gradient."""
+        inverse, rest = precision(variances)
+        residuals = rest @ values
+        value = math.log(inverse.sum()) - np.linalg.slogdet(inverse)[1] + values @ residuals
+        return value, (shared * (rest - np.outer(residuals, residuals))).sum((1, 2))
+
+    search = partial(optimize.minimize, deviance, jac=True, method="L-BFGS-B", bounds=bounds, options={"ftol": 1e-12})
+    with np.errstate(invalid="ignore"):  # judged below
+        fits = sorted((search(np.full(len(bounds), start)) for start in (0.1, 1.0, 10.0)), key=lambda fit: fit.fun)
+    variances = fits[0].x
+    if not fits[1].fun - fits[0].fun < 1e-3:  # two searches end alike, and finite
+        return NotApplicable("the mixed model is not fitted: the search for its variances did not converge")
+    inverse, _ = precision(variances)
+    mean = centre + scale * float(inverse.sum(0) @ values / inverse.sum())
+    se = scale / math.sqrt(inverse.sum())
     reach = float(stats.norm.ppf((1 + confidence) / 2)) * se
     return Mixed(
         mean=mean,
@@ -166,5 +173,5 @@ def mixed(differences: Sequence[Difference], *, confidence: float = 0.95) -> Mix
         low=mean - reach,
         high=mean + reach,
         cells=n,
-        variances={**variances, "residual": float(model.scale)},
+        variances={name: float(v) * scale**2 for name, v in zip([*factors, "residual"], variances, strict=True)},
     )
