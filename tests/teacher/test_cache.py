@@ -11,6 +11,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -404,21 +405,23 @@ def test_a_full_disk_ends_the_writing_and_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stored", [0, 10])
-def test_a_read_only_folder(tmp_path: Path, stored: int) -> None:
+def test_a_read_only_folder(stored: int) -> None:
     """What is there is served, nothing is written, and no error is raised."""
-    folder = tmp_path / "cache"
-    if stored:
-        with ScoreCache(folder) as cache:
-            cache.put_many(items(range(stored)))
-        folder.chmod(0o555)
-        (folder / FILE).chmod(0o444)
-    tmp_path.chmod(0o555)
-    try:
-        served, *notes = finish(start("read_only", folder)).splitlines()
-    finally:
-        tmp_path.chmod(0o755)
+    with tempfile.TemporaryDirectory() as name:  # where another user gets in, other than in tmp_path
+        Path(name).chmod(0o755)
+        folder = Path(name) / "cache"
         if stored:
-            folder.chmod(0o755)
+            with ScoreCache(folder) as cache:
+                cache.put_many(items(range(stored)))
+            folder.chmod(0o555)
+            (folder / FILE).chmod(0o444)
+        Path(name).chmod(0o555)
+        try:
+            served, *notes = finish(start("read_only", folder)).splitlines()
+        finally:
+            Path(name).chmod(0o755)
+            if stored:
+                folder.chmod(0o755)
     assert int(served) == stored
     assert len(notes) == 1
     assert ("is no longer written to" if stored else "cannot be used") in notes[0]

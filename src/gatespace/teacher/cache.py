@@ -88,7 +88,7 @@ class ScoreCache(Closing):
         if isinstance(max_mb, bool) or not isinstance(max_mb, int) or max_mb < 1:
             raise UsageError("the bound of a score cache is a whole number of MiB, at least 1", got=repr(max_mb))
         self.folder = Path(folder).expanduser().absolute()
-        if self.folder.exists() and not self.folder.is_dir():
+        if os.path.isfile(self.folder):
             raise UsageError("the score cache needs a folder", got=f"the file {self.folder}", instead="a new folder")
         self.path = self.folder / FILE
         self.max_mb = max_mb
