@@ -1,7 +1,7 @@
-"""A model that several processes keep in pieces (FSDP2): weights, gradients and optimizer state are divided.
+"""A sharded model (FSDP2): weights, gradients and optimizer state are divided over processes.
 
-Every layer is gathered for its pass and let go after it. The head is not a layer that runs: losses take its weight, so
-it is gathered by `learning` once for all passes of an update, and its gradient goes back to the pieces once. Weights
+Every layer is gathered for its pass and released after it. The head is not a layer that runs: losses take its weight, so
+it is gathered by `learning` once for all passes of an update, and its gradient goes back to the shards once. Weights
 are kept in float32 and computed with in `dtype`.
 
 All methods are collective: every process calls them in the same order.
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ShardedModel(Model):
-    """A model in pieces; `shard` makes one. Its `head` is there within `whole` and `learning` only."""
+    """A sharded model; `shard` makes one. Its `head` is there within `whole` and `learning` only."""
 
     @property
     def device(self) -> torch.device:
-        """Where this process's pieces are."""
+        """Where this process's shard is."""
         return torch.device(self._memo["device"])
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision of the passes; the pieces are in float32."""
+        """The precision of the passes; the shards are in float32."""
         found: torch.dtype = self._memo["dtype"]
         return found
 
@@ -49,7 +49,7 @@ class ShardedModel(Model):
         """The whole head, in the precision of the passes."""
         gathered: Head | None = self._memo.get("head")
         if gathered is None:
-            raise RuntimeError("the head of a model in pieces is there within whole() and learning() only")
+            raise RuntimeError("the head of a sharded model is there within whole() and learning() only")
         bias = None if gathered.bias is None else gathered.bias.to(self.dtype)
         return Head(gathered.weight.to(self.dtype), bias, gathered.scale, gathered.softcap)
 
@@ -103,8 +103,8 @@ class ShardedModel(Model):
         return Model(network.eval(), self.tokenizer, self.name, self.source)
 
     def _gathered(self) -> Head:
-        own = super().head  # with the pieces
-        # Each process has a gradient of its own of the whole head; their sum is divided into pieces again.
+        own = super().head  # with the shards
+        # Each process has a gradient of its own of the whole head; their sum is sharded again.
         weight, bias = (
             None if tensor is None else cast(DTensor, tensor).full_tensor(grad_placements=[Partial()])
             for tensor in (own.weight, own.bias)
@@ -123,7 +123,7 @@ def shard(model: Model, *, dtype: torch.dtype, mesh: DeviceMesh | None = None) -
     """
     if hasattr(model.network, "peft_config"):
         raise UsageError(
-            "a student with adapters is not divided among processes",
+            "a student with adapters is not sharded",
             got="pair.lora with engine.parallel: fsdp",
             why="adapters are small, and the rest has neither gradients nor optimizer state",
             instead="engine.parallel: ddp",
