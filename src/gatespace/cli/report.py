@@ -54,7 +54,7 @@ def report(folder: Folder, output: Output = None, as_json: AsJson = False, no_pn
 
 
 def write_report(folder: Path, output: Path | None = None, *, png: bool = True, quiet: bool = False) -> ReportFiles:
-    """Write the report of the study in `folder`, and say what it says and where it is."""
+    """Write the report of the study in `folder`, and print its findings and where it is."""
     from gatespace.report.page import build_report
     from gatespace.study.results import read_results
 

@@ -1,1 +1,1 @@
-"""Evidence: what the numbers of a study, or of the paper, may claim."""
+"""Evidence: the statistics of a study, and what they may claim."""

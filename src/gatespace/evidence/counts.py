@@ -1,6 +1,6 @@
-"""How many cells are won, where cells share runs.
+"""The number of cells that are won, where cells share runs.
 
-One restriction serves many points, and one point stands in several cells. If nothing differs, a restriction that came
+One restriction serves many points, and one point is in several cells. If nothing differs, a restriction that came
 out low by chance loses all its cells together. So the null draws runs, each once for all its cells, and never cells.
 """
 
@@ -40,8 +40,8 @@ def win_count(
 
     Args:
         cells: The comparisons.
-        generator: Where the simulated runs come from.
-        simulations: How many times all runs are drawn.
+        generator: Draws the simulated runs.
+        simulations: The number of times that all runs are drawn.
     """
     if not cells:
         return NotApplicable("no comparable cells")

@@ -46,8 +46,8 @@ class Resampler:
 
     Args:
         examples: Rows of the split.
-        generator: Where the draws come from.
-        resamples: How many.
+        generator: Makes the draws.
+        resamples: Number of resamples.
     """
 
     def __init__(self, examples: int, *, generator: np.random.Generator, resamples: int = RESAMPLES) -> None:

@@ -72,7 +72,7 @@ def summarise(
         differences: At least one.
         confidence: Of the interval.
         unit: What one of them is, for the note.
-        note: Goes before what is to be said here.
+        note: The beginning of the summary's note.
         tolerance: A mean or an SD that is not above it is 0: the rounding of what was subtracted.
     """
     values = np.asarray(differences, dtype=float)
@@ -152,7 +152,7 @@ def minimum_detectable(sd: float, n: int, power: float = POWER, alpha: float = A
     """The smallest true mean difference that a two-sided paired t-test finds with this power.
 
     Args:
-        sd: Standard deviation of the paired differences, in any unit; the answer is in the same.
+        sd: Standard deviation of the paired differences, in the unit of the result.
         n: Pairs, e.g. seeds; at least 2.
         power: The share of repetitions that should find it.
         alpha: Level of the test.
@@ -194,7 +194,7 @@ def _effect(n: int, power: float, alpha: float) -> float:
 
 
 def _solved(**known: float | None) -> float:
-    # The solver answers with a number or an array of one, and where both signs are roots sometimes with the other one.
+    # The solver returns a number or an array of one, and where both signs are roots sometimes the negative one.
     root = abs(float(np.asarray(TTestPower().solve_power(**known)).item()))
     if not math.isfinite(root):
         raise RunError("the power of the t-test could not be solved", got=known)

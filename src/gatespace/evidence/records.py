@@ -1,6 +1,6 @@
-"""What evidence is made of, as plain values. No NaN: what cannot be said is None, and a `note` gives the reason.
+"""The values that evidence is made of. No NaN: what is not known is None, and a `note` gives the reason.
 
-Differences are left minus right. Whoever calls says the unit; a study speaks of percentage points of accuracy (pp).
+Differences are left minus right, in the caller's unit; in a study, percentage points of accuracy (pp).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Literal, NamedTuple
 from gatespace.gating.coefficients import NotApplicable
 
 ALL_TASKS = "all"
-"""Stands for a task's name where the tasks of a study are taken together."""
+"""The task's name of a group over all tasks of a study."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Some differences, their mean, and what it may claim.
+    """The mean of some differences, its tests and its interval.
 
     Args:
         n: How many there are.
@@ -25,16 +25,16 @@ class Summary:
         sd: Their standard deviation (n - 1); None for a single one.
         t: Student's t of the mean against 0; None for a single one, and where all are equal.
         p: Two-sided, from t with n - 1 degrees of freedom.
-        low: Of the interval that belongs to it,
-        high: and its other end.
+        low: Lower end of the interval of the mean.
+        high: Its upper end.
         sign_flip_p: Two-sided and exact: the share of all assignments of signs that give a mean as far from 0.
         sign_flip_floor: 2 / 2ⁿ. The sign-flip p cannot be smaller, whatever the data.
         mde: The smallest true difference that a t-test at .05 with this SD and n finds in 80 % of all repetitions.
-        wins: How many are above 0,
-        ties: equal to 0,
-        losses: below 0.
+        wins: Differences above 0.
+        ties: Differences equal to 0.
+        losses: Differences below 0.
         confidence: Of the interval.
-        note: What is missing above, and why; what has to be known to read it.
+        note: What is missing above, and why; how to read it.
     """
 
     n: int
@@ -113,7 +113,7 @@ class Anova:
         seed_f: F of the seeds.
         seed_p: Of it.
         sd: Pooled SD of a run about its point and seed, the square root of the residual mean square.
-        note: What has to be known to read it.
+        note: How to read it.
     """
 
     points: int
@@ -130,19 +130,19 @@ class Anova:
 
 @dataclass(frozen=True)
 class WinCount:
-    """How many cells are won, and what that is worth where cells share runs.
+    """The number of cells that are won, and its p where cells share runs.
 
     Args:
-        wins: Cells whose mean difference is above 0,
-        ties: equal to 0: they are left out of both p,
-        losses: below 0.
+        wins: Cells whose mean difference is above 0.
+        ties: Cells whose mean difference is 0: they are left out of both p.
+        losses: Cells whose mean difference is below 0.
         naive_p: Two-sided binomial p as if the cells were independent. They are not.
         naive_variance: Of the count in that case: a quarter of the cells that are no ties.
         null_variance: Of the count where no point differs from another and every run is drawn once for all its cells.
         effective_n: The independent cells that would give the share of wins the same variance.
         correlated_p: Two-sided p under that null, from simulated runs.
-        simulations: How many.
-        note: What has to be known to read it.
+        simulations: Number of simulations.
+        note: How to read it.
     """
 
     wins: int
@@ -158,7 +158,7 @@ class WinCount:
 
     @property
     def cells(self) -> int:
-        """All of them."""
+        """The number of cells."""
         return self.wins + self.ties + self.losses
 
 
@@ -166,7 +166,7 @@ class WinCount:
 class McNemar:
     """Two trained models on the same examples: exact McNemar test on those that only one of them has right.
 
-    It speaks of these two models and of other examples; what another seed would give is outside of it.
+    It is about these two models on other examples, not about other seeds.
     """
 
     both: int
@@ -197,7 +197,7 @@ class Interval:
     resampled: str
     """What it covers, in words."""
     over_seeds: bool
-    """Whether seeds were resampled too; false: it speaks of these trained models only."""
+    """Whether seeds were resampled too; false: it is about these trained models only."""
     seeds: int
     examples: int
     resamples: int
@@ -267,15 +267,15 @@ class GroupEvidence:
         axis: What the two sides differ in.
         restriction: ``entropy-only``, ``gap-only``, or None for all of the axis.
         task: A task's name, or `ALL_TASKS`.
-        comparable: Cells with at least one seed that has both runs,
-        not_applicable: cells that cannot be by construction,
-        missing: and cells whose runs are not done.
+        comparable: Cells with at least one seed that has both runs.
+        not_applicable: Cells that cannot be by construction.
+        missing: Cells whose runs are not done.
         mean: Mean over the comparable cells of their mean differences, in pp; None without any.
         all: The claim over all (task, seed) blocks.
         fresh: The same without the selection seed: the one that confirms.
         wins: Cells won, tied and lost by their mean over seeds.
         holm: p of the claim (fresh where there are two blocks, else all), adjusted over the axes; pooled groups only.
-        mixed: The second look.
+        mixed: The mixed model, as a second look.
     """
 
     axis: str
@@ -318,7 +318,7 @@ class Selection:
         optimism: How much better `observed` looks on test than `chosen`, in pp.
         sides: Kind → the best of it: family, entropy-only, gap-only, static, published.
         seeds: Over which the means are taken.
-        note: What has to be known to read it.
+        note: How to read it.
     """
 
     chosen: Choice | NotApplicable
@@ -331,7 +331,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class BaselineEvidence:
-    """What stands beside every accuracy of a task. Shares of the test split, but for `gain` in pp.
+    """The baselines of a task. Shares of the test split, but for `gain` in pp.
 
     Args:
         start: Accuracy of the student before training.
@@ -342,12 +342,12 @@ class BaselineEvidence:
         majority_label: That label.
         trained: Mean accuracy of the family's points, over runs.
         trained_macro_f1: Mean macro-F1 of them.
-        runs: How many runs that is.
+        runs: Number of these runs.
         gain: `trained` minus `start`, in pp.
-        below_majority: Runs of any kind whose accuracy is below the majority's,
-        done: of so many.
+        below_majority: Runs of any kind whose accuracy is below the majority's.
+        done: Runs of any kind that are done.
         rows: Of the test split.
-        duplicates: Those whose text also stands in train.
+        duplicates: Rows whose text is also in train.
     """
 
     start: float | None
@@ -368,7 +368,7 @@ class BaselineEvidence:
 
 @dataclass(frozen=True)
 class StudyAnalysis:
-    """Everything that the evidence room says about a study."""
+    """The statistics of a study."""
 
     comparisons: tuple[ComparisonEvidence, ...]
     families: tuple[Family, ...]
@@ -377,7 +377,7 @@ class StudyAnalysis:
     selection: Mapping[str, Selection]
     baselines: Mapping[str, BaselineEvidence]
     notes: tuple[str, ...]
-    """What holds for the whole: few seeds, runs that are missing."""
+    """Limits of the whole study: few seeds, runs that are missing."""
 
     def group(self, axis: str, *, task: str = ALL_TASKS, restriction: str | None = None) -> GroupEvidence | None:
         """The group of an axis, or None."""

@@ -56,7 +56,7 @@ class Findings:
         state: How much of the study there is.
         training: Per task, where training got to.
         claims: One per group of comparisons.
-        limits: What stands in the way of saying more.
+        limits: Why no more can be claimed.
     """
 
     headline: str
@@ -67,7 +67,7 @@ class Findings:
 
 
 def find(view: View) -> Findings:
-    """Everything that is said on the first screen."""
+    """The sentences of the first screen."""
     claims = tuple(_claims(view))
     return Findings(_headline(claims), _state(view), tuple(_training(view)), claims, tuple(_limits(view)))
 
@@ -76,7 +76,7 @@ def find(view: View) -> Findings:
 
 
 def _headline(claims: Sequence[Finding]) -> str:
-    """Which of the questions have an answer."""
+    """The verdicts in one sentence."""
     of = {verdict: [claim for claim in claims if claim.verdict == verdict] for verdict in VERDICTS}
     asked = len(claims)
     if not asked:
@@ -145,7 +145,7 @@ def _claims(view: View) -> list[Finding]:
         mine = [group for group in view.analysis.groups if (group.axis, group.task) == (axis, ALL_TASKS)]
         parts = [group for group in mine if group.restriction is not None]
         groups += [group for group in parts or mine if group.comparable or group.missing]  # else none can be
-    # One family: the statements that stand side by side on the first screen.
+    # One family: the statements that are side by side on the first screen.
     adjusted = holm([None if (claim := _judged(group)) is None else claim.p for group in groups])
     found = []
     for group, p in zip(groups, adjusted, strict=True):

@@ -41,9 +41,9 @@ _SIDES = ("family", "entropy-only", "gap-only", "static", "published")
 
 
 def file_tables(view: View) -> list[Table]:
-    """Those that are written to files: they hold nothing that differs between two computations of one study.
+    """The tables that are written to files: nothing in them differs between two computations of one study.
 
-    Also those that are empty and say why.
+    A table without rows is among them, with the reason.
     """
     measured = (
         _baselines, _points, _per_seed, _runs, _lam, _duplicates, _confusion, _reads, _provenance, _groups, _wins
@@ -57,7 +57,7 @@ def file_tables(view: View) -> list[Table]:
 
 
 def page_tables(view: View) -> list[Table]:
-    """Those that are on the page only: seconds are those of one machine and moment, and an error may name a path."""
+    """The tables that are on the page only: seconds belong to one machine and moment, an error may name a path."""
     return [_cost(view), _failures(view)]
 
 

@@ -136,7 +136,7 @@ class Published(NamedTuple):
 
 
 class Reference(Protocol):
-    """Published results that stand beside a study's own; the port ``references``.
+    """Published results, shown beside a study's own; the port ``references``.
 
     An entry point names a function that returns one. Its name begins the keys of the columns, e.g. ``paper_mean_pp``.
     Tasks are known by the names of their data, e.g. ``tweeteval/hate``; a reference has nothing on other tasks.
@@ -145,7 +145,7 @@ class Reference(Protocol):
     seeds: tuple[int, ...]
     """The first is the one of single-seed results."""
     note: str
-    """Says whose numbers these are."""
+    """Whose numbers these are, as a sentence."""
 
     def accuracies(self, data: str) -> Mapping[str, Mapping[int, float]]:
         """Point → seed → accuracy on test; empty for a task that the reference does not have."""
@@ -164,7 +164,7 @@ def installed_references() -> dict[str, Reference]:
 
 @dataclass(frozen=True)
 class View:
-    """Results with their analysis. Accuracies are those of the test split unless something else is said.
+    """Results with their analysis. Accuracies are those of the test split unless a split is named.
 
     Args:
         results: The study's results.

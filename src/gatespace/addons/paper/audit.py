@@ -201,7 +201,7 @@ def _infeasible() -> Row:
     return {
         **row,
         "says": f"Emotion, entropy-only: a mean of {row['printed']:+.2f} pp over {row['cells']} cells is a sum of "
-        f"{row['known_sum'] + row['needed'][0]} to {row['known_sum'] + row['needed'][1]} right answers. "
+        f"{row['known_sum'] + row['needed'][0]} to {row['known_sum'] + row['needed'][1]} correct responses. "
         f"{row['known_cells']} cells are known and sum to {row['known_sum']}, which leaves {row['needed'][0]} to "
         f"{row['needed'][1]} for the other {row['open_cells']} (at most {row['needed_widest'][1]} however "
         "accuracies were rounded). If 11 of 12 lead, and 3 of 4 HG5 points are above G5, these sum to at least "

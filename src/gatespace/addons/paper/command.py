@@ -28,7 +28,7 @@ with three seeds. MDE: the smallest difference that a t-test with this SD and
 three seeds finds in 80 % of repetitions.
 """
 _COUNTS_NOTE = """won*: so many more are won, and it is not known which. open: nothing that is
-printed decides them. so: what the count can be. paper: what it says.
+printed decides them. so: what the count can be. paper: as published.
 """
 _MEANS_NOTE = """mean: as printed, in pp. known, sum: cells whose difference is known, and their
 sum. left: what the mean leaves for the open ones. least: what they sum to at
@@ -210,7 +210,7 @@ def _means_table(rows: Sequence[Row]) -> Table:
         yield "-" if row["minimum"] is None else str(row["minimum"])
         yield "yes" if row["feasible"] else "with ties" if row["feasible_with_ties"] else "NO"
 
-    title = "Published mean differences: what they leave for open cells, in right answers"
+    title = "Published mean differences: what they leave for open cells, in responses"
     names = ("cells", "mean", "known", "sum", "open", "left", "least", "possible")
     return _table(title, names, [[*cells(row)] for row in rows])
 
@@ -224,7 +224,7 @@ def _verdict(found: dict[str, Any]) -> str:
     return (
         f"{yes} of {yes + no} figures that can be computed match what is printed; {unknown} are determined by "
         f"nothing else. {whole['accuracies'] - whole['not_a_count']} of {whole['accuracies']} per-seed accuracies are "
-        "whole numbers of right answers."
+        "whole numbers of correct responses."
     )
 
 

@@ -1,8 +1,8 @@
 """What can and cannot be derived of the paper's win counts and mean differences.
 
 The 36 cells are not printed. What is: some accuracies, the best of each side, the ends of a grid, and differences from
-which others follow. So every run of seed 42 has a range of right answers, often a single number, and every cell is won,
-lost or undecided.
+which others follow. So every run of seed 42 has a range of correct responses, often a single number, and every cell is
+won, lost or undecided.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GROUPS = ("emotion_gap", "emotion_entropy", "hate_gap", "hate_entropy")
 
 
 class Range(NamedTuple):
-    """Right answers of a run at seed 42: at least `low`, at most `high`."""
+    """Correct responses of a run at seed 42: at least `low`, at most `high`."""
 
     low: int
     high: int
@@ -31,7 +31,7 @@ class Range(NamedTuple):
 
 
 def known_counts(task: str) -> dict[str, Range]:
-    """Point or restriction → what is known of its right answers at seed 42."""
+    """Point or restriction → what is known of its correct responses at seed 42."""
     n = facts()["tasks"][task]["n_test"]["value"]
     found: dict[str, Range] = {}
     for point, run in facts()["per_seed_accuracy"][task].items():
@@ -54,7 +54,7 @@ def known_counts(task: str) -> dict[str, Range]:
 
 
 def cells() -> list[Row]:
-    """The 36 cells, each with what is known of its difference in right answers."""
+    """The 36 cells, each with what is known of its difference in correct responses."""
     rows = []
     for task, points in facts()["comparisons_36"].items():
         counts = known_counts(task)
@@ -163,7 +163,7 @@ def verdict(published: int, at_least: int, at_most: int) -> str:
 def mean_deltas() -> list[Row]:
     """The published mean differences per group: what they leave for the cells that are not known, and if it can be.
 
-    `needed` is what the printed mean leaves for the open cells, in right answers; `needed_widest` the same if every
+    `needed` is what the printed mean leaves for the open cells, in correct responses; `needed_widest` the same if every
     printed accuracy had been rounded to four digits the most favourable way. `minimum` is the least that the open
     cells can sum to where the published count makes each of them a lead.
     """
@@ -204,7 +204,7 @@ def mean_deltas() -> list[Row]:
 
 
 def _whole(mean: float, half: float, cells_: int, n: int, known: int) -> list[int]:
-    """The whole numbers of right answers between the ends of a printed mean, less those that are known."""
+    """The whole numbers of correct responses between the ends of a printed mean, less those that are known."""
     low, high = ((mean + sign * half) * cells_ * n / 100 for sign in (-1, 1))
     return [math.ceil(low - 1e-9) - known, math.floor(high + 1e-9) - known]
 

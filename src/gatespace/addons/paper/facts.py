@@ -1,4 +1,4 @@
-"""The paper's figures as published, each with its place in the paper; and those that stand beside a study's own."""
+"""The paper's figures as published, each with its place in the paper, and as a reference for reports."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def _percents(task: str, point: str) -> list[float]:
 def nine() -> list[Row]:
     """Table 3seed: mean, SD, t, p and interval of the nine replicated comparisons, beside what is printed.
 
-    The paper subtracts printed accuracies; `from_counts` subtracts correct answers, from which the last digit differs.
+    The paper subtracts printed accuracies. `from_counts` subtracts correct responses: its last digit differs.
     """
     return list(_all_nine())
 
@@ -265,7 +265,7 @@ def statements() -> list[Row]:
 
 
 def whole_counts() -> Row:
-    """Is every printed accuracy a whole number of right answers? Nothing else could be printed."""
+    """Is every printed accuracy a whole number of correct responses? Nothing else could be printed."""
     checked = wrong = 0
     for runs in facts()["per_seed_accuracy"].values():
         for run in runs.values():
