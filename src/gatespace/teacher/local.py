@@ -23,8 +23,6 @@ from gatespace.models.packed import PackedBody
 from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.scores import Form, RowScores, Scores, ScoreSpec, TeacherStats, check_questions
 
-LocalStats = TeacherStats
-
 _VERSION = 1
 """Counts up when the same teacher would give other bits than before."""
 _PASS = 512
