@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gatespace.cli import environment, extras
+from gatespace.cli import environment
 from gatespace.cli.doctor import loss_check
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,23 +105,25 @@ def test_engines_are_found_without_being_imported(python):
     assert python("-c", script).stdout.strip() == "[]"
 
 
+def extras():
+    return {extra["name"]: extra for extra in environment.extra_facts()}
+
+
 def test_extras_come_from_the_metadata(fake_distribution):
-    found = {extra.name: extra for extra in extras.extras()}
+    found = extras()
     assert list(found) == ["fast", "all", "elsewhere", "dev"]
-    assert found["fast"].missing == ("no-such-package-a<3,>=2", "vllm[audio]>=0.1")
-    assert found["all"].missing == found["fast"].missing
-    assert found["fast"].command == "pip install 'gatespace[fast]'"
-    assert found["dev"].missing[0] == "no-such-package-c"
-
-
-def test_markers_decide_what_is_missing_here(fake_distribution):
-    pytest.importorskip("packaging")
-    found = {extra.name: extra for extra in extras.extras()}
-    assert found["elsewhere"].missing == ()
+    assert found["fast"] == {
+        "name": "fast",
+        "installed": False,
+        "missing": ["no-such-package-a<3,>=2", "vllm[audio]>=0.1"],
+        "command": "pip install 'gatespace[fast]'",
+    }
+    assert found["all"]["missing"] == found["fast"]["missing"]
+    assert found["dev"]["missing"][0] == "no-such-package-c"
+    assert found["elsewhere"]["missing"] == []  # its marker says that it is not needed here
 
 
 def test_a_wrong_version_of_a_core_requirement_is_named(fake_distribution):
-    pytest.importorskip("packaging")
     facts = environment.gatespace_facts()
     assert facts["version"] == "1.2.3"
     assert facts["missing"] == [f"rich>=999 (found {metadata.version('rich')})"]
@@ -135,13 +137,18 @@ def test_an_engine_is_added_by_an_extra_for_use_else_by_its_name(fake_distributi
     assert commands["native"] is None
 
 
-def test_without_an_installed_gatespace_there_are_no_extras(monkeypatch):
+def test_where_requirements_are_unknown_the_rest_still_works(run, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "packaging.requirements", None)
+        assert "Extras: unknown, because the package packaging is not installed." in run("doctor").stdout
+
     def absent(name):
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(metadata, "requires", absent)
-    assert extras.requirements() is None
-    assert extras.extras() == []
+    monkeypatch.setattr(metadata.Distribution, "from_name", absent)
+    result = run("doctor")
+    assert result.exit_code == 0
+    assert "Extras: unknown, because gatespace runs from source and is not installed." in result.stdout
 
 
 def test_commands_name_the_real_extras():
@@ -150,9 +157,8 @@ def test_commands_name_the_real_extras():
         metadata.version("gatespace")
     except metadata.PackageNotFoundError:
         pytest.skip("gatespace is not installed here")
-    assert {extra.name for extra in extras.extras()} == set(declared)
-    assert {extra.command for extra in extras.extras()} == {f"pip install 'gatespace[{name}]'" for name in declared}
-    assert "plot" in declared  # what `gatespace gate --plot` tells its user to install
+    assert set(extras()) == set(declared)
+    assert set(declared) >= {"plot", *environment.FOR_DEVELOPMENT}  # gatespace gate --plot says to install plot
 
 
 def test_self_check_finds_a_wrong_value_and_a_wrong_gradient(monkeypatch):

@@ -1,4 +1,4 @@
-"""What the commands share: consoles that never read user text as markup, errors, JSON and the version."""
+"""What all commands print with: consoles that never read user text as markup, tables, errors, JSON; the version."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from gatespace.errors import GatespaceError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 
 def gatespace_version() -> str:
@@ -25,14 +26,25 @@ def gatespace_version() -> str:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A Rich console on standard output or standard error that takes every text literally."""
+    """A Rich console on standard output or standard error that prints every text literally."""
     from rich.console import Console
 
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
 
 
+def table(title: str, *columns: str) -> Table:
+    """A table in the look of all commands."""
+    from rich import box
+    from rich.table import Table
+
+    found = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        found.add_column(column)
+    return found
+
+
 def print_error(error: GatespaceError) -> None:
-    """Write an error to standard error: what, then got, why and instead, each on a line of its own."""
+    """Write an error to standard error: what, got, why and instead, a line each."""
     details = [("got", error.got), ("why", error.why), ("instead", error.instead)]
     lines = [("error", error.what), *((f"  {label}", text) for label, text in details if text)]
     if not sys.stderr.isatty():
@@ -48,7 +60,7 @@ def print_error(error: GatespaceError) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Write strict JSON to standard output. Infinity, which JSON lacks, must be text by now (see `json_number`)."""
+    """Write strict JSON to standard output; an infinite number must be text by now (see `json_number`)."""
     sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
@@ -58,5 +70,5 @@ def json_number(value: float) -> float | str:
 
 
 def _printable(text: str) -> str:
-    """`text` with control characters spelled out, so that an argument cannot drive the terminal."""
+    """`text` with control characters escaped, so that an argument cannot control the terminal."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gatespace.cli.console import console, print_json
+from gatespace.cli.console import console, print_json, table
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
 _TOLERANCE = 1e-5
@@ -77,7 +76,7 @@ def loss_check(torch_usable: bool) -> dict[str, str]:
 
 
 def _loss_problem() -> str:
-    """What is wrong with `gated_kl` here, or "" for nothing."""
+    """What is wrong with `gated_kl` on this machine; "" where nothing is."""
     import torch
 
     from gatespace import Gate, gated_kl
@@ -124,6 +123,8 @@ def _softmax(logits: list[float]) -> list[float]:
 def _print_report(found: dict[str, Any]) -> None:
     from rich.table import Table
 
+    from gatespace.cli.environment import FOR_DEVELOPMENT
+
     out = console()
     grid = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     grid.add_column(style="bold", no_wrap=True)
@@ -133,14 +134,23 @@ def _print_report(found: dict[str, Any]) -> None:
     out.print(grid)
     out.print()
 
-    engines = _table("Engines", "engine", "state", "for")
+    engines = _with_commands(table("Engines", "engine", "state", "for"))
     for engine in found["engines"]:
         state = engine["version"] or "installed" if engine["installed"] else "not installed"
         engines.add_row(engine["name"], state, engine["for"], engine["command"] or "")
     out.print(engines)
 
+    extras = _with_commands(table("Extras", "extra", "state"))
+    for extra in found["extras"]:
+        name = f"{extra['name']} (development)" if extra["name"] in FOR_DEVELOPMENT else extra["name"]
+        if extra["installed"]:
+            extras.add_row(name, "installed", "")
+        else:
+            extras.add_row(name, f"missing: {', '.join(extra['missing'])}", extra["command"])
     if found["extras"]:
-        _print_extras(out, found["extras"])
+        out.print(extras)
+    elif found["gatespace"]["installed"]:
+        out.print("Extras: unknown, because the package packaging is not installed.")
     else:
         out.print("Extras: unknown, because gatespace runs from source and is not installed.")
     out.print()
@@ -160,26 +170,7 @@ def _print_report(found: dict[str, Any]) -> None:
         out.print("  add it with: pip install --upgrade gatespace")
 
 
-def _print_extras(out: Console, extras: list[dict[str, Any]]) -> None:
-    from gatespace.cli.extras import FOR_DEVELOPMENT
-
-    table = _table("Extras", "extra", "state")
-    for extra in extras:
-        name = f"{extra['name']} (development)" if extra["name"] in FOR_DEVELOPMENT else extra["name"]
-        if extra["installed"]:
-            table.add_row(name, "installed", "")
-        else:
-            table.add_row(name, f"missing: {', '.join(extra['missing'])}", extra["command"])
-    out.print(table)
-
-
-def _table(title: str, *columns: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column)
+def _with_commands(table: Table) -> Table:
     table.add_column("add it with", no_wrap=True)  # a command must survive copying
     return table
 

@@ -57,8 +57,8 @@ def facts() -> dict[str, Any]:
 
 def gatespace_facts() -> dict[str, Any]:
     """The version of gatespace and the requirements of its core that are not met."""
-    installed = _version(DISTRIBUTION) is not None
-    return {"version": gatespace_version(), "installed": installed, "missing": _missing(_requirements() or [])}
+    missing = _missing(_requirements().get("", []))
+    return {"version": gatespace_version(), "installed": _version(DISTRIBUTION) is not None, "missing": missing}
 
 
 def extra_facts() -> list[dict[str, Any]]:
@@ -67,9 +67,10 @@ def extra_facts() -> list[dict[str, Any]]:
     Empty where that is unknown: gatespace is not installed, or the package `packaging` is not.
     """
     found = []
-    for name in _extras():
-        missing = _missing(_requirements(name) or [])
-        found.append({"name": name, "installed": not missing, "missing": missing, "command": _pip(name)})
+    for name, wanted in _requirements().items():
+        if name:
+            missing = _missing(wanted)
+            found.append({"name": name, "installed": not missing, "missing": missing, "command": _pip(name)})
     return found
 
 
@@ -83,50 +84,44 @@ def engine_facts(torch: dict[str, Any]) -> list[dict[str, Any]]:
         "command": None if torch["usable"] else "pip install torch",
     }
     others = []
+    commands = {
+        needed.name.lower(): _pip(extra)
+        for extra, wanted in reversed(_requirements().items())  # of several extras, the first one counts
+        for needed in wanted
+        if extra and extra not in FOR_DEVELOPMENT
+    }
     for name, purpose in ENGINES.items():
         installed = _found(name)
-        command = None if installed else _pip(extra) if (extra := _extra_with(name)) else f"pip install {name}"
+        command = None if installed else commands.get(name, f"pip install {name}")
         others.append(
             {"name": name, "installed": installed, "version": _version(name), "for": purpose, "command": command}
         )
     return [native, *others]
 
 
-def _extras() -> list[str]:
-    """Names of the extras of the installed gatespace, in the order of its metadata."""
-    if _requirements() is None:
-        return []
-    return metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
-
-
-def _extra_with(package: str) -> str | None:
-    """The extra that adds `package` for use."""
-    for extra in _extras():
-        if extra not in FOR_DEVELOPMENT and package in {needed.name.lower() for needed in _requirements(extra) or []}:
-            return extra
-    return None
-
-
-def _requirements(extra: str = "") -> list[Requirement] | None:
-    """What gatespace needs on this machine: its core, or an extra with the extras that it includes; None: unknown."""
+def _requirements() -> dict[str, list[Requirement]]:
+    """Extra → what it needs on this machine, with the extras that it includes; "" is the core. Empty: unknown."""
     try:
         from packaging.requirements import Requirement
 
         known = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or []]
+        extras = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
     except (ImportError, metadata.PackageNotFoundError):
-        return None
-    core = [needed for needed in known if needed.marker is None or needed.marker.evaluate({"extra": ""})]
-    if not extra:
-        return core
-    found, extras = [], [extra]
-    for name in extras:  # grows
-        for needed in known:
-            if needed in core or needed.marker is None or not needed.marker.evaluate({"extra": name}):
-                continue
-            if needed.name == DISTRIBUTION:
-                extras += sorted(needed.extras.difference(extras))
-            else:
-                found.append(needed)
+        return {}
+
+    def applying(extra: str) -> list[Requirement]:
+        return [needed for needed in known if needed.marker is None or needed.marker.evaluate({"extra": extra})]
+
+    core = applying("")
+    own = {extra: [needed for needed in applying(extra) if needed not in core] for extra in extras}
+    found = {"": core}
+    for extra in extras:
+        included = [extra]
+        for name in included:  # which grows
+            for needed in own[name]:
+                if needed.name == DISTRIBUTION:
+                    included += sorted(needed.extras.difference(included))
+        found[extra] = [needed for name in included for needed in own[name] if needed.name != DISTRIBUTION]
     return found
 
 
