@@ -526,10 +526,10 @@ def _averaged(curves: Sequence[Sequence[dict[str, Any]]], key: str) -> tuple[lis
 
 
 def _cost(view: View) -> Chart:
-    """What was asked of the teacher, by kind of run."""
+    """The teacher's scores by kind of run."""
     columns = (
-        text("kind"), count("runs"), count("asked", "scores asked for"), count("cached", "of them from the cache"),
-        count("teacher", "tokens the teacher read"),
+        text("kind"), count("runs"), count("asked", "scores needed"), count("cached", "of them from the cache"),
+        count("teacher", "tokens of the teacher's forward passes"),
     )  # fmt: skip
     found = {name: costs(view, kind) for kind, name in KINDS.items()}
     records: list[dict[str, Any]] = [
@@ -545,10 +545,10 @@ def _cost(view: View) -> Chart:
     ]
     asked, cached = (sum(record[key] for record in records) for key in ("asked", "cached"))
     finding = (
-        f"The runs asked for the teacher's score of {asked:,} tokens; {100 * cached / asked:.1f} % of them came from "
+        f"The runs needed the teacher's score of {asked:,} tokens; {100 * cached / asked:.1f} % of them came from "
         "the cache."
         if asked
-        else "No score was asked for."
+        else "No score was needed."
     )
 
     def draw() -> Figure:
@@ -568,7 +568,7 @@ def _cost(view: View) -> Chart:
         axes.set_xlabel(f"scores of response tokens, {unit}")
         return figure
 
-    return _chart("cost", "What the teacher was asked, and what the cache knew", finding, columns, records, draw)
+    return _chart("cost", "The teacher's scores: computed, and from the cache", finding, columns, records, draw)
 
 
 def _power(view: View) -> Chart:

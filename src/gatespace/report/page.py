@@ -34,7 +34,7 @@ _WRAPPED = 60
 """Characters beyond which a cell may break into lines."""
 GLOSSARY: tuple[tuple[str, str], ...] = (
     ("gate", "λ = σ(a·h + b·u + c + d·gap), at every response token; λ weighs reverse KL and 1-λ forward KL."),
-    ("h, u, gap", "The teacher's entropy at the token; at the first response token; one minus the student's probability of the teacher's first choice. Each in [0, 1]."),  # noqa: E501
+    ("h, u, gap", "The teacher's entropy at the token; at the first response token; one minus the student's probability of the teacher's top-1 token. Each in [0, 1]."),  # noqa: E501
     ("point", "One choice of (a, b, c, d), e.g. G5 = (4, 0, -1, 0). The family is all points of the study."),
     ("run", "One training at one point and seed."),
     ("pp", "Percentage points: the difference of two accuracies in %."),

@@ -378,8 +378,8 @@ def costs(view: View, kind: str, task: str | None = None) -> list[Cost]:
         percent("cached", "scores from cache, %"),
     ),
     stub=2, empty="No run is done.",
-    note="Teacher tokens are those that the teacher's network read; a score that another step or run had asked for "
-    "before comes from the cache. Seconds belong to this machine and moment, and stand in no file of tables/.",
+    note="Teacher tokens are those of the teacher's forward passes; a score that another step or run needed before "
+    "comes from the cache. Seconds belong to this machine and moment, and are in no file of tables/.",
 )  # fmt: skip
 def _cost(view: View) -> Iterator[Record]:
     for task, kind in [(task, kind) for task in view.results.tasks for kind in KINDS]:

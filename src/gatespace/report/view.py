@@ -69,7 +69,7 @@ AXES: Mapping[str, Axis] = {
         left="the gate",
         right="the same values of λ at shuffled tokens",
         other="shuffled λ",
-        text="Each gate against a training with the same values of λ in every step, dealt out to tokens at random: "
+        text="Each gate against a training with the same values of λ in every step, assigned to tokens at random: "
         "what remains is due to where the gate puts λ.",
         figures=("forest-control-",),
         tables=("controls",),
