@@ -114,7 +114,7 @@ def test_a_bug_keeps_its_traceback(python):
     script = (
         "import gatespace.cli.gate as g, gatespace.cli.app as a, sys\n"
         "def boom(texts): raise ZeroDivisionError('a bug')\n"
-        "g.summary.read_points = boom\n"
+        "g.read_points = boom\n"
         "sys.argv = ['gatespace', 'gate']\n"
         "a.main()\n"
     )

@@ -10,7 +10,7 @@ import zlib
 
 import pytest
 
-from gatespace.cli import gate_summary as summary
+from gatespace.cli.gate import GRID, TYPICAL, cube_statistics, notes, read_points, read_signals
 from gatespace.gating.coefficients import Gate, named_points
 
 CUBE = [*itertools.product((0.0, 1.0), repeat=3), (0.5, 0.5, 0.5)]
@@ -62,19 +62,11 @@ def test_json_schema(run):
     assert set(data) == {"points", "at", "grid", "plot"}
     assert data["plot"] is None
     keys = {
-        "input",
-        "name",
-        "gate",
-        "extra",
-        "lam_range",
-        "entropy_only",
-        "gap_only",
-        "table",
-        "saturation",
-        "mean_lam",
-    }
+        "input", "name", "gate", "extra", "lam_range", "entropy_only", "gap_only", "table", "saturation", "mean_lam",
+        "notes",
+    }  # fmt: skip
     for point in data["points"]:
-        assert set(point) == keys | {"notes"}
+        assert set(point) == keys
         assert len(point["gate"]) == 4
         assert 0 <= point["saturation"] <= 1
         assert set(point["table"][0]) == {"h", "u", "gap", "lam"}
@@ -104,28 +96,28 @@ def test_an_infinite_bias_is_still_json(run):
 
 @pytest.mark.parametrize("text", ["G3", "H2", "G4", "-4,0,0,0", "static:0.99", "static:0.7"])
 def test_cube_statistics_equal_a_plain_loop_over_the_whole_grid(text):
-    gate, n = Gate.parse(text), summary.GRID
+    gate, n = Gate.parse(text), GRID
     middle = [(i + 0.5) / n for i in range(n)]
     a, b, c, d = gate.abcd
     lams = [sigmoid(a * h + b * u + c + d * gap) for h in middle for u in middle for gap in middle]
-    found = summary.cube_statistics(gate)
-    assert found.mean_lam == pytest.approx(math.fsum(lams) / n**3, rel=1e-10)
-    assert found.saturation == pytest.approx(sum(lam <= 0.02 or lam >= 0.98 for lam in lams) / n**3, abs=1e-12)
+    mean, saturation = cube_statistics(gate)
+    assert mean == pytest.approx(math.fsum(lams) / n**3, rel=1e-10)
+    assert saturation == pytest.approx(sum(lam <= 0.02 or lam >= 0.98 for lam in lams) / n**3, abs=1e-12)
 
 
 def test_mean_over_the_cube_is_near_the_integral():
     # ∫ σ(4h-1) dh over [0, 1] = [log(1 + e^(4h-1))]/4
     exact = (math.log1p(math.exp(3)) - math.log1p(math.exp(-1))) / 4
-    assert summary.cube_statistics(Gate.named("G5")).mean_lam == pytest.approx(exact, abs=1e-4)
+    assert cube_statistics(Gate.named("G5"))[0] == pytest.approx(exact, abs=1e-4)
 
 
 def test_at_adds_a_row(run):
     data = read(run, "4,0,-1,0,jsd=2", "G2", "--at", "h=.3, gap=1,jsd=.5")
-    assert data["at"] == {"h": 0.3, "u": summary.TYPICAL, "gap": 1.0, "jsd": 0.5}
+    assert data["at"] == {"h": 0.3, "u": TYPICAL, "gap": 1.0, "jsd": 0.5}
     first, second = (point["table"] for point in data["points"])
     assert len(first) == len(CUBE) + 1
     assert first[-1] == {**data["at"], "lam": pytest.approx(sigmoid(4 * 0.3 - 1 + 2 * 0.5))}
-    assert second[-1]["lam"] == pytest.approx(sigmoid(4 * 0.3 + 4 * summary.TYPICAL - 1.5))
+    assert second[-1]["lam"] == pytest.approx(sigmoid(4 * 0.3 + 4 * TYPICAL - 1.5))
 
 
 def test_without_points_all_named_points(run):
@@ -150,7 +142,7 @@ def test_report(run):
 
 
 @pytest.mark.parametrize(
-    "text, notes",
+    "text, expected",
     [
         ("G5", ["λ rises with h"]),
         ("entropy-only:4", ["λ falls with h", "λ ≤ 0.5 always"]),
@@ -161,11 +153,11 @@ def test_report(run):
         ("-4,0,0,0,jsd=2", ["λ rises with jsd, falls with h", "jsd counted as 0"]),
     ],
 )
-def test_notes(text, notes):
-    found = summary.notes(Gate.parse(text))
-    for note in notes:
+def test_notes(text, expected):
+    found = notes(Gate.parse(text))
+    for note in expected:
         assert any(note in sentence for sentence in found), found
-    assert any("0.5 always" in sentence for sentence in found) == any("0.5 always" in note for note in notes)
+    assert any("0.5 always" in sentence for sentence in found) == any("0.5 always" in note for note in expected)
 
 
 @pytest.mark.parametrize("columns", ["60", "80", "200"])
@@ -279,9 +271,10 @@ def test_lines_are_the_gates(tmp_path):
     pytest.importorskip("matplotlib")
     from gatespace.cli.gate_plot import draw
 
-    points = summary.read_points(["H2", "static:0.388", "1,0,0,0,jsd=-3"])
-    at = summary.read_signals("h=.1,u=.2,gap=.4,jsd=.5", points)
-    axes = {axis.get_xlabel().partition(":")[0]: axis for axis in draw(points, at).axes}
+    points = read_points(["H2", "static:0.388", "1,0,0,0,jsd=-3"])
+    at = read_signals("h=.1,u=.2,gap=.4,jsd=.5", points)
+    figure = draw([point.gate for point in points], at)
+    axes = {axis.get_xlabel().partition(":")[0]: axis for axis in figure.axes}
     assert list(axes) == ["h", "u", "gap", "jsd"]
     h2, static, extra = axes["gap"].lines[-3:]
     for x, y in zip(*h2.get_data(), strict=True):
@@ -298,9 +291,9 @@ def test_no_text_of_a_plot_overlaps_or_leaves_the_page(count):
     pytest.importorskip("matplotlib")
     from gatespace.cli.gate_plot import draw, style
 
-    points = summary.read_points([])[:count]
+    points = read_points([])[:count]
     with style():
-        figure = draw(points, summary.read_signals(None, points))
+        figure = draw([point.gate for point in points], read_signals(None, points))
         figure.canvas.draw()
     texts = [text for axis in figure.axes for text in (axis.xaxis.label, axis._left_title)]
     texts += figure.legends[0].get_texts()

@@ -1,27 +1,36 @@
-"""`gatespace gate`: what a point of the family does, before anything is trained."""
+"""`gatespace gate`: what a point of the family does, before anything is trained. No torch."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand
 
-from gatespace.cli import gate_summary as summary
-from gatespace.cli.console import console, print_json
+from gatespace.cli.console import console, json_number, print_json, table
 from gatespace.cli.run_options import Plugins
-from gatespace.gating.coefficients import SATURATION, NotApplicable, named_points
+from gatespace.errors import UsageError, unknown_name
+from gatespace.gating.coefficients import SATURATION, Gate, NotApplicable, named_points
 from gatespace.plugins import load_plugins
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    from gatespace.cli.gate_summary import Point, Signals
+PAPER_SIGNALS = ("h", "u", "gap")
+GRID = 25
+"""Cells per axis of the signal cube [0, 1]³; its statistics are taken at the cells' midpoints."""
+TYPICAL = 0.3
+"""Where a plot holds the signals that it does not vary. A teacher torn between two labels has h = log 2 / log 8 = .33,
+and the paper's E[λ] of G4 on hate implies a mean u of .31."""
 
+_CORNERS_AND_CENTRE = (*itertools.product((0.0, 1.0), repeat=3), (0.5, 0.5, 0.5))
 _DASH_POINT = re.compile(r"-(?:inf\b|\.?\d)")
 _BALANCED = (0.4, 0.6)
 _CELL_WIDTH = len("RR 0.999")
@@ -34,7 +43,7 @@ class PointCommand(TyperCommand):
     """A command whose arguments may start with a minus sign, as the point -4,0,0,0 does."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        # A leading blank keeps the parser from reading the point as an option; whoever reads the point strips it.
+        # A leading blank keeps the parser from taking the point for an option; `read_points` strips it.
         guarded: list[str] = []
         for i, arg in enumerate(args):
             if arg == "--":
@@ -86,7 +95,7 @@ def gate(
     \b
     h    the teacher's entropy at the token
     u    the teacher's entropy at the first response token
-    gap  1 - the student's probability of the teacher's first choice
+    gap  1 - the student's probability of the teacher's most likely token
 
     Examples:
 
@@ -107,29 +116,147 @@ def gate(
     An infinite c (static:0, static:1) is the text "inf" or "-inf".
     """
     load_plugins(plugins or [])
-    chosen = summary.read_points(points or [])
-    held = summary.read_signals(at, chosen)
-    rows = summary.table_rows(held if at is not None else None)
+    chosen = read_points(points or [])
+    held = read_signals(at, chosen)
+    rows = [dict(zip(PAPER_SIGNALS, corner, strict=True)) for corner in _CORNERS_AND_CENTRE]
+    if at is not None:
+        rows.append(held)
     if plot is not None:
         from gatespace.cli.gate_plot import save_plot
 
         save_plot(plot, chosen, held)
     if as_json:
-        print_json(
-            {
-                "points": [summary.as_json(point, rows) for point in chosen],
-                "at": {"h": held.h, "u": held.u, "gap": held.gap, **held.extra},
-                "grid": summary.GRID,
-                "plot": None if plot is None else str(plot),
-            }
-        )
+        found = [_as_json(point, rows) for point in chosen]
+        print_json({"points": found, "at": held, "grid": GRID, "plot": None if plot is None else str(plot)})
     else:
         _print_report(console(), chosen, rows)
     if plot is not None:
         typer.echo(f"wrote {plot}", err=as_json)
 
 
-def _print_report(out: Console, points: Sequence[Point], rows: Sequence[Signals]) -> None:
+# ---------------------------------------------------------------------------------------------------- numbers
+
+
+class Point(NamedTuple):
+    """A gate and the text by which it was asked for."""
+
+    text: str
+    gate: Gate
+
+
+def read_points(texts: Sequence[str]) -> list[Point]:
+    """The points of these texts; without any, all named points of the paper."""
+    if not texts:
+        return [Point(name, gate) for name, gate in named_points().items()]
+    return [Point(text, Gate.parse(text)) for text in map(str.strip, texts)]
+
+
+def read_signals(text: str | None, points: Sequence[Point]) -> dict[str, float]:
+    """Signals from text such as ``h=.3,u=.2,gap=.5``; a signal that it leaves out has its default."""
+    further = extra_signals(point.gate for point in points)
+    signals = dict.fromkeys(PAPER_SIGNALS, TYPICAL) | dict.fromkeys(further, 0.0)
+    for part in text.split(",") if text is not None else ():
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        try:
+            number = float(value)
+        except ValueError:
+            raise UsageError(
+                "--at takes signal=value, separated by commas", got=text, instead="e.g. h=.3,u=.2"
+            ) from None
+        if name not in signals:
+            raise unknown_name("signal", name, signals)
+        if name in PAPER_SIGNALS and not 0.0 <= number <= 1.0:
+            raise UsageError(f"{name} lies in [0, 1]", got=part.strip())
+        if not math.isfinite(number):
+            raise UsageError(f"{name} must be a finite number", got=part.strip())
+        signals[name] = number
+    return signals
+
+
+def extra_signals(gates: Iterable[Gate]) -> list[str]:
+    """The signals beyond the paper's three that any of the gates reads, sorted."""
+    return sorted({name for gate in gates for name in gate.extra})
+
+
+def weights(gate: Gate) -> dict[str, float]:
+    """Signal → its coefficient."""
+    return {"h": gate.a, "u": gate.b, "gap": gate.d, **gate.extra}
+
+
+def lam_at(gate: Gate, signals: Mapping[str, float]) -> float:
+    """λ of `gate` at these signals. A signal of the gate that is not given counts as 0."""
+    known = weights(gate)
+    return gate.lam(**{name: value for name, value in signals.items() if name in known})
+
+
+def cube_statistics(gate: Gate) -> tuple[float, float]:
+    """Mean of λ and share of saturated λ over a uniform grid of the signal cube, further signals at 0."""
+    # An axis that the gate does not read changes nothing: one value of it gives the same share and mean as all.
+    midpoints = [(i + 0.5) / GRID for i in range(GRID)]
+    axes = [midpoints if weight else [0.5] for weight in (gate.a, gate.b, gate.d)]
+    lams = [gate.lam(h=h, u=u, gap=gap) for h, u, gap in itertools.product(*axes)]
+    saturated = sum(min(lam, 1.0 - lam) <= SATURATION for lam in lams)
+    return math.fsum(lams) / len(lams), saturated / len(lams)
+
+
+def notes(gate: Gate) -> list[str]:
+    """Notable properties of a gate, each a plain sentence."""
+    if gate.is_static:
+        return ["constant λ: no signal moves it"]
+    up = [name for name, weight in weights(gate).items() if weight > 0]
+    down = [name for name, weight in weights(gate).items() if weight < 0]
+    directions = [f"{verb} with {_and(names)}" for verb, names in (("rises", up), ("falls", down)) if names]
+    found = [f"λ {', '.join(directions)}"]
+    if gate.b != 0 and gate.a == gate.d == 0 and not gate.extra:
+        found.append("every token of a response shares one λ")
+    if gate.b != 0:
+        found.append("needs u, from the first response token")
+    if gate.d != 0:
+        found.append("reads the student (gap), so the gate has a gradient")
+    if gate.extra:
+        found.append(f"{_and(list(gate.extra))} counted as 0 here")
+    else:
+        low, high = gate.lam_range()
+        if high <= 0.5:
+            found.append("λ ≤ 0.5 always: never more reverse than forward KL")
+        if low >= 0.5:
+            found.append("λ ≥ 0.5 always: never more forward than reverse KL")
+    return found
+
+
+def _and(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _as_json(point: Point, rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Everything that the command prints about a point, unrounded."""
+    gate = point.gate
+    mean_lam, saturation = cube_statistics(gate)
+    return {
+        "input": point.text,
+        "name": gate.name,
+        "gate": [json_number(value) for value in gate.abcd],
+        "extra": dict(gate.extra),
+        "lam_range": list(gate.lam_range()),
+        "entropy_only": _restriction_json(gate.entropy_only()),
+        "gap_only": _restriction_json(gate.gap_only()),
+        "table": [{**row, "lam": lam_at(gate, row)} for row in rows],
+        "saturation": saturation,
+        "mean_lam": mean_lam,
+        "notes": notes(gate),
+    }
+
+
+def _restriction_json(restriction: Gate | NotApplicable) -> dict[str, Any]:
+    if isinstance(restriction, NotApplicable):
+        return {"na": restriction.reason}
+    return {"gate": [json_number(value) for value in restriction.abcd]}
+
+
+# ---------------------------------------------------------------------------------------------------- tables
+
+
+def _print_report(out: Console, points: Sequence[Point], rows: Sequence[Mapping[str, float]]) -> None:
     out.print(_points_table(points))
     out.print(_restrictions_table(points))
     out.print(
@@ -137,7 +264,7 @@ def _print_report(out: Console, points: Sequence[Point], rows: Sequence[Signals]
         style="dim",
     )
     out.print()
-    for block in _blocks(points, out.width):
+    for block in _blocks([point.gate for point in points], out.width):
         out.print(_lam_table(block, rows))
     out.print(
         f"F forward-heavy (λ < {_BALANCED[0]:g}), FF nearly forward KL alone (λ ≤ {SATURATION:g}); "
@@ -147,90 +274,89 @@ def _print_report(out: Console, points: Sequence[Point], rows: Sequence[Signals]
     out.print()
     out.print(_cube_table(points))
     out.print(
-        f"Over a uniform grid of the signal cube 0..1 ({summary.GRID} cells per axis). Saturated: λ within "
+        f"Over a uniform grid of the signal cube 0..1 ({GRID} cells per axis). Saturated: λ within "
         f"{SATURATION:g} of 0 or 1. Real tokens do not fill the cube evenly.",
         style="dim",
     )
 
 
 def _points_table(points: Sequence[Point]) -> Table:
-    table = _table("Points: λ = σ(a·h + b·u + c + d·gap)")
-    table.add_column("point", style="bold", overflow="fold")
+    found = table("Points: λ = σ(a·h + b·u + c + d·gap)")
+    found.add_column("point", style="bold", overflow="fold")
     for name in "abcd":
-        table.add_column(name, justify="right")
-    further = bool(summary.extra_signals(points))
+        found.add_column(name, justify="right")
+    further = any(gate.extra for _, gate in points)
     if further:
-        table.add_column("further signals", overflow="fold")
-    table.add_column("λ reaches", justify="right", no_wrap=True)
-    for point in points:
-        low, high = point.gate.lam_range()
-        extra = ", ".join(f"{name}={value:g}" for name, value in point.gate.extra.items())
+        found.add_column("further signals", overflow="fold")
+    found.add_column("λ reaches", justify="right", no_wrap=True)
+    for text, gate in points:
+        low, high = gate.lam_range()
         reach = f"{low:.3f}" if low == high else f"{low:.3f} .. {high:.3f}"
-        numbers = [f"{value:.4g}" for value in point.gate.abcd]
-        table.add_row(point.gate.name or point.text, *numbers, *([extra] if further else []), reach)
-    return table
+        numbers = [f"{value:.4g}" for value in gate.abcd]
+        found.add_row(gate.name or text, *numbers, *([_listed(gate.extra)] if further else []), reach)
+    return found
 
 
 def _restrictions_table(points: Sequence[Point]) -> Table:
-    table = _table("Restrictions to one channel, magnitude kept")
-    table.add_column("point", style="bold", overflow="fold")
-    table.add_column("entropy-only")
-    table.add_column("gap-only")
-    for point in points:
-        cells = []
-        for restriction in (point.gate.entropy_only(), point.gate.gap_only()):
-            style = "dim" if isinstance(restriction, NotApplicable) else ""
-            cells.append(_styled(str(restriction), style))
-        table.add_row(point.label, *cells)
-    return table
+    from rich.text import Text
+
+    found = table("Restrictions to one channel, magnitude kept")
+    found.add_column("point", style="bold", overflow="fold")
+    found.add_column("entropy-only")
+    found.add_column("gap-only")
+    for _, gate in points:
+        both = (gate.entropy_only(), gate.gap_only())
+        cells = [Text(str(one), style="dim" if isinstance(one, NotApplicable) else "") for one in both]
+        found.add_row(gate.label, *cells)
+    return found
 
 
-def _lam_table(points: Sequence[Point], rows: Sequence[Signals]) -> Table:
-    table = _table("λ over the signals")
-    for name in summary.PAPER_SIGNALS:
-        table.add_column(name, justify="right")
-    further = sorted({name for row in rows for name in row.extra})
+def _lam_table(gates: Sequence[Gate], rows: Sequence[Mapping[str, float]]) -> Table:
+    found = table("λ over the signals")
+    for name in PAPER_SIGNALS:
+        found.add_column(name, justify="right")
+    further = any(len(row) > len(PAPER_SIGNALS) for row in rows)
     if further:
-        table.add_column("further", overflow="fold")
-    for point in points:
-        table.add_column(point.label, justify="right", overflow="fold", min_width=_CELL_WIDTH, max_width=_LABEL_WIDTH)
+        found.add_column("further", overflow="fold")
+    for gate in gates:
+        found.add_column(gate.label, justify="right", overflow="fold", min_width=_CELL_WIDTH, max_width=_LABEL_WIDTH)
     for row in rows:
-        cells = [f"{row.get(name):g}" for name in summary.PAPER_SIGNALS]
+        cells = [f"{row[name]:g}" for name in PAPER_SIGNALS]
         if further:
-            cells.append(", ".join(f"{name}={value:g}" for name, value in row.extra.items()) or "0")
-        table.add_row(*cells, *(_lam_cell(row.lam(point.gate)) for point in points))
-    return table
+            cells.append(_listed({name: row[name] for name in row if name not in PAPER_SIGNALS}) or "0")
+        found.add_row(*cells, *(_lam_cell(lam_at(gate, row)) for gate in gates))
+    return found
 
 
 def _cube_table(points: Sequence[Point]) -> Table:
-    table = _table("Over the signal cube")
-    table.add_column("point", style="bold", overflow="fold")
-    table.add_column("mean λ", justify="right")
-    table.add_column("saturated", justify="right")
-    table.add_column("what to know")
-    for point in points:
-        cube = summary.cube_statistics(point.gate)
-        table.add_row(
-            point.label, f"{cube.mean_lam:.3f}", f"{cube.saturation:.1%}", "; ".join(summary.notes(point.gate))
-        )
-    return table
+    found = table("Over the signal cube")
+    found.add_column("point", style="bold", overflow="fold")
+    found.add_column("mean λ", justify="right")
+    found.add_column("saturated", justify="right")
+    found.add_column("what to know")
+    for _, gate in points:
+        mean_lam, saturation = cube_statistics(gate)
+        found.add_row(gate.label, f"{mean_lam:.3f}", f"{saturation:.1%}", "; ".join(notes(gate)))
+    return found
 
 
-def _blocks(points: Sequence[Point], width: int) -> Iterator[Sequence[Point]]:
-    """The points in groups whose λ columns fit `width`."""
-    block: list[Point] = []
+def _blocks(gates: Sequence[Gate], width: int) -> Iterator[Sequence[Gate]]:
+    """The gates in groups whose λ columns fit `width`."""
+    block: list[Gate] = []
     used = _SIGNAL_COLUMNS_WIDTH
-    for point in points:
-        needed = min(max(len(point.label), _CELL_WIDTH), _LABEL_WIDTH) + _COLUMN_GAP
+    for gate in gates:
+        needed = min(max(len(gate.label), _CELL_WIDTH), _LABEL_WIDTH) + _COLUMN_GAP
         if block and used + needed > width:
             yield block
             block, used = [], _SIGNAL_COLUMNS_WIDTH
-        block.append(point)
+        block.append(gate)
         used += needed
     yield block
 
 
-def _lam_cell(lam: float) -> Any:
+def _lam_cell(lam: float) -> Text:
+    from rich.text import Text
+
     if lam <= SATURATION:
         mark, style = "FF", "bold blue"
     elif lam < _BALANCED[0]:
@@ -241,17 +367,8 @@ def _lam_cell(lam: float) -> Any:
         mark, style = "R", "red"
     else:
         mark, style = "RR", "bold red"
-    return _styled(f"{mark} {lam:.3f}", style)
+    return Text(f"{mark} {lam:.3f}", style=style)
 
 
-def _styled(text: str, style: str) -> Any:
-    from rich.text import Text
-
-    return Text(text, style=style)
-
-
-def _table(title: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+def _listed(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name}={value:g}" for name, value in values.items())

@@ -1,18 +1,19 @@
-"""Draw λ against each signal, points side by side. matplotlib's object interface, without pyplot's global state."""
+"""`gatespace gate --plot`: λ against each signal, points side by side, without pyplot's global state."""
 
 from __future__ import annotations
 
 import io
-import os
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
-from gatespace.cli.gate_summary import PAPER_SIGNALS, Point, Signals, extra_signals, reads
+from gatespace.cli.gate import PAPER_SIGNALS, Point, extra_signals, lam_at, weights
 from gatespace.errors import RunError, UsageError, missing_extra
+from gatespace.files import atomic_write
+from gatespace.gating.coefficients import Gate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,8 +41,8 @@ _MARK_EVERY = 30
 _NOTE_CHARACTERS = 46
 
 
-def save_plot(path: Path, points: Sequence[Point], at: Signals) -> None:
-    """Write the plot to `path` whole or not at all. The same points give the same bytes."""
+def save_plot(path: Path, points: Sequence[Point], at: Mapping[str, float]) -> None:
+    """Write the plot to `path`, all of it or nothing. The same points give the same bytes."""
     suffix = path.suffix.lower()
     if suffix not in FORMATS:
         raise UsageError(
@@ -55,10 +56,13 @@ def save_plot(path: Path, points: Sequence[Point], at: Signals) -> None:
         if error.name != "matplotlib":
             raise
         raise missing_extra("--plot", module="matplotlib", extra="plot") from None
-    distinct = list({point.gate: point for point in points}.values())
+    gates = list({point.gate: None for point in points})
     with style():
-        content = _render(draw(distinct, at), suffix, _title(distinct), _description(distinct, at))
-    _write_atomically(path, content)
+        content = _render(draw(gates, at), suffix, _title(gates), _description(gates, at))
+    try:
+        atomic_write(path, content)
+    except RunError as error:
+        raise RunError("the plot could not be written", got=path, why=error.got or "") from None
 
 
 @contextmanager
@@ -72,23 +76,23 @@ def style() -> Iterator[None]:
         yield
 
 
-def draw(points: Sequence[Point], at: Signals) -> Figure:
-    """One panel per signal: λ while it goes from 0 to 1 and the others stay where `at` has them."""
+def draw(gates: Sequence[Gate], at: Mapping[str, float]) -> Figure:
+    """One panel per signal: λ while the signal goes from 0 to 1 and the others stay as in `at`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    signals = [*PAPER_SIGNALS, *extra_signals(points)]
+    signals = [*PAPER_SIGNALS, *extra_signals(gates)]
     columns = len(signals) if len(signals) <= _PANELS_PER_ROW else _PANELS_PER_ROW - 1
     rows = -(-len(signals) // columns)
     width = 0.5 + columns * _PANEL_WIDTH
-    legend_columns = _legend_columns(points, width)
-    legend_height = 0.12 + _LEGEND_ROW * -(-len(points) // legend_columns)
+    legend_columns = _legend_columns(gates, width)
+    legend_height = 0.12 + _LEGEND_ROW * -(-len(gates) // legend_columns)
     figure = Figure(figsize=(width, rows * _PANEL_HEIGHT + legend_height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
     for i, axis in enumerate(axes):
         if i < len(signals):
-            _draw_panel(axis, signals[i], signals, points, at, leftmost=i % columns == 0)
+            _draw_panel(axis, signals[i], signals, gates, at, leftmost=i % columns == 0)
         else:
             axis.set_axis_off()
     handles, labels = axes[0].get_legend_handles_labels()
@@ -102,23 +106,23 @@ def draw(points: Sequence[Point], at: Signals) -> Figure:
 
 
 def _draw_panel(
-    axis: Axes, signal: str, signals: Sequence[str], points: Sequence[Point], at: Signals, *, leftmost: bool
+    axis: Axes, signal: str, signals: Sequence[str], gates: Sequence[Gate], at: Mapping[str, float], *, leftmost: bool
 ) -> None:
     xs = [i / _STEPS for i in range(_STEPS + 1)]
     axis.axhline(0.5, color="0.55", linewidth=0.7, linestyle=(0, (2, 2)), zorder=1)
-    for i, point in enumerate(points):
+    for i, gate in enumerate(gates):
         axis.plot(
             xs,
-            [at.replace(signal, x).lam(point.gate) for x in xs],
-            label=point.label,
+            [lam_at(gate, {**at, signal: x}) for x in xs],
+            label=gate.label,
             color=_COLOURS[i % len(_COLOURS)],
             linestyle=_DASHES[i % len(_DASHES)],
             # A gate that does not read this signal is a level line here: context, hence thinner.
-            linewidth=_LINE if reads(point.gate, signal) else _LEVEL_LINE,
+            linewidth=_LINE if weights(gate).get(signal) else _LEVEL_LINE,
             marker=_MARKERS[i % len(_MARKERS)],
             markersize=3.6,
             # Staggered, so that lines that lie on each other still show both markers.
-            markevery=(int((i + 0.5) * _MARK_EVERY / len(points)) if len(points) > 1 else 0, _MARK_EVERY),
+            markevery=(int((i + 0.5) * _MARK_EVERY / len(gates)) if len(gates) > 1 else 0, _MARK_EVERY),
             clip_on=False,
             zorder=3,
         )
@@ -133,14 +137,14 @@ def _draw_panel(
     if leftmost:
         axis.set_ylabel("← forward KL    λ    reverse KL →")
     # Blanks that do not break keep "jsd = 0" on one line.
-    others = ", ".join(f"{name}\u00a0=\u00a0{at.get(name):g}" for name in signals if name != signal)
+    others = ", ".join(f"{name}\u00a0=\u00a0{at[name]:g}" for name in signals if name != signal)
     axis.set_title(textwrap.fill(f"at {others}", _NOTE_CHARACTERS), fontsize=7, color="0.35", loc="left")
 
 
-def _legend_columns(points: Sequence[Point], width: float) -> int:
+def _legend_columns(gates: Sequence[Gate], width: float) -> int:
     # About .075 inch per character at this size, and .6 inch for the line and the gap.
-    longest = max(len(point.label) for point in points)
-    return max(1, min(len(points), int((width - 0.2) / (0.6 + 0.075 * longest))))
+    longest = max(len(gate.label) for gate in gates)
+    return max(1, min(len(gates), int((width - 0.2) / (0.6 + 0.075 * longest))))
 
 
 def _render(figure: Figure, suffix: str, title: str, description: str) -> bytes:
@@ -160,31 +164,17 @@ def _render(figure: Figure, suffix: str, title: str, description: str) -> bytes:
     return content
 
 
-def _title(points: Sequence[Point]) -> str:
-    return f"λ against each signal for {', '.join(point.label for point in points)}"
+def _title(gates: Sequence[Gate]) -> str:
+    return f"λ against each signal for {', '.join(gate.label for gate in gates)}"
 
 
-def _description(points: Sequence[Point], at: Signals) -> str:
-    held = ", ".join(f"{name} = {at.get(name):g}" for name in (*PAPER_SIGNALS, *at.extra))
+def _description(gates: Sequence[Gate], at: Mapping[str, float]) -> str:
+    held = ", ".join(f"{name} = {value:g}" for name, value in at.items())
     ranges = "; ".join(
-        f"{point.label} (coefficients {point.gate}) from {point.gate.lam_range().low:.3f}"
-        f" to {point.gate.lam_range().high:.3f}"
-        for point in points
+        f"{gate.label} (coefficients {gate}) from {gate.lam_range().low:.3f} to {gate.lam_range().high:.3f}"
+        for gate in gates
     )
     return (
         "λ is the weight of reverse KL, 1 at the top; forward KL is at the bottom. One panel per signal, which goes "
         f"from 0 to 1 while the others are held at {held}. Reach of λ: {ranges}."
     )
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_bytes(content)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise RunError("the plot could not be written", got=path, why=error.strerror or str(error)) from None
