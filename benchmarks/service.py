@@ -1,6 +1,6 @@
 """Tokens scored per second: a teacher in this process, the same teacher as a service over ZMQ, and a vLLM server.
 
-All score the same responses to the same prompts, batch after batch, in turns within one run; no score is kept. Client
+All score the same responses to the same prompts, batch after batch, in turns within one run; no score is cached. Client
 and service share the cores of the machine. See benchmarks/README.md for the method.
 """
 
@@ -86,7 +86,7 @@ class Turn:
 
 
 def work_of(settings: Settings) -> Work:
-    """Real prompts, and their right answers as responses: what a teacher is asked in training, without the student."""
+    """Real prompts, and their gold labels as responses: what a teacher scores in training, without the student."""
     from gatespace.addons.service.wire import vocabulary_digest
     from gatespace.models import build_tiny, load_model, smollm2_folder
     from gatespace.models.encode import Encoder
@@ -154,7 +154,7 @@ def vllm(settings: Settings, work: Work) -> Iterator[tuple[int | None, str]]:
             log=Path(scratch) / "vllm.log",
             dtype="float32" if settings.precision == "fp32" else "bfloat16",
             max_model_len=len(work.prefix) + longest + settings.max_new_tokens + 1,
-            max_logprobs=2 * settings.k + 64,  # padding may stand among the first choices
+            max_logprobs=2 * settings.k + 64,  # padding may be among the top k
             environment=threads | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
             patience=_READY,
         ) as process:
@@ -162,23 +162,27 @@ def vllm(settings: Settings, work: Work) -> Iterator[tuple[int | None, str]]:
 
 
 def run(settings: Settings) -> tuple[Work, list[Turn], dict[str, Any]]:
-    """All turns, and what was found about the answers themselves."""
+    """All turns, and whether the scores are right."""
     import torch
 
     from gatespace.addons.service.client import RemoteTeacher
     from gatespace.models import load_model
     from gatespace.teacher.local import LocalTeacher
+    from gatespace.teacher.scores import ScoreSpec
 
     torch.set_num_threads(settings.threads)
     work = work_of(settings)
     dtype = torch.float32 if settings.precision == "fp32" else torch.bfloat16
     model = load_model(work.folder, dtype=dtype)
-    common: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "k": settings.k, "vocab_size": work.vocab_size}
+
+    def spec(payload: str) -> ScoreSpec:
+        return ScoreSpec(tuple(work.prefix), settings.max_new_tokens, work.vocab_size, payload, settings.k)
+
     with service(settings, work) as (pid, address), contextlib.ExitStack() as stack:
         scorers: dict[str, Callable[..., Any]] = {}
         for payload in ("hidden", "top_k"):
-            local = LocalTeacher(model, work.prefix, payload=payload, **common)
-            remote = RemoteTeacher(address, work.prefix, payload=payload, tokenizer_digest=work.digest, **common)
+            local = LocalTeacher(model, spec(payload))
+            remote = RemoteTeacher(address, spec(payload), tokenizer_digest=work.digest)
             stack.callback(remote.close)
             scorers |= {f"local-{payload}": local.score, f"zmq-{payload}": remote.score}
         pids: dict[str, int | None] = {name: pid if name.startswith("zmq") else None for name in scorers}
@@ -186,7 +190,7 @@ def run(settings: Settings) -> tuple[Work, list[Turn], dict[str, Any]]:
             from gatespace.addons.vllm.teacher import VllmTeacher
 
             pids["vllm"], place = stack.enter_context(vllm(settings, work))
-            server = VllmTeacher(place, work.prefix, tokenizer=model.tokenizer, **common)
+            server = VllmTeacher(place, spec("top_k"), model.tokenizer)
             stack.callback(server.close)
             scorers["vllm"] = server.score
         checks = check(work, scorers)  # which warms all of them up
@@ -215,7 +219,7 @@ def turn(name: str, score: Callable[..., Any], work: Work, pid: int | None) -> T
 
 
 def check(work: Work, scorers: dict[str, Callable[..., Any]]) -> dict[str, Any]:
-    """Whether a service says what the teacher says, to the bit; and how far vLLM is from it."""
+    """Whether a service gives the teacher's scores, to the bit; and how far vLLM is from them."""
     import torch
 
     found: dict[str, Any] = {"hidden": True, "top_k": True}
@@ -322,7 +326,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[Settings, argparse.Namespace
     parser.add_argument("--batches", type=step.positive, help="batches of a turn (6; quick: 2)")
     parser.add_argument("--repeats", type=step.positive, help="turns of each contender (7; quick: 2)")
     parser.add_argument("--max-new-tokens", type=step.positive, default=8, metavar="N", help="longest response (8)")
-    parser.add_argument("-k", type=step.positive, default=64, metavar="K", help="first choices of top_k (64)")
+    parser.add_argument("-k", type=step.positive, default=64, metavar="K", help="tokens of top_k (64)")
     parser.add_argument("--precision", choices=("bf16", "fp32"), help="of the teacher (bf16; quick: fp32)")
     cores = measure.usable_cores()
     parser.add_argument("--threads", type=step.positive, default=cores, help="of each process (all cores: %(default)s)")
@@ -361,16 +365,12 @@ def place_of(parser: argparse.ArgumentParser, given: str | None) -> str | None:
     """Where vLLM is; a mistake is found before anything is measured."""
     if given is None:
         return None
-    from gatespace.addons.vllm.process import check_python
-    from gatespace.addons.vllm.server import parse_place
+    from gatespace.addons.vllm import check_place
     from gatespace.errors import UsageError
 
     given = given.replace("http://", "vllm://")
     try:
-        if "://" in given:
-            parse_place(given)
-        else:
-            check_python(given)
+        check_place(given)
     except UsageError as error:
         parser.error(str(error))
     return given

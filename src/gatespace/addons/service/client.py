@@ -42,8 +42,8 @@ from gatespace.teacher.scores import (
     check_questions,
 )
 
-_PING = 2.0  # most seconds between two heartbeats while a reply is awaited
-_TICK = 0.05  # seconds between two looks at what is due while a reply is awaited
+_HEARTBEAT = 2.0  # most seconds between two heartbeats while a reply is awaited
+_TICK = 50  # milliseconds between two looks at what is due while a reply is awaited
 _SOON = 5.0  # seconds after which a user learns that a server that has never replied is waited for
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
 """Seconds before a retry."""
@@ -298,10 +298,10 @@ class Request:
 class Connection(Closing):
     """A client's side of a session, which outlives restarts of the server.
 
-    Servers are killed, restarted, suspended and overloaded, and messages are lost with them. So a request is repeated
-    under its id until it has a reply; a server that does not know the session gets a new Hello; one that is silent gets
-    a new connection. Every wait ends: after `timeout` the user is informed, after `patience` it is an error. All of it
-    happens in the calls of one thread; between them, the socket collects what the server sends.
+    Servers are killed, restarted, suspended and overloaded, and messages are lost with them. ZeroMQ connects again by
+    itself, with growing pauses. A server that does not know the session gets a new Hello, and a request is repeated
+    under its id until it has a reply. Every wait ends: after `timeout` the user is informed, after `patience` it is an
+    error. All of it happens in the calls of one thread; between them, the socket collects what the server sends.
 
     Args:
         address: ``zmq://host:port``.
@@ -335,24 +335,23 @@ class Connection(Closing):
         self._hello, self._prefix, self._keys = hello, prefix, keys
         self._timeout, self._patience = timeout, patience
         self._report = report or (lambda text: None)
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] | None = None
-        self._not_before = 0.0
-        """When the next connection may be made."""
-        self._failures = 0
-        self._welcome: wire.Welcome | None = None
-        """The server's latest. Every later one must be of the same teacher."""
-        self._session: str | None = None
-        self._greeting = False
-        """Whether the Hello was sent and has no reply yet."""
         self._ids = itertools.count(1)
         self._pending: dict[int, Request] = {}
-        self._ping: tuple[int, float] = (0, 0.0)
+        self._welcome: wire.Welcome | None = None
+        """The latest. Every later one must be of the same teacher."""
+        self._session: str | None = None
+        self._greeted = False
+        """Whether the Hello was sent that has no reply yet."""
+        self._forget_session()
+        self._heartbeat = min(_HEARTBEAT, timeout / 3)
+        self._ping = (0, 0.0)
         """Id of the last heartbeat, and when it was sent."""
         self._next_ping = self._heard = self._progress = time.monotonic()
         """When the next heartbeat is due; anything was received; a Welcome or a reply was received."""
         self._notes = 0
         self._closed = False
+        self._context = zmq.Context()
+        self._socket = connect(self._context, self.address, keys, timeout=timeout)
 
     def open(self) -> wire.Welcome:
         """Begin a session; what the server says of itself."""
@@ -365,8 +364,7 @@ class Connection(Closing):
         self._check_open()
         request = Request(replace(message, id=next(self._ids)), arrays)
         self._pending[request.message.id] = request
-        if self._session is not None:
-            self._send_due(time.monotonic())
+        self._send_requests(time.monotonic())
         return request
 
     def replies(self, requests: Sequence[Request]) -> list[wire.Packet]:
@@ -376,14 +374,12 @@ class Connection(Closing):
 
     def close(self) -> None:
         """End the session."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._socket is not None:
+        if not self._closed:
+            self._closed = True
             if self._session is not None:
                 self._send(wire.Bye(self._session))
             self._socket.close(linger=_LINGER)
-        self._context.term()
+            self._context.term()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -399,8 +395,10 @@ class Connection(Closing):
         while not done():
             now = time.monotonic()
             self._check_time(now)
-            self._send_due(now)
-            self._receive()
+            self._send_heartbeat(now)
+            self._send_requests(now)
+            if self._socket.poll(_TICK):
+                self._receive()
         waited = time.monotonic() - start
         if self._notes and waited > self._timeout:
             self._report(f"the teacher at {self.address} has replied after {_seconds(waited)}")
@@ -414,15 +412,12 @@ class Connection(Closing):
                 why=f"it is not running there{wrong_key}; teacher.options.patience is {_seconds(self._patience)}",
                 instead="see that `gatespace teacher serve` runs there",
             )
-        if now - self._heard > self._timeout:
-            self._report(f"the teacher at {self.address} has not replied for {_seconds(away)}; retrying")
+        if away > self._timeout * (self._notes + 1):
             self._notes += 1
-            self._disconnect(now)
-        elif away > self._timeout * (self._notes + 1) and now - self._heard < self._timeout / 2:
-            self._notes += 1
-            self._report(f"the teacher at {self.address} is busy; {_seconds(away)} so far")
-            if self._greeting:  # it may have been lost with an earlier server
-                self._send(self._hello, [self._prefix])
+            if now - self._heard < self._timeout / 2:
+                self._report(f"the teacher at {self.address} is busy; {_seconds(away)} so far")
+            else:
+                self._report(f"the teacher at {self.address} has not replied for {_seconds(away)}; retrying")
         elif self._welcome is None and self._notes == 0 and away > _SOON:
             self._notes += 1
             limit = f"up to {_seconds(self._patience)}, teacher.options.patience"
@@ -430,74 +425,58 @@ class Connection(Closing):
 
     # ------------------------------------------------------------------ sending
 
-    def _send_due(self, now: float) -> None:
-        if self._socket is None:
-            if now < self._not_before:
-                return
-            self._socket = connect(self._context, self.address, self._keys)
-            self._socket.maxmsgsize = wire.MAX_BYTES
-        if self._session is None:
-            if not self._greeting:
-                self._greeting = True
-                self._hello = replace(self._hello, id=next(self._ids), nonce=secrets.token_hex(16))
-                self._send(self._hello, [self._prefix])
-        else:
-            assert self._welcome is not None
-            room = self._welcome.limits.requests - sum(request.sent is not None for request in self._pending.values())
-            due = [one for one in self._pending.values() if one.sent is None and one.not_before <= now]
-            for request in due[: max(0, room)]:
-                if not self._send(replace(request.message, session=self._session), request.arrays):
-                    break
-                request.sent = now
+    def _send_heartbeat(self, now: float) -> None:
         if now >= self._next_ping:
             self._next_ping = now + self._heartbeat
             self._ping = (next(self._ids), now)
             self._send(wire.Ping(self._ping[0], self._session))
+            self._greeted = False  # a Hello may have been lost: it is repeated with every heartbeat
+        if self._session is None and not self._greeted:
+            self._greeted = self._send(self._hello, [self._prefix])
+
+    def _send_requests(self, now: float) -> None:
+        if self._session is None or self._welcome is None:
+            return
+        room = self._welcome.limits.requests - sum(request.sent is not None for request in self._pending.values())
+        due = [request for request in self._pending.values() if request.sent is None and request.not_before <= now]
+        for request in due[: max(0, room)]:
+            if self._send(replace(request.message, session=self._session), request.arrays):
+                request.sent = now
 
     def _send(self, message: wire.Message, arrays: Sequence[wire.Array] = ()) -> bool:
-        assert self._socket is not None
         try:
             self._socket.send_multipart(wire.encode(message, arrays), zmq.NOBLOCK)
-        except zmq.Again:  # the socket's buffer is full
+        except zmq.Again:  # there is no connection, or its buffer is full
             return False
         return True
 
     # ------------------------------------------------------------------ receiving
 
     def _receive(self) -> None:
-        """Wait for a message, not longer than a tick, and handle all that have arrived."""
-        if self._socket is None:
-            time.sleep(_TICK)
-            return
-        self._socket.poll(round(1000 * _TICK))
-        while self._socket is not None:
+        """Handle all messages that have arrived."""
+        while True:
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                packet = wire.decode(self._socket.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            now = time.monotonic()
-            try:
-                packet = wire.decode(frames)
             except wire.WireError as error:
                 if error.version is not None:
                     raise UsageError(error.what, got=error.got, why=error.why, instead=error.instead) from error
-                self._disconnect(now)  # what else arrives here cannot be trusted either
-                return
-            self._heard = now
-            self._handle(packet, now)
+                continue  # what it should have been is repeated
+            self._heard = time.monotonic()
+            self._handle(packet)
 
-    def _handle(self, packet: wire.Packet, now: float) -> None:
+    def _handle(self, packet: wire.Packet) -> None:
         match packet.message:
-            case wire.Welcome() as welcome:
-                if self._greeting and welcome.nonce == self._hello.nonce:
-                    self._begin(welcome, now)
+            case wire.Welcome() as welcome if self._session is None and welcome.nonce == self._hello.nonce:
+                self._begin(welcome)
             case wire.ScoreReply() | wire.HeadPart() as reply:
                 # A reply to a request that has one already, or of an earlier session, is not used.
                 request = self._pending.pop(reply.id, None)
                 if request is not None:
                     request.reply = packet
-                    self._progress, self._failures = now, 0
-            case wire.Pong() as pong if pong.id == self._ping[0] and self._session is not None:
+                    self._progress = self._heard
+            case wire.Pong() as pong if self._session is not None and pong.id == self._ping[0]:
                 if not pong.known:
                     self._forget_session()
                 elif pong.mine == 0:
@@ -506,11 +485,11 @@ class Connection(Closing):
                         if request.sent is not None and request.sent < self._ping[1]:
                             request.sent = None
             case wire.Failure() as failure:
-                self._fail(failure, now)
+                self._fail(failure)
             case wire.Bye():
-                self._disconnect(now)
+                self._forget_session()
 
-    def _begin(self, welcome: wire.Welcome, now: float) -> None:
+    def _begin(self, welcome: wire.Welcome) -> None:
         before = self._welcome
         if before is not None:
             for name in ("fingerprint", "numerics", "tokenizer", "vocab_size", "k", "width", "dtype"):
@@ -524,22 +503,20 @@ class Connection(Closing):
                     )
             if welcome.server != before.server:
                 self._report(f"the teacher at {self.address} was restarted; continuing")
-        self._forget_session()
         self._welcome, self._session = welcome, welcome.session
-        self._progress, self._failures = now, 0
+        self._progress = self._heard
 
-    def _fail(self, failure: wire.Failure, now: float) -> None:
-        greeting = self._greeting and failure.id == self._hello.id
+    def _fail(self, failure: wire.Failure) -> None:
         request = self._pending.get(failure.id) if failure.id is not None else None
         if failure.code == wire.SESSION:
             if self._session is not None:
                 self._forget_session()
-        elif failure.retry and request is not None:
-            request.refusals += 1
-            request.sent, request.not_before = None, now + self._backoff(request.refusals)
-        elif failure.retry and greeting:
-            self._disconnect(now)
-        elif request is not None or greeting or (failure.id is None and failure.code == wire.VERSION_CODE):
+        elif failure.retry:
+            if request is not None:  # a Hello is repeated with the next heartbeat
+                request.refusals += 1
+                pause = backoff(request.refusals, first=_FIRST_PAUSE, longest=min(_LONGEST_PAUSE, self._timeout))
+                request.sent, request.not_before = None, self._heard + pause
+        elif request is not None or failure.id == self._hello.id or failure.code == wire.VERSION_CODE:
             kind: type[RunError | UsageError] = UsageError if self._welcome is None else TeacherAwayError
             if request is not None:
                 del self._pending[request.message.id]
@@ -547,28 +524,12 @@ class Connection(Closing):
             what = f"the teacher at {self.address}: {failure.what}"
             raise kind(what, got=failure.got, why=failure.why, instead=failure.instead)
 
-    # ------------------------------------------------------------------ beginning again
-
     def _forget_session(self) -> None:
-        self._session, self._greeting = None, False
+        """Begin again: with a new Hello, then with all pending requests."""
+        self._session, self._greeted = None, False
+        self._hello = replace(self._hello, id=next(self._ids), nonce=secrets.token_hex(16))
         for request in self._pending.values():
             request.sent, request.not_before = None, 0.0
-
-    def _disconnect(self, now: float) -> None:
-        """Close the connection; the next one is made after a pause."""
-        if self._socket is not None:
-            self._socket.close(linger=0)
-        self._socket = None
-        self._forget_session()
-        self._failures += 1
-        self._heard, self._not_before = now, now + self._backoff(self._failures)
-
-    @property
-    def _heartbeat(self) -> float:
-        return min(_PING, self._timeout / 3)
-
-    def _backoff(self, failures: int) -> float:
-        return backoff(failures, first=_FIRST_PAUSE, longest=min(_LONGEST_PAUSE, self._timeout))
 
 
 def _seconds(count: float) -> str:

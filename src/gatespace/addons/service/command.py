@@ -7,7 +7,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -254,8 +254,10 @@ def fetch_status(address: str, *, keys: ClientKeys | None = None, timeout: float
 
     deadline = time.monotonic() + timeout
     id = secrets.randbits(62)
-    with zmq.Context() as context, connect(context, service_address(address), keys) as socket:
-        socket.send_multipart(wire.encode(wire.StatusRequest(id)))
+    with zmq.Context() as context, connect(context, service_address(address), keys, timeout=timeout) as socket:
+        socket.sndtimeo = round(1000 * timeout)
+        with suppress(zmq.Again):  # there is no connection
+            socket.send_multipart(wire.encode(wire.StatusRequest(id)))
         while socket.poll(max(0, round((deadline - time.monotonic()) * 1000))):
             reply = wire.decode(socket.recv_multipart()).message
             if isinstance(reply, wire.StatusReply) and reply.id == id:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from gatespace.addons.service.wire import MAX_BYTES
 from gatespace.config.address import Address, parse_address
 from gatespace.config.base import Fault
 from gatespace.errors import UsageError, missing_extra
@@ -197,12 +198,19 @@ def service_address(name: str) -> Address:
     return address
 
 
-def connect(context: zmq.Context[zmq.Socket[bytes]], address: Address, keys: ClientKeys | None) -> zmq.Socket[bytes]:
-    """A client's socket."""
+def connect(
+    context: zmq.Context[zmq.Socket[bytes]], address: Address, keys: ClientKeys | None, *, timeout: float
+) -> zmq.Socket[bytes]:
+    """A client's socket. It connects again by itself, also after `timeout` seconds without a sign of life.
+
+    Nothing can be sent while it is not connected: `zmq.Again`.
+    """
     socket = context.socket(zmq.DEALER)
     socket.linger = 0
-    socket.tcp_keepalive = 1
+    socket.immediate = True
     socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 2000
+    socket.heartbeat_ivl, socket.heartbeat_timeout = round(1000 * timeout / 3), round(1000 * timeout)
+    socket.maxmsgsize = MAX_BYTES
     socket.ipv6 = address.host.startswith("[")
     if keys is not None:
         keys.apply(socket)

@@ -103,8 +103,8 @@ class TeacherServer(Closing):
         self.fingerprint = self._backend.fingerprint
         self._report = report or (lambda text: None)
         self._schedule = Schedule(self.limits)
-        self._preparing = 0
-        """Clients whose spec the model has yet to prepare."""
+        self._preparing: set[bytes] = set()
+        """Connections whose Hello waits for the model."""
         self._stops = 0
         """1: finish what is pending, then end; more: end at once."""
         self._deadline: float | None = None
@@ -410,13 +410,14 @@ class TeacherServer(Closing):
         self._check_pair(hello, vocab_size, prefix)
         k = min(hello.k, vocab_size) if hello.payload == "top_k" else 1
         spec = ScoreSpec(tuple(prefix), hello.max_new_tokens, vocab_size, hello.payload, k)
-        if self._preparing >= self.limits.clients:
+        if len(self._preparing) >= self.limits.clients:
             raise _busy("too many clients connect at once")
-        self._preparing += 1
-        self._jobs.put(partial(self._prepare, identity, hello, spec))
+        if identity not in self._preparing:  # a client repeats its Hello
+            self._preparing.add(identity)
+            self._jobs.put(partial(self._prepare, identity, hello, spec))
 
     def _finish_hello(self, identity: bytes, hello: wire.Hello, spec: ScoreSpec, result: Prepared | _Refusal) -> None:
-        self._preparing -= 1
+        self._preparing.remove(identity)
         try:
             if isinstance(result, _Refusal):
                 raise result
