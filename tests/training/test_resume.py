@@ -72,7 +72,7 @@ class Doomed(Silent):
 
     def note(self, text: str) -> None:
         if "resuming from step" in text:
-            self._done = int(text.split()[4])
+            self._done = int(text.split()[3])
 
     def step(self, step: int, steps: int, record: Any, timing: Any) -> None:
         self._done = step
