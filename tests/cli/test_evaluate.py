@@ -25,7 +25,7 @@ def test_the_tables_say_what_was_found(cli, taught):
     whole = f"{metrics['accuracy']:.4f}"
     assert any(line.split()[:5] == ["test,", "first", "rows", "40", whole] for line in lines)
     assert "Only the first 40 of 800 rows, which need not be like the rest." in lines
-    assert "0 of these texts also stand in train." in lines
+    assert "0 of these texts also occur in train." in lines
 
 
 def test_json_is_alone(cli, taught):
@@ -64,6 +64,19 @@ def test_options_say_otherwise_than_the_run(cli, taught):
     assert accuracy("--no-brief") < accuracy("--brief") == accuracy()
     short = cli("evaluate", taught.folder, "--limit", "5", "--json", "--max-new-tokens", "1")
     assert json.loads(short.stdout)["ended"] == 0
+
+
+@pytest.mark.parametrize("command", ["evaluate", "predict"])
+def test_plugins_are_imported_where_they_are_named(cli, taught, tmp_path, command):
+    config, plugin = tmp_path / "own.yaml", tmp_path / "my_task.py"
+    config.write_text(json.dumps({"plugins": [str(plugin)], "task": {"name": "mine"}}))
+    plugin.write_text("raise RuntimeError('imported')")
+    words = [command, taught.folder, "--config", config]
+    result = cli(*words)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: task.name: unknown task 'mine'\n")
+    assert result.stderr.endswith(f"  instead: --plugin {plugin}\n")
+    assert "why: RuntimeError: imported\n" in cli(*words, "--plugin", plugin).stderr
 
 
 @pytest.mark.parametrize(

@@ -55,12 +55,12 @@ def test_what_has_no_label_is_counted(cli, taught, known):
     assert lines[0] == f"\t{text}"
     assert lines[1].startswith("\tlong long")
     assert lines[2] == "\t"
-    assert "1 of 2 answers had no legal label\n" in result.stderr
+    assert "1 of 2 responses had no legal label\n" in result.stderr
     assert "1 of 2 texts are too long for the model and have no label\n" in result.stderr
     assert cli("predict", taught.folder, "--max-new-tokens", "1", "--quiet", stdin=text).stderr == ""
 
 
-def test_odd_texts_are_answered(cli, taught):
+def test_odd_texts_have_responses(cli, taught):
     texts = ["<|im_end|>", "\x00", "a\tb", "\u2028", "😀" * 50, '"}', "{", " x "]
     result = cli("predict", taught.folder, stdin="\n".join(texts))
     assert result.exit_code == 0, result.stderr
@@ -100,7 +100,7 @@ def test_mistakes_exit_2(cli, taught, words, stdin, message):
 
 
 def test_a_reader_that_has_enough_ends_it_quietly(child, taught):
-    """Also: what is read from a pipe without end is answered as it comes."""
+    """Also: texts from an endless pipe are labelled as they come."""
     command = f"yes 'such good news' | '{sys.executable}' -m gatespace predict '{taught.folder}' --batch-size 8"
     script = f"set -o pipefail; {{ {command}; echo code $? >&2; }} | head -n 3"
     result = subprocess.run(

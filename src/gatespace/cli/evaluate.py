@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gatespace.cli import run_options as options
-from gatespace.cli.console import console, print_json
+from gatespace.cli.console import console, print_json, table
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 ModelName = Annotated[
     str,
@@ -44,7 +48,7 @@ def evaluate(
     root: options.Root = None,
     split: Annotated[str, typer.Option(metavar="NAME", help="train, val or test.")] = "test",
     limit: Annotated[
-        int | None, typer.Option(metavar="N", min=1, show_default=False, help="Only the first so many rows: a glance.")
+        int | None, typer.Option(metavar="N", min=1, show_default=False, help="Only the first N rows.")
     ] = None,
     output: Annotated[
         Path | None,
@@ -65,17 +69,18 @@ def evaluate(
             "--sampler",
             metavar="NAME=WHERE",
             show_default=False,
-            help="Generate with something else than this process: vllm=PYTHON starts vLLM by the Python of an "
-            "environment that has it; vllm=vllm://HOST:PORT is a server that has MODEL.",
+            help="Generate outside of this process: vllm=PYTHON starts vLLM with the Python of an environment that "
+            "has it; vllm=vllm://HOST:PORT is a server that has MODEL.",
         ),
     ] = None,
+    plugins: options.Plugins = None,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Let a model label held-out texts, greedily, and count how often it is right.
 
-    Of a model that `gatespace teach` or `train` has written, the task and
-    the way of asking are known; options say otherwise.
+    A model of `gatespace teach` or `train` is evaluated on the task and with
+    the prompt of its run; options override both.
 
     \b
     gatespace evaluate runs/train
@@ -84,14 +89,14 @@ def evaluate(
     gatespace evaluate runs/train --sampler vllm=.venv-vllm/bin/python
 
     A response without a legal label counts as wrong. Test rows whose text
-    also stands in train are counted, and left out in a row of their own.
+    also occurs in train are counted; a second row of the table is without
+    them.
 
-    With --sampler the model is loaded here too, on the CPU, and the
-    sampler's log-probabilities of a text are compared with its own first.
+    With --sampler the model is loaded here too, on the CPU, and first the
+    sampler's log-probabilities of a text are compared with the model's own.
     """
     from gatespace.cli.found_model import ModelOptions, find, model_folder
     from gatespace.cli.progress import RunProgress
-    from gatespace.cli.tables import labels_table, results_table
     from gatespace.config import in_setting
     from gatespace.errors import unknown_name
     from gatespace.evaluation import evaluate as run_evaluation
@@ -119,6 +124,7 @@ def evaluate(
             device=device,
             max_new_tokens=max_new_tokens,
             batch_size=batch_size,
+            plugins=plugins or (),
         )
         found = find(model, asked, report=progress.note)
         encoder, writer = None, None
@@ -139,7 +145,7 @@ def evaluate(
             max_new_tokens=found.max_new_tokens,
             batch_size=found.batch_size,
             encoder=encoder,
-            progress=progress.answering,
+            progress=progress.generating,
             writer=writer,
         )
     written = write(evaluation, output) if output is not None else ()
@@ -150,10 +156,49 @@ def evaluate(
     out = console()
     out.print(f"{found.model.name} on {evaluation.task}", style="bold", soft_wrap=True)
     out.print(results_table({split: result}))
-    out.print(labels_table(result["metrics"]))
+    out.print(_labels_table(result["metrics"]))
     if limit is not None and limit < evaluation.available:
         out.print(f"Only the first {limit} of {evaluation.available} rows, which need not be like the rest.")
     if evaluation.split == "test":
-        out.print(f"{evaluation.duplicates} of these texts also stand in train.")
+        out.print(f"{evaluation.duplicates} of these texts also occur in train.")
     for path in written:
         out.print(f"wrote {path}", soft_wrap=True)
+
+
+def results_table(evaluations: Mapping[str, Mapping[str, Any]]) -> Table:
+    """One row per split, from evaluation-SPLIT.json, and one more without the test rows that are also in train."""
+    found = table("Results")
+    _add_columns(found, "split", "rows", "accuracy", "macro-F1", "no label", "majority")
+    for split, evaluation in evaluations.items():
+        metrics, without = evaluation["metrics"], evaluation["without_duplicates"]
+        partly = metrics["count"] < evaluation["available"]
+        found.add_row(f"{split}, first rows" if partly else split, *_cells(metrics))
+        if evaluation["duplicates"] and "accuracy" in without:
+            found.add_row(f"{split} without {evaluation['duplicates']} rows that are in train", *_cells(without))
+    return found
+
+
+def _cells(metrics: Mapping[str, Any]) -> list[str]:
+    majority = metrics["majority"]
+    return [
+        str(metrics["count"]),
+        f"{metrics['accuracy']:.4f}",
+        f"{metrics['macro_f1']:.4f}",
+        str(metrics["parse_failures"]),
+        f"{majority['accuracy']:.4f} ({majority['label']})",
+    ]
+
+
+def _labels_table(metrics: Mapping[str, Any]) -> Table:
+    found = table("Labels")
+    _add_columns(found, "label", "precision", "recall", "F1", "rows", "predicted", "no label")
+    for row in metrics["per_label"]:
+        shares = [f"{row[key]:.3f}" for key in ("precision", "recall", "f1")]
+        found.add_row(row["label"], *shares, *(str(row[key]) for key in ("support", "predicted", "unparsed")))
+    return found
+
+
+def _add_columns(table: Table, first: str, *numbers: str) -> None:
+    table.add_column(first, style="bold")
+    for column in numbers:
+        table.add_column(column, justify="right")

@@ -1,4 +1,4 @@
-"""From the MODEL of a command line to a model, and to the task that its run was about."""
+"""The MODEL of a command line: the model itself, and the task and prompt of the run that made it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gatespace.errors import UsageError
+from gatespace.plugins import load_plugins
 from gatespace.runs import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from gatespace.config import TaskConfig
     from gatespace.models import Model
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Found:
-    """A model and what it is asked."""
+    """A model, its task and its prompt."""
 
     model: Model
     task: Task
@@ -30,7 +31,7 @@ class Found:
 
 
 def model_folder(name: str) -> str:
-    """`name`, or the folder of the model where it is a run's folder."""
+    """The model's folder where `name` is a run's folder; else `name` itself."""
     run = RunFolder(name)
     if not run.exists or (run.path / "config.json").is_file():
         return name
@@ -43,14 +44,12 @@ def run_settings(name: str) -> dict[str, Any]:
     """The settings of the run that wrote the model folder `name`; {} where no run did."""
     folder = RunFolder(name)
     run = folder if folder.exists else RunFolder(folder.path.parent)
-    if not folder.path.is_dir() or not run.exists:
-        return {}
-    return _read(run.config_file)
+    return run.settings() if folder.path.is_dir() and run.exists else {}
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The options by which `evaluate` and `predict` describe a model's task and how it is asked; None: as in its run."""
+    """The options of `evaluate` and `predict` about a model's task, prompt and place; None: as in the model's run."""
 
     config: Path | None = None
     task: str | None = None
@@ -61,10 +60,11 @@ class ModelOptions:
     device: str = "auto"
     max_new_tokens: int | None = None
     batch_size: int | None = None
+    plugins: Sequence[str] = ()
 
 
 def find(name: str, options: ModelOptions, *, report: Callable[[str], None], rows: bool = True) -> Found:
-    """Load the model. What an option leaves open is as in the model's run, or else the default.
+    """Load the model. An option that is not given is as in the model's run, or else its default.
 
     Without `rows`, the task has labels and a prompt, and its data need not be there.
     """
@@ -74,45 +74,48 @@ def find(name: str, options: ModelOptions, *, report: Callable[[str], None], row
 
     if is_address(name):
         raise UsageError(
-            "a teacher that is a service scores responses and writes none",
+            "a teacher that is a service scores responses and generates none",
             got=name,
             instead="the folder or the name of the model that it serves",
         )
+    load_plugins(options.plugins)
     folder = model_folder(name)
     settings = _read(options.config) if options.config is not None else run_settings(folder)
-    section = task_section(
-        settings, task=options.task, root=options.root, brief=options.brief, prefill=options.prefill
-    )
-    precision = options.precision or settings.get("engine", {}).get("precision", "auto")
-    engine = {"device": options.device, "precision": precision}
-    placed = parse_config(TeachEngineConfig, engine)
-    loaded = _without_rows(section, folder) if not rows else None
-    loaded = loaded or load_configured_task(section)
-    prompt = configured_prompt(section, loaded)
+    section = _task_section(settings, options)
+    precision = options.precision or _section(settings, "engine").get("precision", "auto")
+    placed = parse_config(TeachEngineConfig, {"device": options.device, "precision": precision})
+    try:
+        task = (None if rows else _without_rows(section, folder)) or load_configured_task(section)
+    except UsageError as error:
+        raise _about_plugins(error, settings, options) from None
+    prompt = configured_prompt(section, task)
 
     from gatespace.training.setup import open_model, placement
 
     place = placement(placed)
     model = open_model(
-        folder, "MODEL", role="student", task=loaded, device=place.device, dtype=place.dtype, report=report
+        folder, "MODEL", role="student", task=task, device=place.device, dtype=place.dtype, report=report
     )
-    evaluation = settings.get("evaluation", {})
+    evaluation = _section(settings, "evaluation")
     return Found(
         model,
-        loaded,
+        task,
         prompt,
         options.max_new_tokens or evaluation.get("max_new_tokens", 32),
         options.batch_size or evaluation.get("batch_size", 64),
     )
 
 
-def task_section(
-    settings: dict[str, Any], *, task: str | None, root: Path | None, brief: bool | None, prefill: str | None
-) -> TaskConfig:
+def _section(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    found = settings.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _task_section(settings: dict[str, Any], options: ModelOptions) -> TaskConfig:
     """The task of these settings with the options set over it."""
     from gatespace.config import TaskConfig, parse_config
 
-    section: dict[str, Any] = dict(settings.get("task") or {})
+    section, task = dict(_section(settings, "task")), options.task
     if task is None and not section:
         raise UsageError(
             "which task?",
@@ -121,9 +124,24 @@ def task_section(
         )
     if task is not None and task != section.get("name"):
         section |= {"name": task, "table": None, "root": section.get("root") if task.startswith("tweeteval/") else None}
-    given = {"root": None if root is None else str(root), "brief": brief, "prefill": prefill}
+    root = None if options.root is None else str(options.root)
+    given = {"root": root, "brief": options.brief, "prefill": options.prefill}
     section |= {key: value for key, value in given.items() if value is not None}
     return parse_config(TaskConfig, section)
+
+
+def _about_plugins(error: UsageError, settings: dict[str, Any], options: ModelOptions) -> UsageError:
+    """The error, and which plugins to name where the task may come from one that was not imported."""
+    listed = settings.get("plugins")
+    unnamed = [str(one) for one in listed if one not in options.plugins] if isinstance(listed, list) else []
+    if "unknown task" not in error.what or not unnamed:
+        return error
+    return UsageError(
+        error.what,
+        got=error.got,
+        why="its run imported plugins, which this command imports only where they are named",
+        instead=" ".join(f"--plugin {one}" for one in unnamed),
+    )
 
 
 def _without_rows(section: TaskConfig, model: str) -> Task | None:
@@ -155,7 +173,7 @@ def _without_rows(section: TaskConfig, model: str) -> Task | None:
 
 
 def _has_folder(section: TaskConfig, variable: str | None) -> bool:
-    """Whether there is a folder that may name the labels in another order."""
+    """Whether there is a folder, which may have the labels in another order."""
     return (section.root is not None and section.root.is_dir()) or bool(variable)
 
 
@@ -166,4 +184,4 @@ def _read(path: Path) -> dict[str, Any]:
         found = read_yaml(path.read_text(encoding="utf-8-sig"), where=str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read", why=getattr(error, "strerror", None) or str(error)) from None
-    return {key: value for key, value in found.items() if isinstance(value, dict)} if isinstance(found, dict) else {}
+    return found if isinstance(found, dict) else {}

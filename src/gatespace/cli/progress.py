@@ -1,4 +1,4 @@
-"""How a long run looks while it goes on: a bar on a terminal, a line every so often elsewhere. Standard error only."""
+"""The progress of a run on standard error: a bar on a terminal, a line every ten seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _PARTS = ("rollout", "score", "update", "optimizer")
 
 
 class RunProgress:
-    """Tells a user how a run goes on; it is the `Progress` of `gatespace.training.loop`.
+    """The `Progress` of `gatespace.training.progress` for a user at a terminal or with a log file.
 
     Args:
-        quiet: Say nothing at all.
-        job: What the bar is called.
+        quiet: Print nothing.
+        job: Name of the bar.
     """
 
     def __init__(self, *, quiet: bool = False, job: str = "train") -> None:
         self._quiet, self._job = quiet, job
         self._bar: Progress | None = None
         self._steps: TaskID | None = None
-        self._looking: TaskID | None = None
-        self._pace = Pace()
+        self._evaluating: TaskID | None = None
+        self._pace = _Pace()
         self._last_line = 0.0
         self._accuracy = ""
 
@@ -64,7 +64,7 @@ class RunProgress:
     # ------------------------------------------------------------------ what a run reports
 
     def note(self, text: str) -> None:
-        """Something that a user should know."""
+        """Print something that a user should know."""
         self._say(f"note: {text}")
 
     def step(self, step: int, steps: int, record: Mapping[str, Any], timing: Mapping[str, Any]) -> None:
@@ -73,7 +73,7 @@ class RunProgress:
             return
         first = self._pace.begin(time.monotonic() - sum(timing["wall"].values()), step - 1)
         left = self._pace.left(step, steps)
-        found, spent = described(record), spending(timing)
+        found, spent = _described(record), _spending(timing)
         if self._bar is not None and self._steps is not None:
             self._bar.start_task(self._steps)
             text = f"{_joined([left, *found, self._accuracy])}\n{_joined(spent)}"
@@ -83,26 +83,26 @@ class RunProgress:
             self._say(_joined([f"step {step}/{steps}", *found, *spent, self._accuracy, left]))
 
     def evaluating(self, split: str, done: int, total: int) -> None:
-        """An evaluation is under way."""
+        """An evaluation has responses to `done` of `total` texts."""
         if self._bar is None:
             if time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES and done < total:
                 self._last_line = time.monotonic()
                 self._say(f"evaluate {split}: {done}/{total} texts")
             return
-        if self._looking is None:
-            self._looking = self._bar.add_task(f"evaluate {split}", total=total, text="texts")
-        self._bar.update(self._looking, completed=done)
+        if self._evaluating is None:
+            self._evaluating = self._bar.add_task(f"evaluate {split}", total=total, text="texts")
+        self._bar.update(self._evaluating, completed=done)
         if done >= total:
-            self._bar.remove_task(self._looking)
-            self._looking = None
+            self._bar.remove_task(self._evaluating)
+            self._evaluating = None
 
     def begin(self) -> None:
-        """What was to be loaded is loaded."""
+        """Models and data are loaded; the time is measured from here."""
         self._last_line = time.monotonic()
         self._pace.begin(self._last_line)
 
-    def answering(self, done: int, total: int) -> None:
-        """The texts of a command that does nothing else are being answered."""
+    def generating(self, done: int, total: int) -> None:
+        """A command that does nothing but generate has responses to `done` of `total` texts."""
         if self._quiet:
             return
         left = self._pace.left(done, total)
@@ -133,15 +133,15 @@ class RunProgress:
             sys.stderr.flush()
 
 
-class Pace:
-    """How long the rest will take, by the wall time of what this process has done of it."""
+class _Pace:
+    """The time that is left, estimated from what this process has done."""
 
     def __init__(self) -> None:
         self._began: float | None = None
         self._before = 0
 
     def begin(self, now: float, before: int = 0) -> bool:
-        """The work begins, and `before` units of it are there from another time. Only the first call counts."""
+        """Start measuring, with `before` units done by an earlier process. Only the first call counts."""
         if self._began is not None:
             return False
         self._began, self._before = now, before
@@ -156,8 +156,8 @@ class Pace:
         return f"{duration((total - done) * each)} left"
 
 
-def described(record: Mapping[str, Any]) -> list[str]:
-    """What a step has found; what its objective does not have is left out."""
+def _described(record: Mapping[str, Any]) -> list[str]:
+    """The numbers of a step, as far as its objective has them."""
     parts = [f"loss {record['loss']:.4g}"]
     if record.get("lam_mean") is not None:
         parts.append(f"λ {record['lam_mean']:.3f} ± {record['lam_sd']:.3f}")
@@ -166,8 +166,8 @@ def described(record: Mapping[str, Any]) -> list[str]:
     return parts
 
 
-def spending(timing: Mapping[str, Any]) -> list[str]:
-    """Where a step's time went, and what the cache has spared."""
+def _spending(timing: Mapping[str, Any]) -> list[str]:
+    """The seconds of a step by part, and the cache's share of hits."""
     wall = timing["wall"]
     split = ", ".join(f"{name} {wall[name]:.2g}" for name in _PARTS if name in wall)
     parts = [f"{sum(wall.values()):.2g} s ({split})"]
@@ -182,7 +182,7 @@ def _joined(parts: Iterable[str]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time as one reads it.
+    """Seconds as text.
 
     Example:
         >>> duration(5), duration(200), duration(9000)

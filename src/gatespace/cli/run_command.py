@@ -81,7 +81,7 @@ def _launch(config: TrainConfig | TeachConfig, processes: int, *, quiet: bool, a
 
 def report(config: TrainConfig | TeachConfig, folder: RunFolder, summary: dict[str, Any], *, as_json: bool) -> None:
     """Print how a run has ended, and what to do next."""
-    from gatespace.cli.tables import results_table
+    from gatespace.cli.evaluate import results_table
 
     model = None if summary["model"] is None else str(folder.model)
     after = None if model is None else next_command(config, folder)
