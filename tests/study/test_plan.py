@@ -193,7 +193,6 @@ def test_own_points_by_name():
         ({"tasks": {"a": {"task": {"name": "synthetic"}, "sweep": False}}}, "nothing to run"),
         ({"selection_seed": 5}, "selection_seed"),
         ({"seeds": []}, "seeds"),
-        ({"axes": {"published": ["nothing"]}}, "published"),
     ],
 )
 def test_a_mistake_in_a_study_file_is_named(change, text):

@@ -40,10 +40,9 @@ def plan(
     gatespace plan my.yaml --set seeds=[42,2,3,4,5] --json
     """
     from gatespace.cli.console import console, print_json
-    from gatespace.study.plan import check
 
     config = study_file.load_study(study, sets or [], quick=quick, plugins=plugins, trust_plugins=trust_plugins)
-    found = check(config)
+    found = study_file.checked_plan(config)
     costs = [_cost(config, found, task) for task in config.tasks] if estimate else []
     if as_json:
         print_json({**found.as_json(), **({"estimate": costs} if estimate else {})})

@@ -69,14 +69,13 @@ def run(
     """
     from gatespace.cli.study_view import StudyView
     from gatespace.study.engines import EngineSpec, SharedFolder
-    from gatespace.study.plan import check
     from gatespace.study.runner import run_study
 
     if engine == "local" and address is not None:
         raise UsageError("--address is for a cluster", got=address, instead="with --engine ray")
     open_engine = _local_engine if engine == "local" else provider("engines", engine, kind="engine", known=["local"])
     config = study_file.load_study(study, sets or [], quick=quick, plugins=plugins, trust_plugins=trust_plugins)
-    check(config)
+    study_file.checked_plan(config)
     folder, count = study_file.study_folder(config, study, output), workers or config.workers
     place: Results = SharedFolder()
     if results is not None:

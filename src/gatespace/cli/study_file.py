@@ -14,6 +14,7 @@ from gatespace.errors import UsageError, unknown_name
 if TYPE_CHECKING:
     from gatespace.config import StudyConfig
     from gatespace.runs import StudyFolder
+    from gatespace.study.plan import Plan
 
 Study = Annotated[
     str,
@@ -78,6 +79,19 @@ def load_study(
         raise unknown_name("study", study, shipped())
     config = _with_plugins(config.with_plugins_from(path.parent), plugins or (), trusted=trust_plugins)
     return _quick(config) if quick else config
+
+
+def checked_plan(config: StudyConfig) -> Plan:
+    """The plan of a study, with all that it names known: settings, methods, parameters and signals."""
+    from gatespace.config import ObjectiveConfig
+    from gatespace.gating.configured import build_objective
+    from gatespace.study.plan import check, objective
+
+    plan = check(config)
+    for point in plan.points.values():
+        path = "points." if point.method is None else "axes.published."
+        build_objective(ObjectiveConfig(**objective(point, lam=0.5)), path=path)
+    return plan
 
 
 def study_folder(config: StudyConfig, study: str, output: Path | None) -> StudyFolder:
