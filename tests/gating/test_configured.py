@@ -68,6 +68,7 @@ def test_names_are_those_of_gating() -> None:
     "settings, message",
     [
         ({"gate": "G9"}, "objective.gate: unknown gate 'G9'"),
+        ({"method": "tody"}, "objective.method: unknown objective 'tody'\n  instead: did you mean 'todi'?"),
         ({"gate": "1,2,3"}, "objective.gate: a gate has four coefficients"),
         ({"gate": "static:2"}, "objective.gate: a static λ lies in [0, 1]"),
         ({"gate": {"a": 1, "gap": 2}}, "objective.gate: 'gap' cannot name a further signal"),

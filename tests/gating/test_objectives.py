@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gatespace import objectives
-from gatespace.config import ObjectiveConfig
+from gatespace.config import ObjectiveConfig, parse_config
 from gatespace.errors import UsageError
 from gatespace.gating import Head, Tokens, distillation_loss, fused_distillation_loss, objective
 from gatespace.gating.configured import build_objective
@@ -45,7 +45,7 @@ def even() -> Iterator[type[objectives.Objective]]:
 
 
 def named(method: str, **params: Any) -> ObjectiveConfig:
-    return ObjectiveConfig().model_copy(update={"method": method, "gate": None, "params": params})
+    return parse_config(ObjectiveConfig, {"method": method, "params": params})
 
 
 def test_an_own_objective_plain_and_fused(even: type[objectives.Objective]) -> None:

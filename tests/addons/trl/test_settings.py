@@ -91,7 +91,7 @@ def test_help_of_every_setting_can_be_shown() -> None:
         ({"gate": "G55"}, "gate: unknown gate 'G55'"),
         ({"gate": (1, 2, 3)}, "gate: must have four coefficients"),
         ({"gate": {"a": 1, "no_signal": 2}}, "no_signal"),
-        ({"method": "tody"}, "method: must be one of"),
+        ({"method": "tody"}, "method: unknown objective 'tody'"),
         ({"method": "todi", "gate": "G5"}, "gate: the method todi has no gate"),
         ({"method": "todi", "params": {"tau": 1}}, "params.tau: unknown parameter of todi"),
         ({"method": "eopd", "params": {"tau": "much"}}, "params.tau: must be a number"),
