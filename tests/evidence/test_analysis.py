@@ -10,8 +10,9 @@ from statistics import fmean
 
 import pytest
 
-from gatespace.evidence.analysis import ALL_TASKS, BlockClaim, Choice, Paired, WinCount, analyse
-from gatespace.evidence.records import Mixed
+from gatespace.evidence.analysis import analyse
+from gatespace.evidence.paired import bh
+from gatespace.evidence.records import ALL_TASKS, BlockClaim, Choice, Mixed, Paired, WinCount
 from gatespace.gating.coefficients import NotApplicable
 from tests.evidence import oracle
 from tests.sample_study import sample_results
@@ -133,12 +134,9 @@ def test_holm_over_the_axes_and_a_second_look(found):
 
 def test_bh_over_all_comparisons_from_fresh_seeds(found):
     judged = [c for c in found.comparisons if c.fresh is not None and c.fresh.p is not None]
-    assert all(c.adjusted_from == "fresh" for c in judged)
-    family = next(f for f in found.families if f.method == "bh")
-    assert family.tests == len(judged) == len(family.members)
-    ranked = sorted(judged, key=lambda c: c.fresh.p)
-    assert ranked[-1].bh == pytest.approx(ranked[-1].fresh.p)
-    assert all(c.bh >= c.fresh.p - 1e-12 for c in judged)
+    assert len(judged) > 100
+    assert [c.bh for c in judged] == bh([c.fresh.p for c in judged])
+    assert all(c.bh is None for c in found.comparisons if c not in judged)
     assert all(c.holm is None for c in found.comparisons), "nothing was replicated"
 
 
@@ -214,10 +212,6 @@ def test_no_nan_anywhere(found):
     walk(found)
 
 
-def test_few_seeds_are_said(found):
-    assert any("at most 3 seeds" in note and "0.25" in note for note in found.notes)
-
-
 def test_an_effect_is_found(tmp_path):
     results = sample_results(tmp_path, effect=8.0, noise=0.3, rows=500, seeds=(1, 2, 3, 4, 5), steps=2, twins=())
     found = analyse(results)
@@ -241,7 +235,6 @@ def test_replicated_comparisons_are_the_headline(replicated):
     assert cell.all.seeds == (42, 2, 3)
     assert cell.fresh.seeds == (2, 3)
     assert cell.holm == pytest.approx(cell.fresh.p), "the only headline"
-    assert found.families[0].name == "headline comparisons"
     other = found.comparison("emotion", "H2", "entropy-only(-4)")
     assert (other.role, other.all.n, other.fresh, other.holm, other.bh) == ("sweep", 1, None, None, None)
     group = found.group("restriction")
@@ -283,7 +276,6 @@ def test_failed_and_waiting_runs(tmp_path):
     assert found.selection["emotion"].chosen.label not in ("G5", "H1")
     assert isinstance(found.selection["emotion"].sides["published"].observed, Choice)
     assert "missing" in found.anova["emotion"].note
-    assert any("not complete" in note for note in found.notes)
 
 
 def test_nothing_is_done(tmp_path):
@@ -299,7 +291,7 @@ def test_nothing_is_done(tmp_path):
     assert isinstance(found.anova["emotion"], NotApplicable)
     assert isinstance(found.selection["emotion"].chosen, NotApplicable)
     assert found.baselines["emotion"].start is None
-    assert found.families == ()
+    assert all(c.holm is None and c.bh is None for c in found.comparisons)
 
 
 def test_one_seed(tmp_path):
@@ -310,7 +302,6 @@ def test_one_seed(tmp_path):
     assert len(cell.mcnemar) == 1
     assert "seeds fixed" in cell.bootstrap.resampled
     assert isinstance(found.anova["emotion"], NotApplicable)
-    assert any("one seed" in note for note in found.notes)
 
 
 def test_predictions_that_are_gone_or_not_those_scored(tmp_path):

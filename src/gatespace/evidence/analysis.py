@@ -16,14 +16,12 @@ import numpy as np
 from gatespace.evidence.counts import Cell, win_count
 from gatespace.evidence.examples import Resampler, mcnemar
 from gatespace.evidence.groups import Difference, anova, block_claim, mixed
-from gatespace.evidence.paired import FEW_SEEDS, bh, holm, paired
+from gatespace.evidence.paired import bh, holm, paired
 from gatespace.evidence.records import (
     ALL_TASKS,
     BaselineEvidence,
-    BlockClaim,
     Choice,
     ComparisonEvidence,
-    Family,
     GroupEvidence,
     Interval,
     McNemar,
@@ -31,13 +29,10 @@ from gatespace.evidence.records import (
     Selection,
     Side,
     StudyAnalysis,
-    WinCount,
 )
 from gatespace.gating.coefficients import NotApplicable
 from gatespace.seeding import stream
 from gatespace.study.records import Comparison, RunResult, StudyResults
-
-__all__ = ["ALL_TASKS", "BlockClaim", "Choice", "Paired", "WinCount", "analyse"]
 
 SPLIT = "test"
 _STREAM = 0  # the statistics of equal results are equal, whatever the seeds of the study
@@ -52,19 +47,16 @@ def analyse(results: StudyResults) -> StudyAnalysis:
     }
     examples = _Examples()
     comparisons = [_comparison(records, results, done, examples) for records in _grouped(results.comparisons)]
-    comparisons, families = _adjust(comparisons)
-    groups, group_family = _groups(comparisons, results.selection_seed)
+    comparisons = _adjusted(comparisons)
     accuracies: dict[str, dict[str, dict[int, float]]] = {task: {} for task in results.tasks}
     for (task, point, seed), run in done.items():
         accuracies[task].setdefault(point, {})[seed] = _percent(run)
     return StudyAnalysis(
         comparisons=tuple(comparisons),
-        families=(*families, *group_family),
         anova={task: anova(found) for task, found in accuracies.items()},
-        groups=tuple(groups),
+        groups=tuple(_groups(comparisons, results.selection_seed)),
         selection={task: _selection(task, results, done) for task in results.tasks},
         baselines={task: _baseline(task, results, done) for task in results.tasks},
-        notes=_notes(results, comparisons),
     )
 
 
@@ -116,7 +108,6 @@ def _comparison(
         fresh=_paired(fresh_left, {seed: right[seed] for seed in fresh_left}),
         holm=None,
         bh=None,
-        adjusted_from=None,
         mcnemar=tests,
         bootstrap=bootstrap,
         run_ids=tuple(dict.fromkeys(run.spec.id for pair in sides.values() for run in pair)),
@@ -175,35 +166,18 @@ class _Examples:
         return self._resamplers[key]
 
 
-def _adjust(comparisons: Sequence[ComparisonEvidence]) -> tuple[list[ComparisonEvidence], list[Family]]:
-    raw: list[float | None] = []
-    origin: list[Literal["fresh", "all"] | None] = []
-    for found in comparisons:
-        fresh = found.fresh is not None and found.fresh.n >= 2
-        judged = found.fresh if fresh else found.all
-        raw.append(None if judged is None else judged.p)
-        origin.append(None if raw[-1] is None else ("fresh" if fresh else "all"))
-    headline = holm([p if found.role == "replication" else None for p, found in zip(raw, comparisons, strict=True)])
-    adjusted = [
-        replace(found, holm=h, bh=b, adjusted_from=o)
-        for found, h, b, o in zip(comparisons, headline, bh(raw), origin, strict=True)
-    ]
-    families = []
-    if claimed := [_name(found) for found in adjusted if found.holm is not None]:
-        families.append(Family("headline comparisons", "holm", len(claimed), tuple(claimed)))
-    if looked_at := [_name(found) for found in adjusted if found.bh is not None]:
-        families.append(Family("all comparisons", "bh", len(looked_at), tuple(looked_at)))
-    return adjusted, families
-
-
-def _name(found: ComparisonEvidence) -> str:
-    return f"{found.task}: {found.left} - {found.right}"
+def _adjusted(comparisons: Sequence[ComparisonEvidence]) -> list[ComparisonEvidence]:
+    """Holm over the comparisons that were replicated, BH over all of them."""
+    ps = [None if found.judged is None else found.judged.p for found in comparisons]
+    headline = holm([p if found.role == "replication" else None for p, found in zip(ps, comparisons, strict=True)])
+    return [replace(found, holm=h, bh=b) for found, h, b in zip(comparisons, headline, bh(ps), strict=True)]
 
 
 # ---------------------------------------------------------------------------------------------------------- groups
 
 
-def _groups(comparisons: Sequence[ComparisonEvidence], selection_seed: int) -> tuple[list[GroupEvidence], list[Family]]:
+def _groups(comparisons: Sequence[ComparisonEvidence], selection_seed: int) -> list[GroupEvidence]:
+    """Every axis, whole and by restriction, on all tasks and on each; Holm over the whole axes on all tasks."""
     found: list[GroupEvidence] = []
     for axis in dict.fromkeys(c.axis for c in comparisons):
         of_axis = [c for c in comparisons if c.axis == axis]
@@ -213,11 +187,9 @@ def _groups(comparisons: Sequence[ComparisonEvidence], selection_seed: int) -> t
             for task in (ALL_TASKS, *dict.fromkeys(c.task for c in members)):
                 mine = [c for c in members if task in (ALL_TASKS, c.task)]
                 found.append(_group(axis, restriction, task, mine, selection_seed))
-    headline = [group.task == ALL_TASKS and group.restriction is None for group in found]
-    ps = [_claim_p(group) if wanted else None for group, wanted in zip(found, headline, strict=True)]
-    adjusted = [replace(group, holm=p) for group, p in zip(found, holm(ps), strict=True)]
-    axes = tuple(group.axis for group, p in zip(found, ps, strict=True) if p is not None)
-    return adjusted, [Family("group claims, one per axis", "holm", len(axes), axes)] if axes else []
+    judged = [g.judged if g.task == ALL_TASKS and g.restriction is None else None for g in found]
+    adjusted = holm([None if claim is None else claim.p for claim in judged])
+    return [replace(group, holm=p) for group, p in zip(found, adjusted, strict=True)]
 
 
 def _group(
@@ -253,12 +225,6 @@ def _group(
         holm=None,
         mixed=mixed(differences) if pooled else NotApplicable("only for all tasks of an axis together"),
     )
-
-
-def _claim_p(group: GroupEvidence) -> float | None:
-    fresh = group.fresh
-    claim = fresh if isinstance(fresh, BlockClaim) and fresh.n >= 2 else group.all
-    return claim.p if isinstance(claim, BlockClaim) else None
 
 
 # ---------------------------------------------------------------------------------------------- beside every number
@@ -332,20 +298,3 @@ def _baseline(task: str, results: StudyResults, done: _Done) -> BaselineEvidence
         rows=any_score.count if any_score else None,
         duplicates=any_score.duplicates if any_score else None,
     )
-
-
-def _notes(results: StudyResults, comparisons: Sequence[ComparisonEvidence]) -> tuple[str, ...]:
-    notes = []
-    missing = sum(c.status == "missing" for c in comparisons)
-    partly = sum(c.status == "comparable" and bool(c.reason) for c in comparisons)
-    if missing or partly:
-        notes.append(f"not complete: {missing} comparisons have no seed with both runs done, {partly} lack some seeds")
-    most = max((c.all.n for c in comparisons if c.all is not None), default=0)
-    if most == 1:
-        notes.append("one seed: differences have no measure of their error, and nothing is confirmed")
-    elif 1 < most < FEW_SEEDS:
-        notes.append(
-            f"at most {most} seeds: the sign-flip p of a comparison cannot be below {2 / 2**most:.4g}, and seeds are "
-            + ("not resampled" if most < 4 else "few to resample")
-        )
-    return tuple(notes)

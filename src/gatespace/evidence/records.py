@@ -221,9 +221,8 @@ class ComparisonEvidence:
         reason: Why it is not comparable, or which seeds are missing.
         all: Over all seeds.
         fresh: Without the selection seed.
-        holm: p adjusted over the headline comparisons (those with role ``replication``); None for others.
-        bh: p adjusted over all comparisons of the study.
-        adjusted_from: Whose p was adjusted: that of the fresh seeds where there are two of them, else of all.
+        holm: p of `judged`, adjusted over the headline comparisons (those with role ``replication``); None for others.
+        bh: p of `judged`, adjusted over all comparisons of the study.
         mcnemar: (seed, test) for every seed whose predictions are there.
         bootstrap: Over examples, and over seeds where there are at least four.
         run_ids: The runs that it rests on.
@@ -241,22 +240,14 @@ class ComparisonEvidence:
     fresh: Paired | None
     holm: float | None
     bh: float | None
-    adjusted_from: Literal["fresh", "all"] | None
     mcnemar: tuple[tuple[int, McNemar], ...]
     bootstrap: Interval | None
     run_ids: tuple[str, ...]
 
-
-@dataclass(frozen=True)
-class Family:
-    """Tests that were adjusted together."""
-
-    name: str
-    method: Literal["holm", "bh"]
-    tests: int
-    """How many p-values went in."""
-    members: tuple[str, ...]
-    """``task: left - right`` of each."""
+    @property
+    def judged(self) -> Paired | None:
+        """Fresh seeds where there are two of them, else all."""
+        return self.fresh if self.fresh is not None and self.fresh.n > 1 else self.all
 
 
 @dataclass(frozen=True)
@@ -274,7 +265,7 @@ class GroupEvidence:
         all: The claim over all (task, seed) blocks.
         fresh: The same without the selection seed: the one that confirms.
         wins: Cells won, tied and lost by their mean over seeds.
-        holm: p of the claim (fresh where there are two blocks, else all), adjusted over the axes; pooled groups only.
+        holm: p of `judged`, adjusted over the axes; pooled groups only.
         mixed: The mixed model, as a second look.
     """
 
@@ -290,6 +281,14 @@ class GroupEvidence:
     wins: WinCount | NotApplicable
     holm: float | None
     mixed: Mixed | NotApplicable
+
+    @property
+    def judged(self) -> BlockClaim | None:
+        """The claim over fresh seeds where there are two blocks of them, else over all; None of a single block."""
+        for claim in (self.fresh, self.all):
+            if isinstance(claim, BlockClaim) and claim.n > 1:
+                return claim
+        return None
 
 
 class Choice(NamedTuple):
@@ -371,13 +370,10 @@ class StudyAnalysis:
     """The statistics of a study."""
 
     comparisons: tuple[ComparisonEvidence, ...]
-    families: tuple[Family, ...]
     anova: Mapping[str, Anova | NotApplicable]
     groups: tuple[GroupEvidence, ...]
     selection: Mapping[str, Selection]
     baselines: Mapping[str, BaselineEvidence]
-    notes: tuple[str, ...]
-    """Limits of the whole study: few seeds, runs that are missing."""
 
     def group(self, axis: str, *, task: str = ALL_TASKS, restriction: str | None = None) -> GroupEvidence | None:
         """The group of an axis, or None."""

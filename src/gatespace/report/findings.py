@@ -146,20 +146,12 @@ def _claims(view: View) -> list[Finding]:
         parts = [group for group in mine if group.restriction is not None]
         groups += [group for group in parts or mine if group.comparable or group.missing]  # else none can be
     # One family: the statements that are side by side on the first screen.
-    adjusted = holm([None if (claim := _judged(group)) is None else claim.p for group in groups])
+    adjusted = holm([None if group.judged is None else group.judged.p for group in groups])
     found = []
     for group, p in zip(groups, adjusted, strict=True):
         verdict, text = _verdict(group, p, view.results.selection_seed)
         found.append(Finding(verdict, group.axis, group.restriction, text, _scope(group)))
     return found
-
-
-def _judged(group: GroupEvidence) -> BlockClaim | None:
-    """Fresh seeds where there are two blocks of them."""
-    for claim in (group.fresh, group.all):
-        if isinstance(claim, BlockClaim) and claim.n > 1:
-            return claim
-    return None
 
 
 def _verdict(group: GroupEvidence, adjusted: float | None, seed: int) -> tuple[Verdict, str]:
@@ -188,7 +180,7 @@ def _verdict(group: GroupEvidence, adjusted: float | None, seed: int) -> tuple[V
         text = f"No detectable difference between {one} and {other}: {numbers}; with {_blocks(whole, brief=True)} only"
         return "none", f"{text} gaps of ≥ {whole.mde:.1f} pp would show.{again}"
     ahead = f"{_capital(one)} is {'above' if whole.mean > 0 else 'below'} {other}"
-    judged = _judged(group)
+    judged = group.judged
     doubts = [*_doubts(whole, fresh, judged, adjusted, seed)]
     if doubts:
         why = f"This is a lead and no finding: {'; '.join(doubts)}."
