@@ -67,16 +67,23 @@ def test_options_say_otherwise_than_the_run(cli, taught):
 
 
 @pytest.mark.parametrize("command", ["evaluate", "predict"])
-def test_plugins_are_imported_where_they_are_named(cli, taught, tmp_path, command):
-    config, plugin = tmp_path / "own.yaml", tmp_path / "my_task.py"
-    config.write_text(json.dumps({"plugins": [str(plugin)], "task": {"name": "mine"}}))
-    plugin.write_text("raise RuntimeError('imported')")
-    words = [command, taught.folder, "--config", config]
+def test_a_task_of_a_plugin_needs_the_plugin_to_be_named(cli, taught, tmp_path, monkeypatch, command):
+    monkeypatch.setattr("gatespace.tasks.load._registered", {})
+    config, plugin, name = tmp_path / "own.yaml", tmp_path / "my_task.py", f"task-to-{command}"
+    config.write_text(json.dumps({"plugins": [str(plugin)], "task": {"name": name, "brief": True}}))
+    plugin.write_text(
+        "from gatespace.tasks import register\n"
+        "from gatespace.tasks.synthetic import synthetic_task\n"
+        f"register({name!r})(synthetic_task)\n"
+    )
+    words = [command, taught.folder, "--config", config, "--quiet"]
+    words += ["--limit", "3"] if command == "evaluate" else []
     result = cli(*words)
     assert result.exit_code == 2
-    assert result.stderr.startswith("error: task.name: unknown task 'mine'\n")
+    assert result.stderr.startswith(f"error: task.name: unknown task {name!r}\n")
     assert result.stderr.endswith(f"  instead: --plugin {plugin}\n")
-    assert "why: RuntimeError: imported\n" in cli(*words, "--plugin", plugin).stderr
+    result = cli(*words, "--plugin", plugin, stdin="such good news\n")
+    assert result.exit_code == 0, result.stderr
 
 
 @pytest.mark.parametrize(

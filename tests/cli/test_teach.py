@@ -21,7 +21,7 @@ def test_a_teacher_is_made_and_reported(taught):
     assert (taught.folder / "model" / "config.json").is_file()
 
 
-def test_progress_is_told_on_standard_error(taught):
+def test_progress_is_printed_on_standard_error(taught):
     lines = taught.result.stderr.splitlines()
     assert re.search(r"^step 1/30 · loss \d\S* · tokens right 0\.\d+ · \S+ s \(update \S+, optimizer \S+\)", lines[1])
     assert any(line.startswith("step 30/30 · loss ") for line in lines)
@@ -104,7 +104,7 @@ def test_options_come_before_the_file_and_set_before_options(cli, tmp_path):
         (["--task", "sythetic"], "error: task.name: unknown task 'sythetic'\n  instead: did you mean 'synthetic'?"),
         (["missing.yaml"], "error: no such file\n  got: missing.yaml\n"),
         (["--task", "synthetic", "--model", "no-such"], "error: model: no such model\n  got: 'no-such'\n"),
-        (["--task", "synthetic", "--root", "/"], "error: task: the synthetic task is generated and has no folder\n"),
+        (["--task", "synthetic", "--root", "/"], "error: task: the task synthetic has no folder\n"),
     ],
 )
 @pytest.mark.parametrize("dry", [True, False])

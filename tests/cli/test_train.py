@@ -40,7 +40,7 @@ def test_a_student_is_trained_and_reported(trained):
     folder, _, result = trained
     summary = json.loads((folder / "summary.json").read_text())
     run = summary["run"]
-    assert f"E[λ] {run['lam_mean']:.4f} over {run['tokens']} tokens of 18 answers" in result.stdout
+    assert f"E[λ] {run['lam_mean']:.4f} over {run['tokens']} tokens of 18 responses" in result.stdout
     assert f"model  {folder / 'model'}\n" in result.stdout
     assert f"next   gatespace predict {folder / 'model'} < texts.txt\n" in result.stdout
     assert "test, first rows" in result.stdout
@@ -76,7 +76,7 @@ def test_the_estimate_holds_what_the_run_then_did(trained):
     prompts = most / 6 - 32
     assert prompts == pytest.approx(found["prompt_tokens_mean"])
     forward, backward = found["step"]["student_forward_tokens"], found["step"]["student_backward_tokens"]
-    assert forward[1] - backward[1] == high  # the prompts are read once; what is decoded is read again for the update
+    assert forward[1] - backward[1] == high  # one pass over the prompts; decoded tokens are passed again for the update
     memory = found["memory_bytes"]
     assert memory["weights"] == 4 * found["parameters"]
     assert memory["optimizer"] == 8 * found["parameters"]
@@ -136,7 +136,7 @@ def test_dry_run_prints_settings_that_can_be_read_back(cli, distil, tmp_path, ta
     assert printed.rollout.max_new_tokens == 8
 
 
-def test_an_interrupted_run_goes_on_with_the_same_command(cli, distil, tmp_path):
+def test_an_interrupted_run_resumes_with_the_same_command(cli, distil, tmp_path):
     words = [*distil, "--steps", "15", "--set", "checkpoint.every=2"]
     folder = tmp_path / "stopped"
 

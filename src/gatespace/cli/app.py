@@ -1,7 +1,7 @@
 """The command `gatespace`: its commands, and the one place where errors become messages and exit codes.
 
-Starting must stay fast: neither this module nor a command's module imports torch, pydantic, Rich or matplotlib when
-it is imported. Each command imports what it needs when it runs.
+Starting must stay fast: neither this module nor a command's module imports torch, pydantic, Rich or matplotlib at its
+top. Each command imports what it needs when it runs.
 """
 
 from __future__ import annotations
@@ -72,16 +72,10 @@ def _root(
     gatespace gate G5 H2 static:0.388               what these points do
     gatespace teach --task tweeteval/emotion        make a teacher
     gatespace train --teacher runs/teach --gate G5  distil it into a student
-    gatespace teacher serve --model runs/teach      let many students share it
     gatespace evaluate runs/train                   how often it is right
     gatespace predict runs/train texts.txt          label texts with it
-    gatespace export runs/train -o student          a folder to give away, with a card
     gatespace plan demo                             what a study would do
-    gatespace run demo                              a whole study and its report
-    gatespace watch studies/demo                    follow it in a browser while it runs
-    gatespace report studies/demo                   what it found, once more
-    gatespace explore studies/demo                  see what gates do, in a browser
-    gatespace paper                                 the paper, held against its numbers
+    gatespace run demo                              a whole study, its report
     gatespace doctor                                what is installed here
     """
 
@@ -109,7 +103,7 @@ def _add(name: str, command: Any) -> None:
 for _name, _point in provided("commands").items():
     try:
         _add(_name, _point.load())
-    except Exception as error:  # a package that is broken must not cost the other commands
+    except Exception as error:  # a broken package must not take the other commands with it
         sys.stderr.write(f"note: the command {_name} of {_point.value} cannot be loaded: {error}\n")
 
 

@@ -1,25 +1,28 @@
-"""What a run would cost, counted before anything is trained: tokens, arithmetic, memory, and a range of time.
+"""`--dry-run`: what a run would cost, counted before anything is trained: tokens, arithmetic, memory, time.
 
-Models are read without their weights. Counts are exact where the data decides them; where the responses decide, they
-are a range from the right answers to the longest response allowed.
+Models are loaded without their weights. Counts are exact where the data decides them; where the responses decide, they
+are a range from the right responses to the longest ones allowed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from gatespace.config import LoraConfig, TeachConfig, TrainConfig, in_setting
+from gatespace.cli.console import console, print_json
+from gatespace.cli.progress import duration
+from gatespace.config import LoraConfig, TeachConfig, TrainConfig, dump_config, dump_yaml, in_setting
 from gatespace.config.address import is_address
 from gatespace.errors import UsageError, missing_extra
 from gatespace.gating.configured import build_objective
 from gatespace.models import Model, build_tiny, check_pair
 from gatespace.models.load import TINY, located
+from gatespace.tasks import Task
 from gatespace.training.setup import (
     Material,
     Placement,
@@ -30,16 +33,23 @@ from gatespace.training.setup import (
     placement,
 )
 
-if TYPE_CHECKING:
-    from gatespace.models.encode import Encoder
-    from gatespace.tasks import Task
-
 _PROBE_SECONDS = 1.0
 _PROBE_TOKENS = 512
 _SLOWEST_SHARE = 0.2
-"""Of the mean rate of large products: what decoding token by token, attention and the optimizer leave of it."""
+"""Of the mean rate of large matrix products: what decoding, attention and the optimizer leave of it."""
 _TOO_SMALL = 20_000_000
-"""Networks with fewer weights than this spend their time between the products."""
+"""Networks with fewer weights than this spend their time between the matrix products."""
+_STEP = {
+    "prompts": "prompts",
+    "responses": "responses",
+    "response_tokens": "response tokens",
+    "student_forward_tokens": "student, tokens forward",
+    "student_backward_tokens": "student, tokens backward",
+    "forward_tokens": "tokens forward",
+    "backward_tokens": "tokens backward",
+    "teacher_tokens_at_most": "teacher, tokens at most",
+    "micro_batches": "micro-batches",
+}
 
 
 class Range(NamedTuple):
@@ -56,6 +66,10 @@ class Range(NamedTuple):
         return Range(self.low * factor, self.high * factor)
 
 
+def _exactly(value: float) -> Range:
+    return Range(value, value)
+
+
 @dataclass(frozen=True)
 class Sizes:
     """A network's weights."""
@@ -64,121 +78,14 @@ class Sizes:
     body: int
     """In products with every token: without the embedding and the head."""
     head: int
-    """In products with the tokens that a response is predicted at."""
+    """In products with the tokens that predict a response token."""
     trained: int
     bytes_per_token: int
-    """What autograd keeps of a token in half precision."""
+    """Activations of a token that autograd holds in half precision."""
 
 
-def estimate(config: TrainConfig | TeachConfig, note: Callable[[str], None]) -> dict[str, Any]:
-    """The costs of the run of `config`, as plain numbers by name.
-
-    Args:
-        config: Checked here as the run would check it.
-        note: Is told what takes long.
-    """
-    place = placement(config.engine)
-    if isinstance(config, TrainConfig):
-        return _train(config, place, note)
-    return _teach(config, place, note)
-
-
-def _train(config: TrainConfig, place: Placement, note: Callable[[str], None]) -> dict[str, Any]:
-    build_objective(config.objective)
-    data, pair = material(config.task, "distill"), config.pair
-    code = pair.trust_remote_code
-    student = _outline(pair.student, "pair.student", "student", data.task, pair.student_revision, code, note)
-    ours = _sizes(student, pair.lora)
-    if is_address(pair.teacher):
-        # What it computes, and the check that it speaks of the same tokens, are the service's own.
-        notes = [f"the teacher at {pair.teacher} was not asked: its arithmetic, memory and time are not counted"]
-        theirs = Sizes(0, 0, 0, 0, 0)
-    else:
-        teacher = _outline(pair.teacher, "pair.teacher", "teacher", data.task, pair.teacher_revision, code, note)
-        notes = list(check_pair(student, teacher).notes)
-        theirs = _sizes(teacher, None)
-    prompts = _prompts(config, data, student, end=config.rollout.stop == "eos")
-
-    rows = config.batch_size * config.rollout.per_prompt
-    shares = config.rollout.source.shares()
-    responses = Range(min(prompts.right, config.rollout.max_new_tokens), config.rollout.max_new_tokens)
-    if set(shares) == {"gold"}:
-        responses = Range(responses.low, responses.low)
-    written = responses.times(rows)
-    read = Range(prompts.prefix + rows * prompts.mean, prompts.prefix + rows * prompts.mean)
-    decoded = written.times(shares.get("student", 0.0))
-    learned = read + written
-    reused = config.engine.reuse_rollout and config.rollout.staleness == 0
-    passes = 1 if reused else 2  # over the prompts
-    forward = read.times(passes) + decoded + written
-    scored = written + Range(rows * prompts.mean, rows * prompts.mean)
-    drawn = scored.times(shares.get("teacher", 0.0))
-
-    work = (
-        forward.times(2 * ours.body)
-        + learned.times(4 * ours.body)
-        + (decoded + written).times(2 * ours.head)
-        + written.times(4 * ours.head)
-        + (scored + drawn).times(2 * theirs.body)
-        + (written + drawn).times(2 * theirs.head)
-    ).times(config.steps)
-    once = 2 * theirs.body * prompts.prefix
-    limit = micro_tokens(student, config.engine.micro_tokens)
-    if config.engine.packed is False:
-        notes.append("engine.packed is false: every token of a response reads its prompt anew, which is not counted")
-    kept = min(limit, learned.high)
-    memory = _memory(ours, place, kept)
-    memory["teacher_weights"] = theirs.all * place.dtype.itemsize
-    if not config.engine.fused:
-        memory["logits"] = int(kept / learned.high * written.high * student.vocab_size * 4 * 6)
-    return _report(
-        config, place, data, prompts, ours, work + Range(once, once), memory, notes,
-        step={
-            "prompts": config.batch_size,
-            "responses": rows,
-            "response_tokens": written,
-            "student_forward_tokens": forward,
-            "student_backward_tokens": learned,
-            "teacher_tokens_at_most": scored + drawn,
-            "micro_batches": _micro_batches(rows, prompts, config.rollout.max_new_tokens, limit),
-        },
-        extra={"teacher_parameters": theirs.all} if theirs.all else {},
-    )  # fmt: skip
-
-
-def _teach(config: TeachConfig, place: Placement, note: Callable[[str], None]) -> dict[str, Any]:
-    data = material(config.task, "teacher")
-    model = _outline(config.model, "model", "teacher", data.task, config.revision, config.trust_remote_code, note)
-    prompts = _prompts(config, data, model, end=True)
-    sizes = _sizes(model, config.lora)
-    rows = config.batch_size
-    limit = micro_tokens(model, config.engine.micro_tokens)
-    parts = _micro_batches(rows, prompts, round(prompts.right), limit)
-    written = Range(rows * prompts.right, rows * prompts.right)
-    learned = written + Range(
-        parts * prompts.prefix + rows * prompts.mean, parts * prompts.prefix + rows * prompts.mean
-    )
-    work = (learned.times(6 * sizes.body) + written.times(6 * sizes.head)).times(config.steps)
-    kept = min(limit, learned.high)
-    memory = _memory(sizes, place, kept)
-    memory["logits"] = int(kept / learned.high * written.high * model.vocab_size * 4 * 3)
-    return _report(
-        config, place, data, prompts, sizes, work, memory, [],
-        step={
-            "prompts": rows,
-            "response_tokens": written,
-            "forward_tokens": learned,
-            "backward_tokens": learned,
-            "micro_batches": parts,
-        },
-        extra={},
-    )  # fmt: skip
-
-
-# ---------------------------------------------------------------------------------------------------- the parts
-
-
-class Prompts(NamedTuple):
+@dataclass(frozen=True)
+class Prompts:
     """A task in a model's tokens: lengths."""
 
     prefix: int
@@ -188,30 +95,159 @@ class Prompts(NamedTuple):
     """Tokens of a right response."""
     evaluated: Range
     """Tokens of all evaluations, prompts and responses."""
-    answers: Range
+    responses: Range
     """Of these, responses."""
 
 
+@dataclass(frozen=True)
+class Training:
+    """What `train` and `teach` count each in their own way."""
+
+    data: Material
+    prompts: Prompts
+    sizes: Sizes
+    flops: Range
+    memory: dict[str, int]
+    """Bytes by purpose."""
+    step: dict[str, Any]
+    teacher_parameters: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def estimate(config: TrainConfig | TeachConfig, note: Callable[[str], None]) -> dict[str, Any]:
+    """The costs of the run of `config`, as plain numbers by name.
+
+    Args:
+        config: Checked here as the run would check it.
+        note: Called with a message before something that takes long.
+    """
+    place = placement(config.engine)
+    found = _train(config, place, note) if isinstance(config, TrainConfig) else _teach(config, place, note)
+    data, prompts, sizes = found.data, found.prompts, found.sizes
+    evaluating = prompts.evaluated.times(2 * sizes.body) + prompts.responses.times(2 * sizes.head)
+    return {
+        "task": data.task.describe(),
+        "rows": len(data.rows),
+        "epochs": config.steps * config.batch_size / len(data.rows),
+        "prefix_tokens": prompts.prefix,
+        "prompt_tokens_mean": prompts.mean,
+        "prompt_tokens_longest": prompts.longest,
+        "right_response_tokens_mean": prompts.right,
+        "parameters": sizes.all,
+        "trained_parameters": sizes.trained,
+        **({"teacher_parameters": found.teacher_parameters} if found.teacher_parameters else {}),
+        "device": place.device,
+        "precision": place.precision,
+        "step": {name: list(value) if isinstance(value, Range) else value for name, value in found.step.items()},
+        "evaluation_tokens": list(prompts.evaluated),
+        "flops": {"training": list(found.flops), "evaluation": list(evaluating)},
+        "memory_bytes": {**found.memory, "all": sum(found.memory.values())},
+        "time": _time(found.flops + evaluating, sizes, place),
+        "notes": found.notes,
+    }
+
+
+def _train(config: TrainConfig, place: Placement, note: Callable[[str], None]) -> Training:
+    build_objective(config.objective)
+    data, pair = material(config.task, "distill"), config.pair
+    code = pair.trust_remote_code
+    student = _outline(pair.student, "pair.student", "student", data.task, pair.student_revision, code, note)
+    ours = _sizes(student, pair.lora)
+    if is_address(pair.teacher):
+        # The service itself checks that its model has the student's tokens.
+        notes = [f"the teacher at {pair.teacher} was not asked: its arithmetic, memory and time are not counted"]
+        theirs = Sizes(0, 0, 0, 0, 0)
+    else:
+        teacher = _outline(pair.teacher, "pair.teacher", "teacher", data.task, pair.teacher_revision, code, note)
+        notes = list(check_pair(student, teacher).notes)
+        theirs = _sizes(teacher, None)
+    if config.engine.packed is False:
+        notes.append("engine.packed is false: one forward pass over the prompt per response token, not counted")
+
+    # Tokens of a step.
+    prompts = _prompts(config, data, student, end=config.rollout.stop == "eos")
+    rows = config.batch_size * config.rollout.per_prompt
+    shares = config.rollout.source.shares()
+    longest = config.rollout.max_new_tokens
+    shortest = min(prompts.right, longest)
+    responses = Range(shortest, shortest if set(shares) == {"gold"} else longest).times(rows)
+    prompting = _exactly(prompts.prefix + rows * prompts.mean)
+    decoded = responses.times(shares.get("student", 0.0))
+    reused = config.engine.reuse_rollout and config.rollout.staleness == 0
+    forward = prompting.times(1 if reused else 2) + decoded + responses
+    backward = prompting + responses
+    scored = responses + _exactly(rows * prompts.mean)
+    sampled = scored.times(shares.get("teacher", 0.0))
+
+    flops = (
+        forward.times(2 * ours.body)
+        + backward.times(4 * ours.body)
+        + (decoded + responses).times(2 * ours.head)
+        + responses.times(4 * ours.head)
+        + (scored + sampled).times(2 * theirs.body)
+        + (responses + sampled).times(2 * theirs.head)
+    ).times(config.steps) + _exactly(2 * theirs.body * prompts.prefix)
+    limit = micro_tokens(student, config.engine.micro_tokens)
+    at_once = min(limit, backward.high)
+    memory = _memory(ours, place, at_once)
+    memory["teacher_weights"] = theirs.all * place.dtype.itemsize
+    if not config.engine.fused:
+        memory["logits"] = int(at_once / backward.high * responses.high * student.vocab_size * 4 * 6)
+    step = {
+        "prompts": config.batch_size,
+        "responses": rows,
+        "response_tokens": responses,
+        "student_forward_tokens": forward,
+        "student_backward_tokens": backward,
+        "teacher_tokens_at_most": scored + sampled,
+        "micro_batches": _micro_batches(rows, prompts, longest, limit),
+    }
+    return Training(data, prompts, ours, flops, memory, step, theirs.all, notes)
+
+
+def _teach(config: TeachConfig, place: Placement, note: Callable[[str], None]) -> Training:
+    data = material(config.task, "teacher")
+    model = _outline(config.model, "model", "teacher", data.task, config.revision, config.trust_remote_code, note)
+    prompts = _prompts(config, data, model, end=True)
+    sizes = _sizes(model, config.lora)
+    rows = config.batch_size
+    limit = micro_tokens(model, config.engine.micro_tokens)
+    parts = _micro_batches(rows, prompts, round(prompts.right), limit)
+    responses = _exactly(rows * prompts.right)
+    backward = responses + _exactly(parts * prompts.prefix + rows * prompts.mean)
+    flops = (backward.times(6 * sizes.body) + responses.times(6 * sizes.head)).times(config.steps)
+    at_once = min(limit, backward.high)
+    memory = _memory(sizes, place, at_once)
+    memory["logits"] = int(at_once / backward.high * responses.high * model.vocab_size * 4 * 3)
+    step = {
+        "prompts": rows,
+        "response_tokens": responses,
+        "forward_tokens": backward,
+        "backward_tokens": backward,
+        "micro_batches": parts,
+    }
+    return Training(data, prompts, sizes, flops, memory, step)
+
+
+# ---------------------------------------------------------------------------------------------------- the parts
+
+
 def _prompts(config: TrainConfig | TeachConfig, data: Material, model: Model, *, end: bool) -> Prompts:
-    looks = config.evaluation
-    splits = (*looks.final, looks.split)
-    encoder = encoder_for(data, model, splits, share=config.engine.share_prefix)
+    evaluation = config.evaluation
+    encoder = encoder_for(data, model, (*evaluation.final, evaluation.split), share=config.engine.share_prefix)
     lengths = [len(encoder.suffix(row.text)) for row in data.rows]
-    right = {label: len(encoder.gold(label, model.turn_end if end else None)) for label in data.prompt.labels}
-    gold = sum(right[row.label] for row in data.rows) / len(data.rows)
-    on_the_way = config.steps // looks.every if looks.every else 0
-    evaluated, answers = Range(0, 0), Range(0, 0)
-    for split, often in [*((split, 1) for split in looks.final), (looks.split, on_the_way)]:
-        read, count = _suffixes(encoder, data.task, split, looks.limit)
-        response = Range(min(gold, looks.max_new_tokens), looks.max_new_tokens).times(count * often)
-        answers += response
-        evaluated += response + Range(often * (len(encoder.prefix) + read), often * (len(encoder.prefix) + read))
-    return Prompts(len(encoder.prefix), sum(lengths) / len(lengths), max(lengths), gold, evaluated, answers)
-
-
-def _suffixes(encoder: Encoder, task: Task, split: str, limit: int | None) -> tuple[int, int]:
-    rows = task.rows(split)[:limit]
-    return sum(len(encoder.suffix(row.text)) for row in rows), len(rows)
+    gold = {label: len(encoder.gold(label, model.turn_end if end else None)) for label in data.prompt.labels}
+    right = sum(gold[row.label] for row in data.rows) / len(data.rows)
+    on_the_way = config.steps // evaluation.every if evaluation.every else 0
+    evaluated, responses = Range(0, 0), Range(0, 0)
+    for split, often in [*((split, 1) for split in evaluation.final), (evaluation.split, on_the_way)]:
+        rows = data.task.rows(split)[: evaluation.limit]
+        prompting = len(encoder.prefix) + sum(len(encoder.suffix(row.text)) for row in rows)
+        longest = evaluation.max_new_tokens
+        response = Range(min(right, longest), longest).times(len(rows) * often)
+        responses += response
+        evaluated += response + _exactly(often * prompting)
+    return Prompts(len(encoder.prefix), sum(lengths) / len(lengths), max(lengths), right, evaluated, responses)
 
 
 def _outline(
@@ -248,12 +284,10 @@ def _outline(
 def _sizes(model: Model, lora: LoraConfig | None) -> Sizes:
     whole = sum(p.numel() for p in model.network.parameters())
     head = model.head.weight
-    embedding = model.network.get_input_embeddings()
-    rows = getattr(embedding, "weight", head)
-    tied = rows is head
+    embedding = getattr(model.network.get_input_embeddings(), "weight", head)
     return Sizes(
         all=whole,
-        body=whole - head.numel() - (0 if tied else rows.numel()),
+        body=whole - head.numel() - (0 if embedding is head else embedding.numel()),
         head=head.numel(),
         trained=whole if lora is None else _adapters(model, lora),
         bytes_per_token=activation_bytes(model.network.config.get_text_config()),
@@ -261,23 +295,24 @@ def _sizes(model: Model, lora: LoraConfig | None) -> Sizes:
 
 
 def _adapters(model: Model, lora: LoraConfig) -> int:
+    """Weights of the adapters."""
     head = model.network.get_output_embeddings()
     layers = [
         part
         for name, part in model.network.named_modules()
-        if isinstance(part, nn.Linear) and part is not head
+        if isinstance(part, nn.Linear)
+        and part is not head
         and (lora.targets == "all-linear" or name.rpartition(".")[2] in lora.targets)
-    ]  # fmt: skip
+    ]
     return sum(lora.r * (layer.in_features + layer.out_features) for layer in layers)
 
 
-def _micro_batches(rows: int, prompts: Prompts, room: int, limit: int) -> int:
-    each = max(1, int(limit // (prompts.mean + room)))
+def _micro_batches(rows: int, prompts: Prompts, response: int, limit: int) -> int:
+    each = max(1, int(limit // (prompts.mean + response)))
     return -(-rows // each)
 
 
 def _memory(sizes: Sizes, place: Placement, tokens: float) -> dict[str, int]:
-    """Bytes by purpose."""
     mixed = place.dtype.itemsize < 4
     return {
         "weights": sizes.all * place.dtype.itemsize,
@@ -288,53 +323,17 @@ def _memory(sizes: Sizes, place: Placement, tokens: float) -> dict[str, int]:
     }
 
 
-def _report(
-    config: TrainConfig | TeachConfig,
-    place: Placement,
-    data: Material,
-    prompts: Prompts,
-    sizes: Sizes,
-    training: Range,
-    memory: dict[str, int],
-    notes: list[str],
-    *,
-    step: dict[str, Any],
-    extra: dict[str, Any],
-) -> dict[str, Any]:
-    evaluating = prompts.evaluated.times(2 * sizes.body) + prompts.answers.times(2 * sizes.head)
-    work = training + evaluating
-    return {
-        "task": data.task.describe(),
-        "rows": len(data.rows),
-        "epochs": config.steps * config.batch_size / len(data.rows),
-        "prefix_tokens": prompts.prefix,
-        "prompt_tokens_mean": prompts.mean,
-        "prompt_tokens_longest": prompts.longest,
-        "right_response_tokens_mean": prompts.right,
-        "parameters": sizes.all,
-        "trained_parameters": sizes.trained,
-        **extra,
-        "device": place.device,
-        "precision": place.precision,
-        "step": {name: list(value) if isinstance(value, Range) else value for name, value in step.items()},
-        "evaluation_tokens": list(prompts.evaluated),
-        "flops": {"training": list(training), "evaluation": list(evaluating)},
-        "memory_bytes": {**memory, "all": sum(memory.values())},
-        "time": _time(work, sizes, place),
-        "notes": notes,
-    }
-
-
-def _time(work: Range, sizes: Sizes, place: Placement) -> dict[str, Any]:
+def _time(flops: Range, sizes: Sizes, place: Placement) -> dict[str, Any]:
     if sizes.all < _TOO_SMALL:
-        return {"status": "n/a", "reason": "so small a network spends its time between the products; try a few steps"}
-    best, mean = gemm_rates(place)
-    seconds = [work.low / best, work.high / mean / _SLOWEST_SHARE]
+        reason = "so small a network spends its time between the matrix products; try a few steps"
+        return {"status": "n/a", "reason": reason}
+    best, mean = _gemm_rates(place)
+    seconds = [flops.low / best, flops.high / mean / _SLOWEST_SHARE]
     return {"gemm_flops_per_second": best, "gemm_flops_per_second_mean": mean, "seconds": seconds}
 
 
-def gemm_rates(place: Placement) -> tuple[float, float]:
-    """Floating-point operations per second in large matrix products of about a second: the fastest, and the mean."""
+def _gemm_rates(place: Placement) -> tuple[float, float]:
+    """FLOPs per second of large matrix products during about a second: the fastest, and the mean."""
     size = 1024
     left = torch.ones(_PROBE_TOKENS, size, dtype=place.dtype, device=place.device)
     right = torch.ones(size, 4 * size, dtype=place.dtype, device=place.device)
@@ -350,3 +349,77 @@ def gemm_rates(place: Placement) -> tuple[float, float]:
         times.append(product())
     work = 2 * left.numel() * right.shape[1]
     return work / min(times), work * len(times) / sum(times)
+
+
+# ---------------------------------------------------------------------------------------------------- in print
+
+
+def print_estimate(config: TrainConfig | TeachConfig, found: dict[str, Any], *, as_json: bool) -> None:
+    """Print the settings as YAML that `gatespace` reads back, then the estimate as comments of it."""
+    if as_json:
+        print_json({"config": dump_config(config), "estimate": found})
+        return
+    out = console()
+    out.out(dump_yaml(config), end="")
+    out.out("")
+    lines = list(_lines(config, found))
+    width = max(len(name) for name, _ in lines)
+    for name, text in lines:
+        out.out(f"# {name:<{width}}  {text}".rstrip())
+
+
+def _lines(config: TrainConfig | TeachConfig, found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "Estimate", "nothing was trained"
+    yield "task", found["task"]
+    passes = f"{config.steps} steps of {config.batch_size} are {found['epochs']:.2g} passes over them"
+    yield "rows", f"{found['rows']}; {passes}"
+    longest, mean = found["prompt_tokens_longest"], found["prompt_tokens_mean"]
+    yield "prompt", f"{found['prefix_tokens']} tokens shared, {mean:.1f} of its own (longest {longest})"
+    yield "right response", f"{found['right_response_tokens_mean']:.1f} tokens"
+    trained = found["trained_parameters"]
+    part = "" if trained == found["parameters"] else f", {_number(trained)} trained"
+    teacher = f"; teacher {_number(found['teacher_parameters'])}" if "teacher_parameters" in found else ""
+    yield "parameters", f"{_number(found['parameters'])}{part}{teacher}; {found['precision']} on {found['device']}"
+    for key, value in found["step"].items():
+        cached = " (before the cache)" if key == "teacher_tokens_at_most" else ""
+        yield f"step: {_STEP[key]}", f"{_span(value) if isinstance(value, list) else value}{cached}"
+    yield "evaluation: tokens", _span(found["evaluation_tokens"])
+    for key, value in found["flops"].items():
+        yield f"{key}: FLOPs", f"{_span(value)} (2 forward and 4 backward per weight and token; no attention)"
+    memory = {key.replace("_", " "): f"{value / 2**30:.2f}" for key, value in found["memory_bytes"].items() if value}
+    whole = memory.pop("all")
+    yield "memory", f"about {whole} GiB: {', '.join(f'{key} {gib}' for key, gib in memory.items())}"
+    yield "time", _time_text(found["time"])
+    for note in found["notes"]:
+        yield "note", note
+
+
+def _time_text(found: dict[str, Any]) -> str:
+    if "seconds" not in found:
+        return f"{found['status']}: {found['reason']}"
+    low, high = found["seconds"]
+    rate = found["gemm_flops_per_second"] / 1e9
+    return (
+        f"{duration(low)} to {duration(high)}, an estimate: from short responses and all products at the {rate:.0f} "
+        "GFLOP/s measured here just now, to the longest responses at a fifth of the mean rate"
+    )
+
+
+def _span(value: Sequence[float]) -> str:
+    low, high = map(_number, value)
+    return low if low == high else f"{low} to {high}"
+
+
+def _number(value: float) -> str:
+    """A number in few characters, and exact where it is small.
+
+    Example:
+        >>> _number(937.0), _number(134515008), _number(2.5e15)
+        ('937', '134.5 M', '2.5e+15')
+    """
+    if value < 100_000:
+        return f"{value:.0f}"
+    for power, unit in ((6, "M"), (9, "G"), (12, "T")):
+        if value < 1000 * 10**power:
+            return f"{value / 10**power:.4g} {unit}"
+    return f"{value:.3g}"

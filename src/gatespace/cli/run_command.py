@@ -1,4 +1,4 @@
-"""What `teach` and `train` do once their configuration is there: estimate or run, and say how it went."""
+"""What `teach` and `train` do with their configuration: estimate or run, and print the result."""
 
 from __future__ import annotations
 
@@ -27,21 +27,20 @@ _CHECKPOINT = re.compile(r"step-(\d+)")
 def execute(
     config: TrainConfig | TeachConfig, *, dry_run: bool, quiet: bool, as_json: bool, processes: int = 1
 ) -> None:
-    """Run the job of `config`, in so many processes, or say what it would cost."""
+    """Run the job of `config`, or with `dry_run` print what it would cost."""
     from gatespace.cli.progress import RunProgress
     from gatespace.config import TrainConfig
 
-    is_train = isinstance(config, TrainConfig)
     config = _with_model_folders(config)
     if dry_run:
-        from gatespace.cli.estimate import estimate
-        from gatespace.cli.estimate_report import print_estimate
+        from gatespace.cli.estimate import estimate, print_estimate
+        from gatespace.plugins import load_plugins
 
+        load_plugins(config.plugins)
         with RunProgress(quiet=quiet, job="estimate") as progress:
             found = estimate(config, progress.note)
         print_estimate(config, found, as_json=as_json)
         return
-
     if processes > 1:
         _launch(config, processes, quiet=quiet, as_json=as_json)
         return
@@ -50,9 +49,9 @@ def execute(
 
     folder = RunFolder(config.output)
     try:
-        with RunProgress(quiet=quiet, job="train" if is_train else "teach") as progress:
+        with RunProgress(quiet=quiet, job=_command(config)) as progress:
             if isinstance(config, TrainConfig):
-                for note in _foreign_teacher(config):
+                for note in _teacher_notes(config):
                     progress.note(note)
                 summary = train(config, progress)
             else:
@@ -62,29 +61,35 @@ def execute(
             sys.stderr.write(f"stopped: {_how_to_resume(folder)}\n")
         raise typer.Exit(_INTERRUPTED) from None
     if is_first():
-        report(config, folder, summary, as_json=as_json)
+        _report(config, folder, summary, as_json=as_json)
+
+
+def _command(config: TrainConfig | TeachConfig) -> str:
+    from gatespace.config import TrainConfig
+
+    return "train" if isinstance(config, TrainConfig) else "teach"
 
 
 def _launch(config: TrainConfig | TeachConfig, processes: int, *, quiet: bool, as_json: bool) -> None:
-    from gatespace.config import TrainConfig, dump_yaml
+    """Run the job in several processes of this machine."""
+    from gatespace.config import dump_yaml
     from gatespace.plugins import provider
 
     launch = provider("processes", "launch")
     with tempfile.TemporaryDirectory(prefix="gatespace-") as place:
         file = Path(place) / "run.yaml"
         file.write_text(dump_yaml(config), "utf-8")
-        command = "train" if isinstance(config, TrainConfig) else "teach"
         flags = [flag for flag, wanted in (("--quiet", quiet), ("--json", as_json)) if wanted]
-        if code := launch(processes, [command, str(file), *flags]):
+        if code := launch(processes, [_command(config), str(file), *flags]):
             raise typer.Exit(code)
 
 
-def report(config: TrainConfig | TeachConfig, folder: RunFolder, summary: dict[str, Any], *, as_json: bool) -> None:
-    """Print how a run has ended, and what to do next."""
+def _report(config: TrainConfig | TeachConfig, folder: RunFolder, summary: dict[str, Any], *, as_json: bool) -> None:
+    """Print the result of a run, and the next command."""
     from gatespace.cli.evaluate import results_table
 
     model = None if summary["model"] is None else str(folder.model)
-    after = None if model is None else next_command(config, folder)
+    after = None if model is None else _next_command(config, folder)
     if as_json:
         print_json({**summary, "output": str(folder), "model": model, "next": after})
         return
@@ -100,8 +105,8 @@ def report(config: TrainConfig | TeachConfig, folder: RunFolder, summary: dict[s
         out.print(f"next   {after}", soft_wrap=True)
 
 
-def next_command(config: TrainConfig | TeachConfig, folder: RunFolder) -> str:
-    """The command that goes on from a run that is done."""
+def _next_command(config: TrainConfig | TeachConfig, folder: RunFolder) -> str:
+    """The command to try after a run."""
     from gatespace.config import TrainConfig
 
     model = str(_short(folder.model))
@@ -133,7 +138,7 @@ def list_settings(cls: type[Section], *, as_json: bool) -> None:
 
 
 def _with_model_folders(config: Any) -> Any:
-    """The run folder of `gatespace teach` stands for the model in it."""
+    """The configuration with the model's folder in place of a run's folder."""
     from gatespace.cli.found_model import model_folder
     from gatespace.config import TrainConfig
 
@@ -144,8 +149,8 @@ def _with_model_folders(config: Any) -> Any:
     return config.model_copy(update={"model": model_folder(config.model)})
 
 
-def _foreign_teacher(config: TrainConfig) -> list[str]:
-    """Where a teacher was made for another task than this one, or from rows that this run distils on."""
+def _teacher_notes(config: TrainConfig) -> list[str]:
+    """In what the teacher's task differs from this run's, or that its rows may be those that this run distils on."""
     from gatespace.cli.found_model import run_settings
     from gatespace.config import dump_config
 
@@ -172,7 +177,7 @@ def _how_to_resume(folder: RunFolder) -> str:
 
 
 def _short(folder: Path) -> Path:
-    """As a user would write it."""
+    """Relative to the working directory where that is possible."""
     try:
         return folder.relative_to(Path.cwd())
     except ValueError:

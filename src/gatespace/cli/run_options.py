@@ -1,7 +1,7 @@
-"""The options that `teach` and `train` share, and the way from options to a configuration.
+"""Options that several commands share, and how `teach` and `train` make a configuration of them.
 
-An option is nothing but a short name for a setting: it becomes an override of the configuration file, and an error
-about the setting speaks of the option.
+An option is a short name for a setting: it overrides the configuration file, and an error about the setting names the
+option.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Config = TypeVar("Config", bound="Section")
 
 File = Annotated[
     Path | None,
-    typer.Argument(metavar="CONFIG.yaml", show_default=False, help="A file of settings; options come before it."),
+    typer.Argument(metavar="CONFIG.yaml", show_default=False, help="A file of settings; options override it."),
 ]
 Task = Annotated[
     str | None,
     typer.Option(
-        "--task", metavar="NAME", show_default=False, help="tweeteval/emotion, another one of TweetEval, or synthetic."
+        "--task", metavar="NAME", show_default=False, help="tweeteval/emotion, another task of TweetEval, or synthetic."
     ),
 ]
 Root = Annotated[
     Path | None,
-    typer.Option("--root", metavar="DIR", show_default=False, help="The folder of TweetEval's files; else the Hub."),
+    typer.Option("--root", metavar="DIR", show_default=False, help="A folder of TweetEval's files; default: the Hub."),
 ]
 Brief = Annotated[
     bool | None,
@@ -51,7 +51,7 @@ LearningRate = Annotated[
 ]
 Seed = Annotated[
     int | None,
-    typer.Option("--seed", metavar="N", show_default=False, help="Of the order of rows, and of sampling."),
+    typer.Option("--seed", metavar="N", show_default=False, help="Of the order of rows and of sampling."),
 ]
 Output = Annotated[
     Path | None,
@@ -68,7 +68,7 @@ Sets = Annotated[
 Plugins = Annotated[
     list[str] | None,
     typer.Option(
-        "--plugin", metavar="FILE", show_default=False, help="Python of your own to import first: signals, tasks, ..."
+        "--plugin", metavar="FILE", show_default=False, help="Your own Python, imported first: signals, tasks, ..."
     ),
 ]
 Processes = Annotated[
@@ -86,7 +86,7 @@ _NEEDED = ("pair: is needed and not given", "pair.teacher: is needed and not giv
 
 @dataclass(frozen=True)
 class Flag:
-    """An option of the command line that stands for a setting; a value of None is an option that was not given."""
+    """An option of the command line that stands for a setting; None: it was not given."""
 
     option: str
     path: str
@@ -94,7 +94,7 @@ class Flag:
 
     @property
     def override(self) -> str:
-        """As `load_config` takes it. JSON is YAML, with every text in quotation marks."""
+        """As `load_config` takes it. JSON is YAML with every text in quotation marks."""
         value = str(self.value) if isinstance(self.value, Path) else self.value
         return f"{self.path}={json.dumps(value, ensure_ascii=False)}"
 
@@ -102,7 +102,7 @@ class Flag:
 def load(
     cls: type[Config], file: Path | None, flags: Sequence[Flag], sets: Sequence[str], plugins: Sequence[str] | None
 ) -> Config:
-    """The configuration: the file's settings, then the options, then what `--set` says."""
+    """The configuration: the file's settings, overridden by the options, overridden by `--set`."""
     from gatespace.config import load_config
 
     given = [flag for flag in [*flags, Flag("--plugin", "plugins", plugins or None)] if flag.value is not None]
@@ -119,13 +119,13 @@ def task_flags(task: str | None, root: Path | None, brief: bool | None) -> list[
 
 
 def task_command(task: TaskConfig) -> list[str]:
-    """The options that give this very task to another command."""
+    """The options that select this same task in another command."""
     from gatespace.config import TaskConfig, dump_config
 
-    usual, found = dump_config(TaskConfig()), dump_config(task)
+    defaults, found = dump_config(TaskConfig()), dump_config(task)
     words: list[str] = []
     for key, value in found.items():
-        if value == usual[key] or (key == "name" and value is None):
+        if value == defaults[key] or (key == "name" and value is None):
             continue
         if key in ("name", "root"):
             words += ["--task" if key == "name" else "--root", str(value)]
@@ -137,7 +137,7 @@ def task_command(task: TaskConfig) -> list[str]:
 
 
 def _overrides(flag: Flag) -> list[str]:
-    """An option says what it says whatever the file has: what would contradict it in the file is taken back."""
+    """The override of an option, after those that undo what would contradict it in the file."""
     before: list[str] = []
     if flag.path == "task.name":
         before = ["task.table=null"] if flag.value.startswith("tweeteval/") else ["task.table=null", "task.root=null"]
@@ -149,6 +149,7 @@ def _overrides(flag: Flag) -> list[str]:
 
 
 def _about_options(error: UsageError, given: Sequence[Flag]) -> UsageError:
+    """The error with options in place of settings."""
     what = error.what
     for flag in given:
         what = what.replace(f"--set {flag.path}: ", f"{flag.option}: ")

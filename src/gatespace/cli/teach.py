@@ -44,9 +44,9 @@ def teach(
     gatespace teach --task tweeteval/emotion --output runs/teach
     gatespace teach --task synthetic --model tiny --brief --lr 0.003
     gatespace teach teach.yaml --steps 200 --dry-run
-    gatespace teach --settings         everything that a file or --set can say
+    gatespace teach --settings         every setting of a file or of --set
 
-    Exit code 0: trained; 1: the run failed; 2: a mistake in the call;
+    Exit code 0: trained; 1: the run failed; 2: wrong usage or settings;
     130: stopped by Ctrl-C. With --json, standard output is the summary alone.
     """
     from gatespace.cli.run_command import execute, list_settings

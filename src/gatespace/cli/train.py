@@ -17,7 +17,7 @@ def train(
         typer.Option(
             metavar="MODEL",
             show_default=False,
-            help="The model that scores: a folder (of `teach`), a Hub name, or zmq://HOST:PORT (`teacher serve`).",
+            help="The model that scores: a folder (of `teach`), a Hub name, or the address of a service.",
         ),
     ] = None,
     student: Annotated[
@@ -52,19 +52,20 @@ def train(
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Distil a teacher into a student, on the student's own answers.
+    """Distil a teacher into a student, on the student's own responses.
 
-    The student answers, the teacher scores every token of the answers, the
-    gate mixes forward and reverse KL, and the student learns. Both models
-    need the same tokens. A run that was stopped resumes with the same command.
+    The student responds to prompts, the teacher scores every token of the
+    responses, the gate mixes forward and reverse KL, and the student learns.
+    Both models need the same tokens. A run that was stopped resumes with the
+    same command.
 
     \b
     gatespace train --teacher runs/teach --gate G5
     gatespace train --teacher runs/teach --gate static:0.388 --dry-run
     gatespace train run.yaml --seed 2 --output runs/seed-2
-    gatespace train --settings         everything that a file or --set can say
+    gatespace train --settings         every setting of a file or of --set
 
-    Exit code 0: trained; 1: the run failed; 2: a mistake in the call;
+    Exit code 0: trained; 1: the run failed; 2: wrong usage or settings;
     130: stopped by Ctrl-C. With --json, standard output is the summary alone.
     """
     from gatespace.cli.run_command import execute, list_settings
