@@ -9,7 +9,7 @@ from functools import cached_property
 from statistics import fmean, stdev
 from typing import NamedTuple, Protocol
 
-from gatespace.evidence.records import ComparisonEvidence, Paired, StudyAnalysis, Summary
+from gatespace.evidence.records import ComparisonEvidence, StudyAnalysis, Summary
 from gatespace.gating.coefficients import Gate
 from gatespace.plugins import provided, provider
 from gatespace.study.records import RunResult, Score, StudyResults
@@ -215,18 +215,18 @@ class View:
         """Seed → score on the seeds of the sweep, which all points have in common."""
         return {seed: score for seed, score in self.scores(task, point, split).items() if seed in self.results.seeds}
 
-    def points(self, task: str, *kinds: str) -> list[str]:
-        """Labels of a task's points, those of the family first, else in the order of the plan."""
-        labels: dict[str, str] = {}
-        for run in self.results.runs.values():
-            if run.spec.task == task:
-                labels.setdefault(run.spec.point, run.spec.kind)
-        wanted = kinds or KINDS
-        return [label for kind in KINDS if kind in wanted for label, own in labels.items() if own == kind]
+    @cached_property
+    def _kinds(self) -> dict[tuple[str, str], str]:
+        return {(run.spec.task, run.spec.point): run.spec.kind for run in self.results.runs.values()}
 
     def kind(self, task: str, point: str) -> str:
         """What a point is for."""
-        return next(r.spec.kind for r in self.results.runs.values() if (r.spec.task, r.spec.point) == (task, point))
+        return self._kinds[task, point]
+
+    def points(self, task: str, *kinds: str) -> list[str]:
+        """Labels of a task's points, those of the family first, else in the order of the plan."""
+        wanted = [kind for kind in KINDS if not kinds or kind in kinds]
+        return [point for kind in wanted for (of, point), own in self._kinds.items() if (of, own) == (task, kind)]
 
     def gate(self, task: str, point: str) -> Gate | None:
         """The gate of a point that is the same for all seeds."""
@@ -266,7 +266,10 @@ class View:
 
     def spread(self, axis: str, task: str | None = None) -> float | None:
         """Pooled SD over seeds of an axis' paired differences, in pp; None where no pair has two seeds."""
-        return pooled_sd([c.all for c in self.comparisons(axis, task) if c.all is not None])
+        pairs = [c.all for c in self.comparisons(axis, task) if c.all is not None]
+        known = [(pair.sd, pair.n - 1) for pair in pairs if pair.sd is not None and pair.n > 1]
+        freedom = sum(own for _, own in known)  # a variance weighs as much as it has degrees of freedom
+        return math.sqrt(sum(sd * sd * own for sd, own in known) / freedom) if freedom else None
 
     def sampling_se(self, task: str) -> float | None:
         """Binomial SE of one model's accuracy on the test split, in pp, at the mean accuracy of the family's runs."""
@@ -293,13 +296,6 @@ class View:
 def leaves_out_zero(found: Summary) -> bool:
     """Whether the interval of a mean leaves out 0."""
     return found.low is not None and found.high is not None and (found.low > 0 or found.high < 0)
-
-
-def pooled_sd(pairs: Sequence[Paired]) -> float | None:
-    """√ of the mean variance, each weighing as much as it has degrees of freedom."""
-    known = [(pair.sd, pair.n - 1) for pair in pairs if pair.sd is not None and pair.n > 1]
-    weight = sum(freedom for _, freedom in known)
-    return math.sqrt(sum(sd * sd * freedom for sd, freedom in known) / weight) if weight else None
 
 
 def mean_of(values: Sequence[float]) -> float | None:
