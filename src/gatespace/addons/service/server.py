@@ -103,8 +103,8 @@ class TeacherServer(Closing):
         self.fingerprint = self._backend.fingerprint
         self._report = report or (lambda text: None)
         self._schedule = Schedule(self.limits)
-        self._preparing: set[bytes] = set()
-        """Connections whose Hello waits for the model."""
+        self._preparing: set[tuple[bytes, str]] = set()
+        """Hellos that wait for the model, by connection and nonce."""
         self._stops = 0
         """1: finish what is pending, then end; more: end at once."""
         self._deadline: float | None = None
@@ -412,12 +412,12 @@ class TeacherServer(Closing):
         spec = ScoreSpec(tuple(prefix), hello.max_new_tokens, vocab_size, hello.payload, k)
         if len(self._preparing) >= self.limits.clients:
             raise _busy("too many clients connect at once")
-        if identity not in self._preparing:  # a client repeats its Hello
-            self._preparing.add(identity)
+        if (identity, hello.nonce) not in self._preparing:  # a client repeats its Hello
+            self._preparing.add((identity, hello.nonce))
             self._jobs.put(partial(self._prepare, identity, hello, spec))
 
     def _finish_hello(self, identity: bytes, hello: wire.Hello, spec: ScoreSpec, result: Prepared | _Refusal) -> None:
-        self._preparing.remove(identity)
+        self._preparing.remove((identity, hello.nonce))
         try:
             if isinstance(result, _Refusal):
                 raise result
