@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from gatespace.cli.console import console
+from gatespace.files import Closing
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -19,7 +19,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 _PARTS = ("rollout", "score", "update", "optimizer")
 
 
-class RunProgress:
+class RunProgress(Closing):
     """The `Progress` of `gatespace.training.progress` for a user at a terminal or with a log file.
 
     Args:
@@ -30,9 +30,11 @@ class RunProgress:
     def __init__(self, *, quiet: bool = False, job: str = "train") -> None:
         self._quiet, self._job = quiet, job
         self._bar: Progress | None = None
-        self._steps: TaskID | None = None
-        self._evaluating: TaskID | None = None
-        self._pace = _Pace()
+        self._main: TaskID | None = None
+        self._evaluation: TaskID | None = None
+        self._began: float | None = None
+        self._done_before = 0
+        """Steps of an earlier process, whose time does not count."""
         self._last_line = 0.0
         self._accuracy = ""
 
@@ -52,12 +54,11 @@ class RunProgress:
                 expand=True,
             )
             self._bar.start()
-            self._steps = self._bar.add_task(self._job, total=None, start=False, text="loading")
+            self._main = self._bar.add_task(self._job, total=None, start=False, text="loading")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """End the bar."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -65,65 +66,80 @@ class RunProgress:
 
     def note(self, text: str) -> None:
         """Print something that a user should know."""
-        self._say(f"note: {text}")
+        self._print(f"note: {text}")
 
     def step(self, step: int, steps: int, record: Mapping[str, Any], timing: Mapping[str, Any]) -> None:
         """A step is done."""
-        if self._quiet:
-            return
-        first = self._pace.begin(time.monotonic() - sum(timing["wall"].values()), step - 1)
-        left = self._pace.left(step, steps)
-        found, spent = _described(record), _spending(timing)
-        if self._bar is not None and self._steps is not None:
-            self._bar.start_task(self._steps)
-            text = f"{_joined([left, *found, self._accuracy])}\n{_joined(spent)}"
-            self._bar.update(self._steps, total=steps, completed=step, text=text)
-        elif first or step == steps or time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES:
-            self._last_line = time.monotonic()
-            self._say(_joined([f"step {step}/{steps}", *found, *spent, self._accuracy, left]))
+        first = self._began is None
+        if self._began is None:
+            self._began, self._done_before = time.monotonic() - sum(timing["wall"].values()), step - 1
+        left, found, spent = self._left(step, steps), _described(record), _spending(timing)
+        if self._bar is not None:
+            self._advance(step, steps, f"{_joined([left, *found, self._accuracy])}\n{_joined(spent)}")
+        elif self._is_due() or first or step == steps:
+            self._print(_joined([f"step {step}/{steps}", *found, *spent, self._accuracy, left]))
 
     def evaluating(self, split: str, done: int, total: int) -> None:
         """An evaluation has responses to `done` of `total` texts."""
         if self._bar is None:
-            if time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES and done < total:
-                self._last_line = time.monotonic()
-                self._say(f"evaluate {split}: {done}/{total} texts")
+            if done < total and self._is_due():
+                self._print(f"evaluate {split}: {done}/{total} texts")
             return
-        if self._evaluating is None:
-            self._evaluating = self._bar.add_task(f"evaluate {split}", total=total, text="texts")
-        self._bar.update(self._evaluating, completed=done)
+        if self._evaluation is None:
+            self._evaluation = self._bar.add_task(f"evaluate {split}", total=total, text="texts")
+        self._bar.update(self._evaluation, completed=done)
         if done >= total:
-            self._bar.remove_task(self._evaluating)
-            self._evaluating = None
-
-    def begin(self) -> None:
-        """Models and data are loaded; the time is measured from here."""
-        self._last_line = time.monotonic()
-        self._pace.begin(self._last_line)
-
-    def generating(self, done: int, total: int) -> None:
-        """A command that does nothing but generate has responses to `done` of `total` texts."""
-        if self._quiet:
-            return
-        left = self._pace.left(done, total)
-        if self._bar is not None and self._steps is not None:
-            self._bar.start_task(self._steps)
-            self._bar.update(self._steps, total=total, completed=done, text=left)
-        elif left and time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES:
-            self._last_line = time.monotonic()
-            self._say(f"{done}/{total} texts · {left}")
+            self._bar.remove_task(self._evaluation)
+            self._evaluation = None
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """An evaluation is done."""
         found = evaluation.metrics
         self._accuracy = f"{evaluation.split} {found.accuracy:.3f}"
         failed = f", {found.parse_failures} of {found.count} without a label" if found.parse_failures else ""
-        self._say(
+        self._print(
             f"after step {step}: {evaluation.split} accuracy {found.accuracy:.3f} "
             f"(majority {found.majority.accuracy:.3f}), macro-F1 {found.macro_f1:.3f}{failed}"
         )
 
-    def _say(self, text: str) -> None:
+    # ------------------------------------------------------------------ what `gatespace evaluate` reports
+
+    def begin(self) -> None:
+        """Models and data are loaded; the time is measured from here."""
+        self._began = self._last_line = time.monotonic()
+
+    def generating(self, done: int, total: int) -> None:
+        """There are responses to `done` of `total` texts."""
+        left = self._left(done, total)
+        if self._bar is not None:
+            self._advance(done, total, left)
+        elif left and self._is_due():
+            self._print(f"{done}/{total} texts · {left}")
+
+    # ------------------------------------------------------------------ helpers
+
+    def _left(self, done: int, total: int) -> str:
+        """The time left, from what this process has done; "" at the end."""
+        if self._began is None or done <= self._done_before or done >= total:
+            return ""
+        each = (time.monotonic() - self._began) / (done - self._done_before)
+        return f"{duration((total - done) * each)} left"
+
+    def _is_due(self) -> bool:
+        """Whether the last line was printed long enough ago; then the time starts again."""
+        now = time.monotonic()
+        if now - self._last_line < _SECONDS_BETWEEN_LINES:
+            return False
+        self._last_line = now
+        return True
+
+    def _advance(self, done: int, total: int, text: str) -> None:
+        assert self._bar is not None
+        assert self._main is not None
+        self._bar.start_task(self._main)
+        self._bar.update(self._main, total=total, completed=done, text=text)
+
+    def _print(self, text: str) -> None:
         if self._quiet:
             return
         if self._bar is not None:
@@ -131,29 +147,6 @@ class RunProgress:
         else:
             sys.stderr.write(text + "\n")
             sys.stderr.flush()
-
-
-class _Pace:
-    """The time that is left, estimated from what this process has done."""
-
-    def __init__(self) -> None:
-        self._began: float | None = None
-        self._before = 0
-
-    def begin(self, now: float, before: int = 0) -> bool:
-        """Start measuring, with `before` units done by an earlier process. Only the first call counts."""
-        if self._began is not None:
-            return False
-        self._began, self._before = now, before
-        return True
-
-    def left(self, done: int, total: int) -> str:
-        """The time left, in words; "" at the end."""
-        self.begin(time.monotonic())
-        if self._began is None or done <= self._before or done >= total:
-            return ""
-        each = (time.monotonic() - self._began) / (done - self._before)
-        return f"{duration((total - done) * each)} left"
 
 
 def _described(record: Mapping[str, Any]) -> list[str]:
