@@ -6,6 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from gatespace.plugins import provided
+
 Data = dict[str, Any]
 
 text = st.text(max_size=12)
@@ -84,7 +86,11 @@ trains = st.fixed_dictionaries(
         ),
         "engine": some(threads=st.none() | count, device=st.sampled_from(["cpu", "cuda:1"]), fused=st.booleans()),
         "evaluation": some(final=st.lists(st.sampled_from(["val", "test"]), unique=True), every=st.integers(0, 9)),
-        "trace": some(trackers=st.lists(st.sampled_from(["wandb", "tensorboard"]), unique=True)),
+        "trace": some(
+            trackers=st.lists(st.sampled_from([*provided("trackers")]), unique=True)
+            if provided("trackers")
+            else st.just([])
+        ),
         "seed": st.integers(0, 2**63 - 1),
         "output": path,
     },

@@ -126,7 +126,6 @@ def _kind(kind: str) -> type[TrainConfig] | type[TeachConfig]:
 
 def nursery() -> None:
     # Imported here, once, and not by every child. Nothing is computed in this process: threads do not survive a fork.
-    import lmdb  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM  # noqa: F401
 
     for line in sys.stdin:

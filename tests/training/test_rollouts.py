@@ -35,7 +35,7 @@ def ids(folder: Path, step: int) -> list[list[int]]:
 
 
 def test_stale_responses_are_those_of_the_student_before(make: Make) -> None:
-    """Random numbers are named by step and place, so that a student that does not move shows which student sampled a response."""
+    """Random numbers are named by step and place, so that a student that does not move shows which one sampled."""
     every = {"trace": {"tokens_every": 1, "rollouts": 6}, "engine": {"micro_tokens": None}}
     moving = {"optimizer": {"lr": 0.05}, **every}
     fresh, stale = make("fresh", **moving), make("stale", rollout={"staleness": 1}, **moving)

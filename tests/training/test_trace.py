@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gatespace.errors import UsageError
 from gatespace.files import encode
-from gatespace.gating import Gate, TeacherTopK, ToDi, distillation_loss, gated_kl
+from gatespace.gating import Gate, LossInputs, TeacherTopK, ToDi, distillation_loss, gated_kl
 from gatespace.gating.loss import LossOutput
 from gatespace.training.token_records import due, token_record, top_tokens
 from gatespace.training.trace import BINS, Trace, kappa_share
@@ -316,7 +316,8 @@ def test_kappa_share_is_that_of_the_closed_form(d: float, temperature: float) ->
     gate = Gate(4, 2, -1.5, d)
     teacher = logits(2)[0]
     student = 0.8 * teacher + 0.35 * logits(1)[0]
-    share = kappa_share(student, teacher, gate, segments=torch.tensor(ROWS), temperature=temperature)
+    inputs = LossInputs(segment_ids=torch.tensor([ROWS]), temperature=temperature)
+    share = kappa_share(student, teacher, gate, inputs=inputs)
     assert share == pytest.approx(closed_form_share(student, teacher, gate, temperature), rel=1e-4)
     assert share > 1e-3
 
