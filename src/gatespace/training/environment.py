@@ -14,7 +14,7 @@ import torch
 import gatespace
 from gatespace.training.setup import Placement
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "lmdb", "peft")
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "peft")
 
 
 def environment(place: Placement) -> dict[str, Any]:
