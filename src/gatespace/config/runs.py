@@ -26,6 +26,9 @@ from gatespace.config.sections import (
 )
 from gatespace.config.task import TaskConfig
 
+_NEED_ALL = ("todi", "eopd", "akl", "jsd", "skl", "srkl", "abkd")
+"""Published methods that sum over the whole vocabulary; a plugin's own method is left to its loss."""
+
 
 class TrainConfig(Section):
     """On-policy distillation of a teacher into a student. Defaults are the paper's where the paper says."""
@@ -105,7 +108,7 @@ class TrainConfig(Section):
             if goal.temperature != 1 and goal.support != "renorm":
                 what = f"with a top-K teacher the support {goal.support} is known at temperature 1 only"
                 raise Fault("objective.temperature", what, instead=f"1, objective.support: renorm, or {hidden}")
-        elif goal.method != "sampled_reverse_kl":
+        elif goal.method in _NEED_ALL:
             raise Fault("objective.method", f"{goal.method} needs the teacher's full distribution", instead=hidden)
         if goal.entropy == "full":
             raise Fault(
