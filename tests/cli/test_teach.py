@@ -6,7 +6,9 @@ import shlex
 
 import pytest
 
+from gatespace.cli.run_command import _next_command
 from gatespace.config import TeachConfig, describe, load_config
+from gatespace.runs import RunFolder
 
 
 def test_a_teacher_is_made_and_reported(taught):
@@ -38,6 +40,12 @@ def test_the_next_command_can_be_run_as_it_is_printed(taught, cli):
     assert config["task"]["name"] == "synthetic"
     assert config["task"]["brief"] is True
     assert config["pair"]["student"] == "tiny"
+
+
+def test_the_next_command_names_the_plugins(tmp_path):
+    config = load_config(TeachConfig, None, ["model=tiny", "plugins=[my task.py]"])
+    expected = f"gatespace train --teacher {tmp_path}/model --student tiny --plugin 'my task.py'"
+    assert _next_command(config, RunFolder(tmp_path)) == expected
 
 
 def test_json_is_alone_and_a_run_that_is_done_is_not_repeated(taught, cli):

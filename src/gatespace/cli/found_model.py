@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gatespace.config import TaskConfig, TeachEngineConfig, parse_config
+from gatespace.config.address import is_address
+from gatespace.config.text import read_yaml
 from gatespace.errors import UsageError
 from gatespace.plugins import load_plugins
 from gatespace.runs import RunFolder
+from gatespace.tasks import Example, Prompt, Task
+from gatespace.tasks.configured import configured_prompt, load_configured_task
+from gatespace.tasks.tweeteval import VARIABLE
+from gatespace.tasks.tweeteval_labels import KNOWN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from gatespace.config import TaskConfig
     from gatespace.models import Model
-    from gatespace.tasks import Prompt, Task
 
 
 @dataclass(frozen=True)
@@ -68,10 +72,6 @@ def find(name: str, options: ModelOptions, *, report: Callable[[str], None], row
 
     Without `rows`, the task has labels and a prompt, and its data need not be there.
     """
-    from gatespace.config import TeachEngineConfig, parse_config
-    from gatespace.config.address import is_address
-    from gatespace.tasks.configured import configured_prompt, load_configured_task
-
     if is_address(name):
         raise UsageError(
             "a teacher that is a service scores responses and generates none",
@@ -113,8 +113,6 @@ def _section(settings: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _task_section(settings: dict[str, Any], options: ModelOptions) -> TaskConfig:
     """The task of these settings with the options set over it."""
-    from gatespace.config import TaskConfig, parse_config
-
     section, task = dict(_section(settings, "task")), options.task
     if task is None and not section:
         raise UsageError(
@@ -147,9 +145,6 @@ def _about_plugins(error: UsageError, settings: dict[str, Any], options: ModelOp
 def _without_rows(section: TaskConfig, model: str) -> Task | None:
     """The task with one row in place of all, where its labels are known without its data."""
     from gatespace.models.load import TINY
-    from gatespace.tasks import Example, Task
-    from gatespace.tasks.tweeteval import VARIABLE
-    from gatespace.tasks.tweeteval_labels import KNOWN
 
     if model in TINY:  # made from the rows
         return None
@@ -178,8 +173,6 @@ def _has_folder(section: TaskConfig, variable: str | None) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    from gatespace.config.text import read_yaml
-
     try:
         found = read_yaml(path.read_text(encoding="utf-8-sig"), where=str(path))
     except (OSError, UnicodeDecodeError) as error:

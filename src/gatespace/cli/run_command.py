@@ -6,19 +6,22 @@ import re
 import shlex
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from gatespace.cli.console import console, print_json
+from gatespace.cli.evaluate import results_table
+from gatespace.cli.found_model import model_folder, run_settings
+from gatespace.cli.progress import RunProgress
 from gatespace.cli.run_options import task_command
+from gatespace.config import TeachConfig, TrainConfig, describe, dump_config, dump_yaml
+from gatespace.config.base import Section
+from gatespace.plugins import load_plugins, provider
 from gatespace.runs import RunFolder
 from gatespace.training.processes import is_first
-
-if TYPE_CHECKING:
-    from gatespace.config import TeachConfig, TrainConfig
-    from gatespace.config.base import Section
 
 _INTERRUPTED = 130
 _CHECKPOINT = re.compile(r"step-(\d+)")
@@ -28,13 +31,9 @@ def execute(
     config: TrainConfig | TeachConfig, *, dry_run: bool, quiet: bool, as_json: bool, processes: int = 1
 ) -> None:
     """Run the job of `config`, or with `dry_run` print what it would cost."""
-    from gatespace.cli.progress import RunProgress
-    from gatespace.config import TrainConfig
-
     config = _with_model_folders(config)
     if dry_run:
         from gatespace.cli.estimate import estimate, print_estimate
-        from gatespace.plugins import load_plugins
 
         load_plugins(config.plugins)
         with RunProgress(quiet=quiet, job="estimate") as progress:
@@ -65,16 +64,11 @@ def execute(
 
 
 def _command(config: TrainConfig | TeachConfig) -> str:
-    from gatespace.config import TrainConfig
-
     return "train" if isinstance(config, TrainConfig) else "teach"
 
 
 def _launch(config: TrainConfig | TeachConfig, processes: int, *, quiet: bool, as_json: bool) -> None:
     """Run the job in several processes of this machine."""
-    from gatespace.config import dump_yaml
-    from gatespace.plugins import provider
-
     launch = provider("processes", "launch")
     with tempfile.TemporaryDirectory(prefix="gatespace-") as place:
         file = Path(place) / "run.yaml"
@@ -86,8 +80,6 @@ def _launch(config: TrainConfig | TeachConfig, processes: int, *, quiet: bool, a
 
 def _report(config: TrainConfig | TeachConfig, folder: RunFolder, summary: dict[str, Any], *, as_json: bool) -> None:
     """Print the result of a run, and the next command."""
-    from gatespace.cli.evaluate import results_table
-
     model = None if summary["model"] is None else str(folder.model)
     after = None if model is None else _next_command(config, folder)
     if as_json:
@@ -107,27 +99,22 @@ def _report(config: TrainConfig | TeachConfig, folder: RunFolder, summary: dict[
 
 def _next_command(config: TrainConfig | TeachConfig, folder: RunFolder) -> str:
     """The command to try after a run."""
-    from gatespace.config import TrainConfig
-
     model = str(_short(folder.model))
+    plugins = [word for plugin in config.plugins for word in ("--plugin", plugin)]
     if isinstance(config, TrainConfig):
-        return f"{shlex.join(['gatespace', 'predict', model])} < texts.txt"
+        return f"{shlex.join(['gatespace', 'predict', model, *plugins])} < texts.txt"
     words = ["gatespace", "train", "--teacher", model]
     if config.model != "smollm2":
         words += ["--student", config.model]
-    return shlex.join([*words, *task_command(config.task)])
+    return shlex.join([*words, *task_command(config.task), *plugins])
 
 
 def list_settings(cls: type[Section], *, as_json: bool) -> None:
     """Print every setting of a configuration with its kind, default and meaning."""
-    from gatespace.config import describe
-
     settings = describe(cls)
     if as_json:
         print_json([setting._asdict() for setting in settings])
         return
-    import textwrap
-
     from rich.text import Text
 
     out = console()
@@ -139,9 +126,6 @@ def list_settings(cls: type[Section], *, as_json: bool) -> None:
 
 def _with_model_folders(config: Any) -> Any:
     """The configuration with the model's folder in place of a run's folder."""
-    from gatespace.cli.found_model import model_folder
-    from gatespace.config import TrainConfig
-
     if isinstance(config, TrainConfig):
         pair = config.pair
         changed = {"student": model_folder(pair.student), "teacher": model_folder(pair.teacher)}
@@ -151,9 +135,6 @@ def _with_model_folders(config: Any) -> Any:
 
 def _teacher_notes(config: TrainConfig) -> list[str]:
     """In what the teacher's task differs from this run's, or that its rows may be those that this run distils on."""
-    from gatespace.cli.found_model import run_settings
-    from gatespace.config import dump_config
-
     theirs, ours = run_settings(config.pair.teacher).get("task"), dump_config(config.task)
     if not isinstance(theirs, dict):
         return []
