@@ -14,13 +14,11 @@ import pytest
 
 from gatespace.evidence.analysis import analyse
 from gatespace.evidence.groups import Difference, mixed
-from gatespace.report import build_report
 from gatespace.report.findings import find
 from gatespace.report.page import page
 from gatespace.report.table import csv_text
 from gatespace.report.tables import file_tables, page_tables
 from gatespace.report.view import Published, View
-from tests.sample_study import sample_results
 
 from .conftest import Built
 
@@ -239,34 +237,3 @@ def test_no_number_is_nan_and_no_path_is_absolute(whole):
         text = path.read_text(encoding="utf-8")
         assert "nan" not in text.replace("\n", ",").lower().split(","), path.name
         assert str(whole.results.folder) not in text
-
-
-def test_equal_results_give_equal_files(tmp_path):
-    """What a machine and a moment add, seconds and repeated reads, is in no table."""
-    from dataclasses import replace
-
-    options = {"points": ("G2", "G5", "H1"), "rows": 60, "steps": 6, "seeds": (1, 2)}
-    one = sample_results(tmp_path / "one", **options)
-    two = sample_results(tmp_path / "two", **options)
-    slower = {
-        name: replace(run, cost=replace(run.cost, seconds=run.cost.seconds * 3, cpu_seconds=1.5))
-        for name, run in two.runs.items()
-    }
-    reads = tuple(read._replace(reads=read.reads + 2) for read in two.test_reads)
-    two = replace(two, runs=slower, test_reads=reads)
-    first = build_report(one, tmp_path / "a", png=False)
-    second = build_report(two, tmp_path / "b", png=False)
-    assert [path.name for path in first.tables] == [path.name for path in second.tables]
-    for left, right in zip((*first.tables, *first.figures), (*second.tables, *second.figures), strict=True):
-        assert left.read_bytes() == right.read_bytes(), left.name
-
-
-def test_files_of_an_earlier_report_do_not_stay(tmp_path):
-    results = sample_results(tmp_path / "study", points=("G2", "H1"), rows=40, steps=4, seeds=(1,))
-    out = tmp_path / "report"
-    (out / "tables").mkdir(parents=True)
-    (out / "tables" / "old.csv").write_text("a\n")
-    (out / "tables" / "mine.txt").write_text("keep")
-    build_report(results, out, png=False)
-    assert not (out / "tables" / "old.csv").exists()
-    assert (out / "tables" / "mine.txt").exists()
