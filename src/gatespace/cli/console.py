@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from gatespace.errors import GatespaceError
@@ -32,14 +33,15 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
 
 
-def table(title: str, *columns: str) -> Table:
-    """A table in the look of all commands."""
+def table(title: str, *columns: str, numbers: Collection[str] = ()) -> Table:
+    """A table in the look of all commands, its first column bold; columns among `numbers` are aligned to the right."""
     from rich import box
     from rich.table import Table
 
     found = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        found.add_column(column)
+        found.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    found.columns[0].style = "bold"
     return found
 
 

@@ -157,7 +157,7 @@ def _version(distribution: str) -> str | None:
 def cpu_facts() -> dict[str, Any]:
     """Cores of the machine, cores that this process may run on, and a container's limit."""
     affinity = getattr(os, "sched_getaffinity", None)
-    quota = _first_words("/sys/fs/cgroup/cpu.max")
+    quota = _words("/sys/fs/cgroup/cpu.max")
     limit = float(quota[0]) / float(quota[1]) if len(quota) == 2 and quota[0].isdigit() else None
     return {
         "cores": os.cpu_count(),
@@ -169,11 +169,9 @@ def cpu_facts() -> dict[str, Any]:
 def memory_facts() -> dict[str, int | None]:
     """Bytes of memory: of the machine, available now, and a container's limit."""
     total = _tried(lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    available = None
-    for line in _lines("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    words = _first_words("/sys/fs/cgroup/memory.max") or _first_words("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+    meminfo = _words("/proc/meminfo")
+    available = _tried(lambda: int(meminfo[meminfo.index("MemAvailable:") + 1]) * 1024)
+    words = _words("/sys/fs/cgroup/memory.max") or _words("/sys/fs/cgroup/memory/memory.limit_in_bytes")
     limit = int(words[0]) if words and words[0].isdigit() else None
     # "No limit" is written as a number larger than any machine.
     if limit is not None and total is not None and limit >= total:
@@ -236,13 +234,8 @@ def _tried(fact: Callable[[], Any]) -> Any:
         return None
 
 
-def _lines(path: str) -> list[str]:
+def _words(path: str) -> list[str]:
     try:
-        return Path(path).read_text().splitlines()
+        return Path(path).read_text().split()
     except OSError:
         return []
-
-
-def _first_words(path: str) -> list[str]:
-    lines = _lines(path)
-    return lines[0].split() if lines else []

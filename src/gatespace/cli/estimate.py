@@ -39,17 +39,6 @@ _SLOWEST_SHARE = 0.2
 """Of the mean rate of large matrix products: what decoding, attention and the optimizer leave of it."""
 _TOO_SMALL = 20_000_000
 """Networks with fewer weights than this spend their time between the matrix products."""
-_STEP = {
-    "prompts": "prompts",
-    "responses": "responses",
-    "response_tokens": "response tokens",
-    "student_forward_tokens": "student, tokens forward",
-    "student_backward_tokens": "student, tokens backward",
-    "forward_tokens": "tokens forward",
-    "backward_tokens": "tokens backward",
-    "teacher_tokens_at_most": "teacher, tokens at most",
-    "micro_batches": "micro-batches",
-}
 
 
 class Range(NamedTuple):
@@ -382,7 +371,7 @@ def _lines(config: TrainConfig | TeachConfig, found: dict[str, Any]) -> Iterator
     yield "parameters", f"{_number(found['parameters'])}{part}{teacher}; {found['precision']} on {found['device']}"
     for key, value in found["step"].items():
         cached = " (before the cache)" if key == "teacher_tokens_at_most" else ""
-        yield f"step: {_STEP[key]}", f"{_span(value) if isinstance(value, list) else value}{cached}"
+        yield f"step: {key.replace('_', ' ')}", f"{_span(value) if isinstance(value, list) else value}{cached}"
     yield "evaluation: tokens", _span(found["evaluation_tokens"])
     for key, value in found["flops"].items():
         yield f"{key}: FLOPs", f"{_span(value)} (2 forward and 4 backward per weight and token; no attention)"

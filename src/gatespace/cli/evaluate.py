@@ -167,8 +167,8 @@ def evaluate(
 
 def results_table(evaluations: Mapping[str, Mapping[str, Any]]) -> Table:
     """One row per split, from evaluation-SPLIT.json, and one more without the test rows that are also in train."""
-    found = table("Results")
-    _add_columns(found, "split", "rows", "accuracy", "macro-F1", "no label", "majority")
+    columns = ("rows", "accuracy", "macro-F1", "no label", "majority")
+    found = table("Results", "split", *columns, numbers=columns)
     for split, evaluation in evaluations.items():
         metrics, without = evaluation["metrics"], evaluation["without_duplicates"]
         partly = metrics["count"] < evaluation["available"]
@@ -190,15 +190,9 @@ def _cells(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def _labels_table(metrics: Mapping[str, Any]) -> Table:
-    found = table("Labels")
-    _add_columns(found, "label", "precision", "recall", "F1", "rows", "predicted", "no label")
+    columns = ("precision", "recall", "F1", "rows", "predicted", "no label")
+    found = table("Labels", "label", *columns, numbers=columns)
     for row in metrics["per_label"]:
         shares = [f"{row[key]:.3f}" for key in ("precision", "recall", "f1")]
         found.add_row(row["label"], *shares, *(str(row[key]) for key in ("support", "predicted", "unparsed")))
     return found
-
-
-def _add_columns(table: Table, first: str, *numbers: str) -> None:
-    table.add_column(first, style="bold")
-    for column in numbers:
-        table.add_column(column, justify="right")

@@ -281,10 +281,7 @@ def _print_report(out: Console, points: Sequence[Point], rows: Sequence[Mapping[
 
 
 def _points_table(points: Sequence[Point]) -> Table:
-    found = table("Points: λ = σ(a·h + b·u + c + d·gap)")
-    found.add_column("point", style="bold", overflow="fold")
-    for name in "abcd":
-        found.add_column(name, justify="right")
+    found = table("Points: λ = σ(a·h + b·u + c + d·gap)", "point", *"abcd", numbers="abcd")
     further = any(gate.extra for _, gate in points)
     if further:
         found.add_column("further signals", overflow="fold")
@@ -300,10 +297,7 @@ def _points_table(points: Sequence[Point]) -> Table:
 def _restrictions_table(points: Sequence[Point]) -> Table:
     from rich.text import Text
 
-    found = table("Restrictions to one channel, magnitude kept")
-    found.add_column("point", style="bold", overflow="fold")
-    found.add_column("entropy-only")
-    found.add_column("gap-only")
+    found = table("Restrictions to one channel, magnitude kept", "point", "entropy-only", "gap-only")
     for _, gate in points:
         both = (gate.entropy_only(), gate.gap_only())
         cells = [Text(str(one), style="dim" if isinstance(one, NotApplicable) else "") for one in both]
@@ -312,9 +306,7 @@ def _restrictions_table(points: Sequence[Point]) -> Table:
 
 
 def _lam_table(gates: Sequence[Gate], rows: Sequence[Mapping[str, float]]) -> Table:
-    found = table("λ over the signals")
-    for name in PAPER_SIGNALS:
-        found.add_column(name, justify="right")
+    found = table("λ over the signals", *PAPER_SIGNALS, numbers=PAPER_SIGNALS)
     further = any(len(row) > len(PAPER_SIGNALS) for row in rows)
     if further:
         found.add_column("further", overflow="fold")
@@ -329,11 +321,8 @@ def _lam_table(gates: Sequence[Gate], rows: Sequence[Mapping[str, float]]) -> Ta
 
 
 def _cube_table(points: Sequence[Point]) -> Table:
-    found = table("Over the signal cube")
-    found.add_column("point", style="bold", overflow="fold")
-    found.add_column("mean λ", justify="right")
-    found.add_column("saturated", justify="right")
-    found.add_column("what to know")
+    numbers = ("mean λ", "saturated")
+    found = table("Over the signal cube", "point", *numbers, "what to know", numbers=numbers)
     for _, gate in points:
         mean_lam, saturation = cube_statistics(gate)
         found.add_row(gate.label, f"{mean_lam:.3f}", f"{saturation:.1%}", "; ".join(notes(gate)))
