@@ -69,8 +69,6 @@ def test_curves_are_means_over_seeds(whole, charts):
 
 
 def test_many_labels_are_not_drawn(tmp_path):
-    from tests.sample_study import sample_results
-
     tasks = {"many": ("own", tuple(f"label {i}" for i in range(13)))}
     results = sample_results(
         tmp_path, tasks=tasks, points=("G5",), rows=60, steps=2, seeds=(1,), twins=(), published=()
