@@ -14,10 +14,9 @@ from typing import Any
 
 import measure
 import torch
-from gatespace.training.step import Scored
 from safetensors import safe_open
 from safetensors.torch import save_file
-from step_worker import GATE, Meter, Work, distillation, padded_left, whole_prompts
+from step_worker import GATE, Engine, Meter, Work, padded_left, whole_prompts
 from torch import Tensor, nn
 
 from gatespace.config import OptimizerConfig
@@ -31,6 +30,7 @@ from gatespace.rollout import Sampling, sample
 from gatespace.seeding import generator, stream
 from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.local import LocalTeacher
+from gatespace.teacher.scores import ScoreSpec
 from gatespace.training.batches import Row
 from gatespace.training.optimizer import Optimizer
 
@@ -99,14 +99,8 @@ class Rung:
         self.scorer, self.store = None, None
         if "score" in rung["share"]:
             self.store = ScoreCache(folder / "scores") if rung["warm"] else None
-            self.scorer = LocalTeacher(
-                self.teacher,
-                self.encoder.prefix,
-                max_new_tokens=work.max_new_tokens,
-                vocab_size=self.size,
-                cache=self.store,
-                packed=True,
-            )
+            spec = ScoreSpec(tuple(self.encoder.prefix), work.max_new_tokens, self.size)
+            self.scorer = LocalTeacher(self.teacher, spec, cache=self.store, packed=True)
             if rung["warm"]:
                 for rows, written in zip(self.rows, responses, strict=True):
                     self.scorer.score([row.prompt for row in rows], written)
@@ -270,19 +264,13 @@ def measured_rung(asked: dict[str, Any], work: Work) -> dict[str, Any]:
 
 def _engine(asked: dict[str, Any], work: Work, meter: Meter) -> tuple[Callable[[int], None], ScoreCache, Any, Any]:
     store = ScoreCache(Path(asked["scores"]))
-    engine, prompts = distillation(work, store, pair)
+    engine = Engine(work, store, pair)
 
     def step(number: int) -> None:
-        responses: list[list[int]] = []
-
-        def watch(scored: Scored) -> None:
-            responses.extend(scored.part.rollout.responses)
-
         meter.begin()
-        engine.step(number, prompts[number], meter.clock, watch)
-        meter.end(responses)
+        meter.end(engine.step(number, meter.clock))
 
-    return step, store, engine.encoder, prompts
+    return step, store, engine.encoder, engine.rows
 
 
 # ---------------------------------------------------------------------- what the machine can do

@@ -18,9 +18,8 @@ import measure
 import torch
 from torch import Tensor
 
-from gatespace.config import ObjectiveConfig, OptimizerConfig, RolloutConfig
-from gatespace.gating.coefficients import Gate
-from gatespace.gating.objectives import Gated
+from gatespace.config import TrainConfig, parse_config
+from gatespace.gating.configured import build_objective
 from gatespace.models import Model, check_pair, load_model
 from gatespace.models.body import body_of
 from gatespace.models.encode import Encoder
@@ -28,11 +27,14 @@ from gatespace.seeding import permutation, stream
 from gatespace.tasks import Prompt, load_task
 from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.local import LocalTeacher
+from gatespace.teacher.scores import ScoreSpec
 from gatespace.training.batches import Row
 from gatespace.training.clock import Clock
+from gatespace.training.distill import Distillation
 from gatespace.training.optimizer import Optimizer
+from gatespace.training.processes import ONE
+from gatespace.training.rollouts import OnPolicy
 from gatespace.training.setup import micro_tokens
-from gatespace.training.step import Distillation, Scored
 
 GATE = "G5"
 PHASES = ("rollout", "score", "update", "optimizer")
@@ -293,46 +295,66 @@ def plain(work: Work, meter: Meter, folder: Path) -> Callable[[], None]:
 def gatespace(work: Work, meter: Meter, folder: Path) -> Callable[[], None]:
     """Our step as `gatespace train` does it, its telemetry left out. Whether the cache is warm, the folder decides."""
     store = ScoreCache(folder / "scores")
-    engine, steps = distillation(work, store)
+    engine = Engine(work, store, _pair)
 
-    def step(number: int, rows: list[Row]) -> None:
+    def step(number: int) -> None:
         hits, misses = store.stats.hits, store.stats.misses
-        responses: list[list[int]] = []
-
-        def watch(scored: Scored) -> None:
-            responses.extend(scored.part.rollout.responses)
-
         meter.begin()
-        engine.step(number, rows, meter.clock, watch)
+        responses = engine.step(number, meter.clock)
         meter.end(responses, hits=store.stats.hits - hits, misses=store.stats.misses - misses)
 
-    return lambda: [step(number, rows) for number, rows in enumerate(steps)].clear()
+    return lambda: [step(number) for number in range(work.all_steps)].clear()
 
 
-def distillation(
-    work: Work, store: ScoreCache | None, load: Callable[[Work], tuple[Model, Model]] | None = None
-) -> tuple[Distillation, list[list[Row]]]:
-    """Our engine with its own settings, and the rows of every step; `load` gives student (float32) and teacher."""
-    student, teacher = load(work) if load is not None else _pair(work)
-    size = check_pair(student, teacher).vocab_size
-    optimizer = Optimizer(
-        student.network, OptimizerConfig(lr=work.lr, weight_decay=0.0), steps=work.all_steps, dtype=work.dtype
-    )
-    encoder = work.encoder(student.tokenizer)
-    scorer = LocalTeacher(teacher, encoder.prefix, max_new_tokens=work.max_new_tokens, vocab_size=size, cache=store)
-    engine = Distillation(
-        student=body_of(student),
-        teacher=scorer,
-        encoder=encoder,
-        objective=Gated(Gate.parse(GATE)),
-        settings=ObjectiveConfig(gate=GATE),
-        rollout=RolloutConfig(max_new_tokens=work.max_new_tokens, stop="eos"),
-        optimizer=optimizer,
-        vocab_size=size,
-        seed=work.seed,
-        micro_tokens=micro_tokens(student, None),
-    )
-    return engine, work.rows(encoder)
+class Engine:
+    """Our engine with its own settings, put together by hand: the models are given, and nothing is recorded."""
+
+    def __init__(self, work: Work, store: ScoreCache | None, load: Callable[[Work], tuple[Model, Model]]) -> None:
+        student, teacher = load(work)
+        settings: dict[str, Any] = {
+            "pair": {"teacher": work.teacher},
+            "objective": {"gate": GATE},
+            "rollout": {"max_new_tokens": work.max_new_tokens, "stop": "eos"},
+            "optimizer": {"lr": work.lr, "weight_decay": 0.0},
+            "seed": work.seed,
+        }
+        self.job = job = object.__new__(Distillation)
+        job.config = parse_config(TrainConfig, settings)
+        job.objective = build_objective(job.config.objective)
+        job.vocab_size = check_pair(student, teacher).vocab_size
+        job.processes, job.sampler = ONE, None
+        job.optimizer = Optimizer(student.network, job.config.optimizer, steps=work.all_steps, dtype=work.dtype)
+        job.model, job.body = student, body_of(student)  # after the optimizer has given the weights their precision
+        job.encoder = self.encoder = work.encoder(student.tokenizer)
+        self.rows = work.rows(self.encoder)
+        spec = ScoreSpec(tuple(self.encoder.prefix), work.max_new_tokens, job.vocab_size)
+        job.rollouts = OnPolicy(
+            student=job.body,
+            teacher=LocalTeacher(teacher, spec, cache=store),
+            encoder=self.encoder,
+            batches=self,  # type: ignore[arg-type]
+            settings=job.config.rollout,
+            vocab_size=job.vocab_size,
+            seed=work.seed,
+            micro_tokens=micro_tokens(student, None),
+        )
+
+    def at(self, step: int) -> list[Row]:
+        """The rows of a step, in place of `Batches`."""
+        return self.rows[step]
+
+    def step(self, number: int, clock: Clock) -> list[list[int]]:
+        """One update; returns the responses."""
+        job, responses = self.job, []
+        with job.micro_batches(number, clock) as batches:
+            for batch in batches:
+                with clock("update"):
+                    job.loss(number, batch).loss.backward()
+                    job.optimizer.collect()
+                responses += batch.rollout.responses
+        with clock("optimizer"):
+            job.optimizer.step(number, sum(map(len, responses)))
+        return responses
 
 
 CONTENDERS: dict[str, Callable[[Work, Meter, Path], Callable[[], None]]] = {

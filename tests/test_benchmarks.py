@@ -149,6 +149,17 @@ def _timings(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+def test_cache_benchmark_measures_every_contender_on_the_same_entries() -> None:
+    found = _run("cache.py", "--beside", "gatespace.teacher.cache:ScoreCache")  # an error where a payload is not right
+    names = {row["contender"] for row in found["results"]}
+    assert {"gatespace", "beside"} <= names <= {"gatespace", "beside", "lmdb"}
+    assert len(found["results"]) == 3 * len(names)
+    assert all(row[f"{what}_us"] > 0 for row in found["results"] for what in ("put", "get", "miss"))
+    assert set(found["warm"]["score_ms"]) == names
+    assert 0.1 < found["ratios"]["beside"] < 10
+
+
+@pytest.mark.slow
 def test_service_benchmark_measures_every_side_on_the_same_work(tmp_path: Path) -> None:
     # Exit code 0: what came over ZMQ has the bits of what was computed in the process.
     found = _run("service.py", "--threads", "1", cache=tmp_path)
