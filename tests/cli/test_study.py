@@ -219,8 +219,9 @@ def teacher_top(tokens):
 
 
 @pytest.fixture
-def plugged(own):
+def plugged(own, monkeypatch):
     """The study with a signal of one's own, in a file beside the study file."""
+    monkeypatch.setattr("gatespace.plugins._loaded", {})  # as in a process of its own
     (own / "mine.py").write_text(SIGNAL)
     text = SMALL.replace("points: [G5]", 'points: ["4,0,-1,0,teacher_top=2"]') + "plugins: [mine.py]\nworkers: 2\n"
     (own / "own.yaml").write_text(text)

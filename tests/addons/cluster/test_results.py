@@ -139,15 +139,18 @@ def teacher_top(tokens):
 def test_plugins_go_with_the_job(tmp_path, monkeypatch, shared_cache):
     """A worker that does not see the study's folder imports the same code, and records where the study has it."""
     another_machine(tmp_path, monkeypatch, shared_cache)
+    monkeypatch.setattr("gatespace.plugins._loaded", {})  # as in a process of its own
     plugin = filled(tmp_path / "code", **{"mine.py": SIGNAL}) / "mine.py"
     config = tiny_study(plugins=[str(plugin)], points=["4,0,-1,0,teacher_top=1"])
     url = f"file://{tmp_path}/url"
     outlook = through(url, tmp_path / "far", config)
     assert {*outlook.states.values()} == {"done"}, outlook.errors()
-    (copy,) = (scratch_of(url) / "plugins").rglob("mine.py")
+    assert list(scratch_of(url).rglob("mine.py")) == []  # it was there for the time of the job
+    (path,) = (tmp_path / "far" / "runs").iterdir()
+    run = RunFolder(path)
+    (copy,) = run.plugins.iterdir()
     assert copy.read_text() == SIGNAL
-    (run,) = (tmp_path / "far" / "runs").iterdir()
-    (named,) = RunFolder(run).settings()["plugins"]
+    (named,) = run.settings()["plugins"]
     assert Path(named).is_relative_to(tmp_path / "far" / "plugins")
     signals.unregister("teacher_top")
 
@@ -209,7 +212,8 @@ def prepared(both, tmp_path) -> Prepared:
     there = UrlResults(storage.url, folder, tiny_study())
     folder.begin(tiny_study(), workers=1, threads=1)
     (work,) = [work for work in outline(folder, tiny_study(), 1)[1] if work.run is not None]
-    return Prepared(plain, storage, folder, there, work.job(), f"runs/{work.name}")
+    job = {**work.job(), "sources": {}}
+    return Prepared(plain, storage, folder, there, job, f"runs/{work.name}")
 
 
 def another_machine(tmp_path, monkeypatch, shared_cache) -> list[str]:

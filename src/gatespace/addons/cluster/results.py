@@ -9,10 +9,10 @@ At the URL:
 
 On the machine of a worker, in a folder of its own (`scratch_of`):
 
-    models/NAME/       models that the study made, fetched once per machine
-    scores/            the teacher's scores, shared by the runs of this machine
-    plugins/HASH/…     the user's own code, which came with the job
-    attempts/…/ID/     a run that is under way; removed when its results are at the URL
+    models/NAME/            models that the study made, fetched once per machine
+    scores/                 the teacher's scores, shared by the runs of this machine
+    attempts/…/ID/          a run that is under way; removed when its results are at the URL
+    attempts/…/plugins/     the user's own code, which came with the job
 """
 
 from __future__ import annotations
@@ -134,9 +134,12 @@ class UrlEngine:
             self._fetch(name, folder, {"state": "done"})
             return
         self._working[name] = folder
+        self._inner.start(name, self._with_sources(job))
+
+    def _with_sources(self, job: Job) -> Job:
+        """A job with the user's own code that the study's folder has: a worker does not see it."""
         plugins = _within(self._study.plugins, job["config"]["plugins"])
-        sources = {path: Path(path).read_text("utf-8") for path in plugins}
-        self._inner.start(name, {**job, "sources": sources})
+        return {**job, "sources": {path: Path(path).read_text("utf-8") for path in plugins}}
 
     def wait(self, seconds: float) -> list[tuple[str, Outcome]]:
         for name, outcome in self._inner.wait(0 if self._fetching else seconds):
@@ -204,12 +207,13 @@ def perform_through(job: Job, *, url: str, study: str) -> None:
     _remove_dead(attempts, final.path.name)
     attempt = attempts / uuid.uuid4().hex
     run = RunFolder(attempt / final.path.name)
-    # The job's own folder first: it lies below the study's.
-    local: Job = relocated(relocated(job, final.path, run.path), home.path, scratch.path)
+    local: Job = relocated(job, home.plugins, attempt / "plugins")
+    # The job's own folder before the study's, in which it lies.
+    local = relocated(relocated(local, final.path, run.path), home.path, scratch.path)
     with claim(attempt):
         try:
-            for path, source in job.get("sources", {}).items():
-                atomic_write(Path(relocated(path, home.path, scratch.path)), source)
+            for path, source in job["sources"].items():
+                atomic_write(Path(relocated(path, home.plugins, attempt / "plugins")), source)
             for path in _within(home.models, _models(job)):
                 name = Path(path).relative_to(home.models).parts[0]
                 _fetch_model(storage, scratch.model(name), f"{home.models.name}/{name}")
