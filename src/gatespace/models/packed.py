@@ -172,9 +172,7 @@ class Decoding:
 
     def __init__(self, body: PackedBody, forward: Forward, room: int) -> None:
         if forward.continued:
-            raise UsageError(
-                "decoding starts after a pass over whole prompts", got="a pass that continued another"
-            )
+            raise UsageError("decoding starts after a pass over whole prompts", got="a pass that continued another")
         self._body = body
         prefix, cache = forward.prefix, forward.cache
         before = prefix.lengths[0] if prefix is not None else 0

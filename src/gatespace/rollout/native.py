@@ -60,7 +60,10 @@ class Sampler(Protocol):
     """Samples with a copy of the student's weights, in place of the student: vLLM, for one."""
 
     def sync(self) -> float:
-        """Copy the weights as they are now; an error unless they have arrived. Returns the largest difference of a log-probability, in nats."""
+        """Copy the weights as they are now; an error unless they have arrived.
+
+        Returns the largest difference of a log-probability, in nats.
+        """
         ...
 
     def sample(

@@ -42,7 +42,7 @@ class Distributed(Processes):
 
     @property
     def content(self) -> dict[str, str]:  # type: ignore[override]
-        """Sums over processes differ in their last bits from those of one, so the world size is part of the identity."""
+        """Sums over processes differ in their last bits from those of one: the world size is part of the identity."""
         return {"processes": f"{self.size} {'fsdp' if self.sharded else 'ddp'}"}
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:

@@ -1,7 +1,7 @@
 """A sharded model (FSDP2): weights, gradients and optimizer state are divided over processes.
 
-Every layer is gathered for its pass and released after it. The head is not a layer that runs: losses take its weight, so
-it is gathered by `learning` once for all passes of an update, and its gradient goes back to the shards once. Weights
+Every layer is gathered for its pass and released after it. The head is not a layer that runs: losses take its weight,
+so it is gathered by `learning` once for all passes of an update, and its gradient goes back to the shards once. Weights
 are kept in float32 and computed with in `dtype`.
 
 All methods are collective: every process calls them in the same order.
