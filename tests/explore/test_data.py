@@ -267,7 +267,7 @@ def test_it_needs_no_torch(gated, tmp_path):
         "from gatespace.explore import build_explorer;"
         f"print(build_explorer([Path({str(gated)!r})]).write(Path({str(tmp_path / 'x.html')!r})))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "x.html").exists()
 
@@ -289,7 +289,7 @@ def test_building_again_gives_the_same(tmp_path):
     node = shutil.which("node")
     if node is None or not (WEB / "node_modules/esbuild").is_dir():
         pytest.skip("no Node with the packages of web/ here (npm ci)")
-    subprocess.run([node, "build.mjs", "--out", str(tmp_path)], cwd=WEB, check=True, capture_output=True, timeout=60)
+    subprocess.run([node, "build.mjs", "--out", str(tmp_path)], cwd=WEB, check=True, capture_output=True, timeout=600)
     names = sorted(path.name for path in STATIC.iterdir())
     assert names == sorted(path.name for path in tmp_path.iterdir())
     for name in names:

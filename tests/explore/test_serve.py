@@ -34,7 +34,7 @@ def served():
 
 
 def ask(address, path="/", *, method="GET", host=None):
-    connection = http.client.HTTPConnection(*address, timeout=10)
+    connection = http.client.HTTPConnection(*address, timeout=600)
     connection.request(method, path, headers={} if host is None else {"Host": host})
     reply = connection.getresponse()
     return reply.status, reply.read().decode(), dict(reply.getheaders())
@@ -73,7 +73,7 @@ def test_the_command_serves_until_interrupted(gated):
         assert status == 200
         assert "<!doctype html>" in body
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=600) == 0
     finally:
         process.kill()
         process.stdout.close()

@@ -158,7 +158,7 @@ def test_the_command_serves_until_interrupted(tmp_path):
         assert json.loads(ask(("127.0.0.1", said["port"]), path)[1])["kind"] == "nothing"
         begin(tmp_path / "later")
         process.send_signal(signal.SIGINT)
-        rest, heard = process.communicate(timeout=20)
+        rest, heard = process.communicate(timeout=600)
     finally:
         process.kill()
     assert (process.returncode, rest) == (0, "")

@@ -284,7 +284,7 @@ def run_files(study_folder: Path, place: str) -> dict[str, bytes]:
 def test_a_killed_run_is_taken_up_on_another_machine(prepared, tmp_path, monkeypatch, shared_cache):
     plain, depot, store, job, place = prepared
     command = [sys.executable, "-c", KILLED, json.dumps(job), place]
-    first = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300, capture_output=True)
+    first = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=600, capture_output=True)
     assert first.returncode == 9, first.stderr
     assert scratch.progress_at(depot, place) == 2
     heard = another_machine(tmp_path, monkeypatch, shared_cache)

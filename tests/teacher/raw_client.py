@@ -19,7 +19,7 @@ from gatespace.teacher import wire
 from gatespace.teacher.keys import ClientKeys, endpoint
 from gatespace.teacher.worker import ModelThread
 
-PATIENCE = 20.0
+PATIENCE = 600.0
 """Seconds after which a test fails rather than waits."""
 CAP = 8
 

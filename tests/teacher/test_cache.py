@@ -33,7 +33,7 @@ def start(work: str, folder: Path, *arguments: object) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 0, f"exit {process.returncode}\n{err}"
     return out
 
@@ -297,8 +297,9 @@ def test_several_processes_at_once(tmp_path: Path) -> None:
             served_right(cache, range(700))
             assert size(tmp_path) <= 2 << 20
         totals = [tuple(map(int, finish(process).split())) for process in processes]
-        assert sum(written for written, _ in totals) >= 610
-        assert sum(evicted for _, evicted in totals) > 0
+        written, evicted, without_room = map(sum, zip(*totals, strict=True))
+        assert written >= 610 or without_room
+        assert evicted > 0
         assert cache.stats.damaged == 0
         assert cache.notes == []
     assert verify(str(tmp_path)) == []
@@ -312,15 +313,14 @@ def test_a_writer_killed_at_any_moment(tmp_path: Path) -> None:
             folder = tmp_path / ("watched" if turn % 2 else "alone")
             writer = start("write_for_ever", folder, first)
             assert writer.stdout is not None
+            seen = ""
             if turn > 2:  # the first are killed while the cache is being made
-                writer.stdout.readline()
-                time.sleep(rng.random() * 0.15)
-            else:
-                time.sleep(rng.random() * 0.12)
+                seen = "".join(writer.stdout.readline() for _ in range(rng.randrange(1, 20)))
+            time.sleep(rng.random() * 0.12)
             writer.send_signal(signal.SIGKILL)
             out, err = writer.communicate()
             assert writer.returncode == -signal.SIGKILL, err
-            lines = out.split("\n")[:-1]
+            lines = (seen + out).split("\n")[:-1]
             done = int(lines[-1]) + 7 if lines else first
             if folder.name == "alone":
                 if (folder / "data.mdb").exists() and size(folder):

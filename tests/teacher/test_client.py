@@ -71,7 +71,7 @@ def client(model: Model) -> Iterator[Callable[..., RemoteTeacher]]:
     made: list[RemoteTeacher] = []
 
     def make(address: str, **settings: Any) -> RemoteTeacher:
-        whole = {"max_new_tokens": CAP, "tokenizer_digest": digest(model), "timeout": 20.0, "patience": 60.0}
+        whole = {"max_new_tokens": CAP, "tokenizer_digest": digest(model), "timeout": 20.0, "patience": 600.0}
         made.append(RemoteTeacher(address, PREFIX, **{**whole, **settings}))
         return made[-1]
 
@@ -151,7 +151,7 @@ def test_two_clients_at_once(server: TeacherServer, model: Model, client: Callab
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     for place in range(2):
         assert len(found[place]) == 5
         for scores in found[place]:
@@ -323,7 +323,7 @@ class Actor:
         self.say(message, [wire.array_of(tensor) for tensor in tensors])
 
     def close(self) -> None:
-        self._thread.join(15)
+        self._thread.join(600)
         self.socket.close()
         self._context.term()
         if self.error is not None:
@@ -345,7 +345,7 @@ def stage() -> Iterator[Callable[..., Actor]]:
 
 def asked(actor: Actor, client: Callable[..., RemoteTeacher], **settings: Any) -> tuple[RemoteTeacher, list[str]]:
     notes: list[str] = []
-    whole = {"payload": "top_k", "k": 2, "timeout": 0.6, "patience": 8.0, "report": notes.append}
+    whole = {"payload": "top_k", "k": 2, "timeout": 2.0, "patience": 600.0, "report": notes.append}
     return client(actor.address, **{**whole, **settings}), notes
 
 

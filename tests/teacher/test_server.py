@@ -301,7 +301,7 @@ def test_bytes_of_answers_are_bounded(model: Model, brake: Brake) -> None:
 
 def test_clients_make_room_and_are_forgotten(model: Model) -> None:
     with (
-        TeacherServer(model, ANYWHERE, limits=ServerLimits(clients=2, lease=0.5)) as server,
+        TeacherServer(model, ANYWHERE, limits=ServerLimits(clients=2, lease=2.0)) as server,
         contextlib.ExitStack() as s,
     ):
         clients = [s.enter_context(RawClient(server.address, model)) for _ in range(3)]
@@ -364,11 +364,14 @@ def test_talking_too_fast(model: Model) -> None:
         for id in range(200):
             loud.send(wire.Ping(id))
         until(lambda: server.status().dropped > 100)
-        answered = 0
-        while not loud.silent(0.05):
-            loud.frames()
-            answered += 1
-        assert answered + server.status().dropped == 200
+        answered: list[list[bytes]] = []
+
+        def all_told() -> bool:
+            while not loud.silent(0.05):
+                answered.append(loud.frames())
+            return len(answered) + server.status().dropped == 200
+
+        until(all_told)
         healthy(server, model)
 
 
@@ -395,7 +398,7 @@ def test_drain_finishes_what_is_under_way(model: Model, brake: Brake) -> None:
         for row, id in enumerate(asked):
             assert same([wire.tensor_of(client.reply(id).arrays[0])], local(model, QUESTIONS[row : row + 1]))
         assert isinstance(client.packet().message, wire.Bye)
-        server.join(20)
+        server.join(600)
 
 
 def test_drain_has_a_deadline(model: Model, brake: Brake, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,7 +411,7 @@ def test_drain_has_a_deadline(model: Model, brake: Brake, monkeypatch: pytest.Mo
         client.request(QUESTIONS[:1])
         brake.reached()
         server.drain()
-        server.join(20)
+        server.join(600)
         assert isinstance(client.packet().message, wire.Draining)
         assert isinstance(client.packet().message, wire.Bye)
     assert any("given up" in note for note in notes)
@@ -596,7 +599,7 @@ def test_half_open_connections(model: Model, monkeypatch: pytest.MonkeyPatch) ->
         lines = {}
         for name, said in (cut | kept).items():
             place = ("127.0.0.1", int(server.endpoint.port))
-            lines[name] = stack.enter_context(socket.create_connection(place, timeout=20))
+            lines[name] = stack.enter_context(socket.create_connection(place, timeout=600))
             with contextlib.suppress(ConnectionError):
                 lines[name].sendall(said)
         healthy(server, model)

@@ -293,7 +293,7 @@ from gatespace.training.card import model_card
 model_card(Path({str(run)!r}))
 assert not [name for name in ("torch", "transformers", "numpy") if name in sys.modules]
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
 
 
 # ---------------------------------------------------------------------------------------------------- formulas

@@ -36,7 +36,7 @@ def needs(name: str) -> pytest.MarkDecorator:
 def write(name: str, folder: Path, done: int, last: int, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", WRITE, name, str(folder), str(done), str(last)]
     result = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=folder.parent, env={**os.environ, **environment}
+        command, capture_output=True, text=True, timeout=600, cwd=folder.parent, env={**os.environ, **environment}
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout == "", "a tracker wrote to the command's output"
