@@ -30,7 +30,7 @@ def python() -> Callable[..., Process]:
         path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "100", **env}
         return subprocess.run(
-            [sys.executable, *args], capture_output=True, text=True, encoding="utf-8", env=environment, timeout=120
+            [sys.executable, *args], capture_output=True, text=True, encoding="utf-8", env=environment, timeout=600
         )
 
     return call

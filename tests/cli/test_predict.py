@@ -104,7 +104,7 @@ def test_a_reader_that_has_enough_ends_it_quietly(child, taught):
     command = f"yes 'such good news' | '{sys.executable}' -m gatespace predict '{taught.folder}' --batch-size 8"
     script = f"set -o pipefail; {{ {command}; echo code $? >&2; }} | head -n 3"
     result = subprocess.run(
-        ["bash", "-c", script], capture_output=True, text=True, env=child, timeout=120, encoding="utf-8"
+        ["bash", "-c", script], capture_output=True, text=True, env=child, timeout=600, encoding="utf-8"
     )
     assert [line.partition("\t")[2] for line in result.stdout.splitlines()] == ["such good news"] * 3
     # 141 is `yes`, which the same signal ends

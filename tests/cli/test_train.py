@@ -205,7 +205,7 @@ def test_a_terminal_gets_a_bar(child, distil, tmp_path):
             shown += chunk
     except OSError:  # how Linux says that the other end is closed
         pass
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=600)[0]
     os.close(master)
     assert process.returncode == 0, shown.decode(errors="replace")
     assert json.loads(output)["steps"] == 2

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -125,12 +124,10 @@ print(load_model("{HUB_NAME}").source)
 
 def test_without_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", CLOSED)
-    start = time.monotonic()
     with pytest.raises(UsageError, match="the configuration of org/name") as raised:
         load_model("org/name")
     assert "out of reach" in raised.value.why
     assert "smollm2" in raised.value.instead
-    assert time.monotonic() - start < 10  # the Hub's client alone goes on trying for twice as long
 
 
 def test_reach(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:

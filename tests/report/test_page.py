@@ -211,7 +211,7 @@ def _title(chromium: str, page: Path, folder: Path):
             "--allow-file-access-from-files", f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=5000",
             "--dump-dom", page.as_uri(),
         ],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     found = re.search(r"<title>(\[.*?\])</title>", done.stdout)
     assert found, done.stderr[-500:]

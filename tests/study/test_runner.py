@@ -219,11 +219,11 @@ def test_a_worker_that_is_killed_costs_its_run_only(tmp_path):
 
 
 def _until(engine) -> list:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         if ended := engine.wait(1.0):
             return ended
-    raise AssertionError("the engine said nothing for two minutes")
+    raise AssertionError("the engine said nothing for ten minutes")
 
 
 def _endless(tmp_path) -> dict:
@@ -314,7 +314,8 @@ def tables(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((folder / "tables").iterdir())}
 
 
-def test_five_kills_and_the_tables_are_the_same_to_the_byte(tmp_path, done):
+@pytest.mark.parametrize("kills", [2, pytest.param(5, marks=pytest.mark.long)])
+def test_killed_again_and_again_the_tables_are_the_same_to_the_byte(kills, tmp_path, done, cli_run):
     from gatespace.config import dump_yaml
 
     file = tmp_path / "study.yaml"
@@ -326,10 +327,10 @@ def test_five_kills_and_the_tables_are_the_same_to_the_byte(tmp_path, done):
     for path in sorted(done.glob("runs/*"))[::2]:
         shutil.copytree(path, killed / "runs" / path.name)
     draw = random.Random(7)
-    for _ in range(5):
+    for _ in range(kills):
         before = _work_seen(killed)
         process = subprocess.Popen(_command(file, killed), start_new_session=True)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while _work_seen(killed) == before and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(draw.uniform(0, 2))
@@ -338,12 +339,7 @@ def test_five_kills_and_the_tables_are_the_same_to_the_byte(tmp_path, done):
     assert len(list(killed.glob("runs/*/done"))) < 16, "all was done before the last kill"
     # A worker that outlived its study would hold the folder of its run.
     subprocess.run(_command(file, killed), check=True, timeout=600)
-    subprocess.run(
-        [sys.executable, "-m", "gatespace", "report", str(done), "--output", str(tmp_path / "calm"), "--no-png"],
-        check=True,
-        timeout=600,
-        stdout=subprocess.DEVNULL,
-    )
+    assert cli_run("report", done, "--output", tmp_path / "calm", "--no-png").exit_code == 0
     calm, again = tables(tmp_path / "calm"), tables(killed)
     assert sorted(calm) == sorted(again)
     assert len(calm) > 20

@@ -409,7 +409,7 @@ def elsewhere(folder: Path, dtype: torch.dtype) -> dict[int, str]:
     """The bits of some of QUESTIONS as another process computes them."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     command = [sys.executable, "-c", _SCRIPT, str(folder), str(dtype).removeprefix("torch.")]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return {int(place): digest for place, digest in json.loads(done.stdout.splitlines()[-1]).items()}
 

@@ -268,7 +268,7 @@ def test_a_full_disk_is_an_error_of_the_run_and_the_previous_one_stays(tmp_path:
 
 
 def test_killed_before_every_file_operation_of_a_save_in_turn_one_is_there(tmp_path: Path) -> None:
-    out, err = worker("saving", tmp_path).communicate(timeout=120)
+    out, err = worker("saving", tmp_path).communicate(timeout=600)
     assert err == ""
     assert len(out.split()) == 2
     assert min(map(int, out.split())) > 10
@@ -276,14 +276,14 @@ def test_killed_before_every_file_operation_of_a_save_in_turn_one_is_there(tmp_p
 
 @pytest.mark.slow
 def test_killed_before_every_file_operation_in_turn_a_run_ends_with_the_same_bytes(tmp_path: Path) -> None:
-    out, err = worker("every", tmp_path / "reference", tmp_path / "runs").communicate(timeout=300)
+    out, err = worker("every", tmp_path / "reference", tmp_path / "runs").communicate(timeout=600)
     assert err == ""
     assert int(out) > 40
 
 
 @pytest.mark.slow
 def test_killed_at_random_moments_a_run_ends_with_the_same_bytes(tmp_path: Path) -> None:
-    out, err = worker("random", tmp_path / "reference", tmp_path / "run", 0, 10).communicate(timeout=300)
+    out, err = worker("random", tmp_path / "reference", tmp_path / "run", 0, 10).communicate(timeout=600)
     assert err == ""
     assert int(out) > 0, "nothing was killed"
 

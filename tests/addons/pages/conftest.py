@@ -97,7 +97,7 @@ class Visit:
         context = self._browser.new_context(viewport={"width": width, "height": height}, offline=offline, **options)
         self._contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(15_000)
+        page.set_default_timeout(120_000)
         page.on("console", lambda message: self.complaints.append(message.text) if message.type != "log" else None)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("dialog", lambda dialog: self.complaints.append(dialog.message))

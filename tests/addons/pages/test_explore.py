@@ -206,7 +206,7 @@ def test_it_needs_no_torch(gated, tmp_path):
         "from gatespace.addons.pages.explore import build_explorer;"
         f"print(build_explorer([Path({str(gated)!r})]).write(Path({str(tmp_path / 'x.html')!r})))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "x.html").exists()
 

@@ -309,7 +309,7 @@ from gatespace.runs import RunFolder
 model_card(RunFolder({str(trained)!r}))
 assert not [name for name in ("torch", "transformers", "numpy") if name in sys.modules]
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
 
 
 @pytest.mark.parametrize(

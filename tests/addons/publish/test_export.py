@@ -57,7 +57,7 @@ def test_its_card_s_code_gives_the_run_s_predictions_without_gatespace(cli, taug
     script += f"print(json.dumps([answer(text) for text in {texts}]))"
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout.splitlines()[-1])
@@ -436,7 +436,7 @@ def at_the_hub(hub: type[Hub], child: dict[str, str], tmp_path: Path, *steps: An
     env |= {"HF_TOKEN": hub.token, "HF_HUB_DISABLE_XET": "1"}
     steps = tuple([*map(str, step)] if isinstance(step, list) else step for step in steps)
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(steps)], env=env, capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", SCRIPT, json.dumps(steps)], env=env, capture_output=True, text=True, timeout=600
     )
 
 

@@ -20,7 +20,7 @@ from gatespace.files import Closing
 from gatespace.models import Model
 from gatespace.teacher.scores import ScoreSpec
 
-PATIENCE = 20.0
+PATIENCE = 600.0
 """Seconds after which a test fails rather than waits."""
 CAP = 8
 

@@ -43,7 +43,7 @@ def client(model: Model) -> Iterator[Client]:
     def make(address: str, **settings: Any) -> RemoteTeacher:
         wanted = spec(model, **{name: settings.pop(name) for name in asked if name in settings})
         digest = wire.vocabulary_digest(model.tokenizer.get_vocab())
-        settings = {"tokenizer_digest": digest, "timeout": 20.0, "patience": 60.0, **settings}
+        settings = {"tokenizer_digest": digest, "timeout": 20.0, "patience": 600.0, **settings}
         made.append(RemoteTeacher(address, wanted, **settings))
         return made[-1]
 
@@ -122,7 +122,7 @@ def test_two_clients_at_once(server: TeacherServer, model: Model, client: Client
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     for place in range(2):
         assert len(found[place]) == 5
         for scores in found[place]:
@@ -292,7 +292,7 @@ class Actor:
         self.say(message, [wire.array_of(tensor) for tensor in tensors])
 
     def close(self) -> None:
-        self._thread.join(15)
+        self._thread.join(600)
         self.socket.close()
         self._context.term()
         if self.error is not None:
@@ -314,7 +314,7 @@ def stage() -> Iterator[Callable[..., Actor]]:
 
 def asked(actor: Actor, client: Client, **settings: Any) -> tuple[RemoteTeacher, list[str]]:
     notes: list[str] = []
-    whole = {"payload": "top_k", "k": 2, "timeout": 0.6, "patience": 8.0, "report": notes.append}
+    whole = {"payload": "top_k", "k": 2, "timeout": 2.0, "patience": 600.0, "report": notes.append}
     return client(actor.address, **{**whole, **settings}), notes
 
 

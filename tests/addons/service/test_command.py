@@ -37,7 +37,7 @@ def serving(folder: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], d
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     # A reading without an end is ended by the end of the process.
-    watch = threading.Timer(60, process.kill)
+    watch = threading.Timer(600, process.kill)
     watch.start()
     try:
         assert process.stdout is not None
@@ -66,15 +66,15 @@ def test_serve_until_told_to_end(folder: Path, model: Model, run: Any, tmp_path:
         assert ready["keys"] is False
         assert scored(ready["address"], model)
         assert scored(ready["address"], model)
-        told = json.loads(run("teacher", "status", ready["address"], "--json").stdout)
+        told = json.loads(run("teacher", "status", ready["address"], "--timeout", "60", "--json").stdout)
         assert (told["requests"], told["rows"], told["passes"], told["server"]) == (2, 6, 1, ready["instance"])
         assert told["cache_hits"] == told["cache_misses"] == told["tokens"] // 2
-        shown = run("teacher", "status", ready["address"])
+        shown = run("teacher", "status", ready["address"], "--timeout", "60")
         assert shown.exit_code == 0
         assert "2 requests, 6 rows" in shown.stdout
         assert "13 of 26 positions" in shown.stdout
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=600)
         assert process.returncode == 0, err
         events = [json.loads(line) for line in out.splitlines()]
         assert events[-1]["event"] == "ended"
@@ -98,13 +98,13 @@ def test_serve_with_keys(folder: Path, model: Model, run: Any, tmp_path: Path) -
         assert ready["keys"] is True
         assert scored(address, model, client_keys(made["client"]["secret"], public))
         known = ("--key", made["client"]["secret"], "--server-key", public)
-        assert run("teacher", "status", address, *known).exit_code == 0
+        assert run("teacher", "status", address, "--timeout", "60", *known).exit_code == 0
         for options in ((), ("--key", made["stranger"]["secret"], "--server-key", public)):
             result = run("teacher", "status", address, "--timeout", "0.3", *options)
             assert result.exit_code == 1
             assert "does not reply" in result.stderr
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=600)
         assert (process.returncode, err) == (0, "")
         assert json.loads(out.splitlines()[-1])["clients"] == 0
 

@@ -67,7 +67,7 @@ def make(train_config: Make, tmp_path: Path) -> Make:
     def build(name: str, service: Service | None = None, **settings: Any) -> TrainConfig:
         teacher: dict[str, Any] = settings.pop("teacher", {})
         if service is not None:
-            teacher = {**teacher, "options": {"timeout": 1.0, "patience": 30.0, **teacher.get("options", {})}}
+            teacher = {**teacher, "options": {"timeout": 1.0, "patience": 600.0, **teacher.get("options", {})}}
         whole: dict[str, Any] = {
             "steps": 6,
             "engine": {"micro_tokens": 150},
@@ -90,7 +90,7 @@ def make(train_config: Make, tmp_path: Path) -> Make:
 def test_a_remote_run_is_a_local_run(payload: str, make: Make, service: Service, student: Model) -> None:
     """To the byte, though somebody else asks the same service at the same time."""
     settings = PAYLOADS[payload]
-    patient = {**settings, "teacher": {**settings["teacher"], "options": {"timeout": 30.0, "patience": 60.0}}}
+    patient = {**settings, "teacher": {**settings["teacher"], "options": {"timeout": 60.0, "patience": 600.0}}}
     local, remote = make("local", **settings), make("remote", service, **patient)
     train(local)
     over = threading.Event()
@@ -114,7 +114,7 @@ def test_a_remote_run_is_a_local_run(payload: str, make: Make, service: Service,
         summary = train(remote, listener)
     finally:
         over.set()
-        thread.join(30)
+        thread.join(600)
     assert not wrong
     assert_same_numbers(remote.output, local.output, but=("model/README.md",))  # it says where the teacher was
     assert summary["run"]["steps"] == 6
@@ -182,7 +182,7 @@ def test_a_service_that_stays_away_ends_the_run_which_can_go_on(
     service = nursery.start(taught / "model")
     settings: dict[str, Any] = {"checkpoint": {"every": 50}, "rollout": {"staleness": staleness}}
     local = make("local", **settings)
-    remote = make("remote", service, teacher={"options": {"timeout": 0.3, "patience": 1.0}, "cache": None}, **settings)
+    remote = make("remote", service, teacher={"options": {"timeout": 0.3, "patience": 3.0}, "cache": None}, **settings)
     train(local)
     listener = Eventful(step3=service.kill)
     with pytest.raises(TeacherAwayError, match="could not be done: the teacher at") as caught:
