@@ -4,4 +4,5 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-collect_ignore = [f"gatespace/addons/{engine}" for engine in ("trl", "verl") if find_spec(engine) is None]
+absent = [engine for engine in ("trl", "verl") if find_spec(engine) is None]
+collect_ignore = [f"gatespace/{place}" for name in absent for place in (f"addons/{name}", f"integrations/{name}.py")]

@@ -173,8 +173,8 @@ def seeds_needed(sd: float, difference: float, power: float = POWER, alpha: floa
     """The number of paired seeds at which a two-sided paired t-test finds `difference` with this power.
 
     Example:
-        >>> [seeds_needed(sd, 1.0) for sd in (1.0, 1.5, 2.0)]
-        [10, 20, 34]
+        >>> seeds_needed(1.0, 1.0), seeds_needed(1.5, 1.0), seeds_needed(2.0, 1.0)
+        (10, 20, 34)
     """
     _check(power=power, alpha=alpha)
     if not (math.isfinite(difference) and difference != 0):

@@ -252,7 +252,7 @@ class ScoreCache(Closing):
             for pragma in _PRAGMAS:
                 database.execute(f"PRAGMA {pragma}")
             database.execute(_TABLE.replace("TABLE", "TABLE IF NOT EXISTS", 1))
-            if database.execute("SELECT name, sql FROM sqlite_schema ORDER BY name").fetchall() != _SCHEMA:
+            if database.execute("SELECT name, sql FROM sqlite_master ORDER BY name").fetchall() != _SCHEMA:
                 raise sqlite3.DatabaseError("the schema is damaged")
         except BaseException:
             database.close()
