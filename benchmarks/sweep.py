@@ -26,9 +26,9 @@ from gatespace.study.engines import LocalEngine
 
 if TYPE_CHECKING:
     from gatespace.config import StudyConfig
+    from gatespace.runs import StudyFolder
     from gatespace.study.jobs import Job
     from gatespace.study.records import Comparison, StudyResults
-    from gatespace.study.store import Store
 
 SHARED, INDEPENDENT = "shared", "independent"
 ABOUT = {
@@ -125,7 +125,7 @@ class Side:
 
     name: str
     config: StudyConfig
-    store: Store
+    store: StudyFolder
     parts: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -169,12 +169,12 @@ def study_of(settings: Settings) -> StudyConfig:
 def run(settings: Settings, folder: Path, report: Callable[[str], None] = lambda line: None) -> dict[str, Side]:
     """Make the models, then run the grid on both sides, in parts that take turns: shared, independent, independent,
     shared, and so on, so that a machine that grows slower or faster does so for both."""
+    from gatespace.runs import StudyFolder
     from gatespace.study.plan import check
-    from gatespace.study.store import Store
 
     config = study_of(settings)
     runs = len(check(config).runs)
-    prepared = Store(folder / "prepared")
+    prepared = StudyFolder(folder / "prepared")
     _prepare(settings, config, prepared, report)
     sides = {name: _side(name, config, folder, prepared) for name in (SHARED, INDEPENDENT)}
     order = [SHARED, INDEPENDENT]
@@ -187,30 +187,30 @@ def run(settings: Settings, folder: Path, report: Callable[[str], None] = lambda
     return sides
 
 
-def _prepare(settings: Settings, config: StudyConfig, store: Store, report: Callable[[str], None]) -> None:
+def _prepare(settings: Settings, config: StudyConfig, store: StudyFolder, report: Callable[[str], None]) -> None:
     """The models and their evaluation before any run, by the study itself; whatever is there stays."""
-    from gatespace.study.runner import outline
+    from gatespace.study.outlook import outline
 
     threads = store.begin(config, workers=settings.workers, threads=settings.threads)
     work = [one for one in outline(store, config, threads)[1] if one.run is None]
-    left = [one for one in work if store.state(one.folder) != "done"]
+    left = [one for one in work if not one.folder.is_done]
     if left:
         report(f"prepared beforehand: {', '.join(one.title for one in left)}")
         for one in left:
-            store.forgive(one.folder)
+            one.folder.forgive()
         # No run can start before all of these are done.
         _go(settings, config, store, len(left), report)
 
 
-def _side(name: str, config: StudyConfig, folder: Path, prepared: Store) -> Side:
+def _side(name: str, config: StudyConfig, folder: Path, prepared: StudyFolder) -> Side:
     from gatespace.config import StudyConfig, dump_config, parse_config
-    from gatespace.study.store import Store
+    from gatespace.runs import StudyFolder
 
-    store = Store(folder / name)
-    store.folder.mkdir(parents=True)
+    store = StudyFolder(folder / name)
+    store.path.mkdir(parents=True)
     for place in ("models", "baselines"):
-        if (prepared.folder / place).exists():
-            (store.folder / place).symlink_to(prepared.folder / place)
+        if (prepared.path / place).exists():
+            (store.path / place).symlink_to(prepared.path / place)
     settings = dump_config(config)
     teacher = settings["train"].get("teacher", {}) | {"cache": str(store.scores) if name == SHARED else None}
     settings["train"] = settings["train"] | {"teacher": teacher}
@@ -227,7 +227,7 @@ def _measured(settings: Settings, side: Side, jobs: int, report: Callable[[str],
     return {"runs": jobs, "wall": cost.wall, "cpu": cost.cpu + children, "others": others}
 
 
-def _go(settings: Settings, config: StudyConfig, store: Store, jobs: int, report: Callable[[str], None]) -> None:
+def _go(settings: Settings, config: StudyConfig, store: StudyFolder, jobs: int, report: Callable[[str], None]) -> None:
     from gatespace.errors import RunError
     from gatespace.study.runner import run_study
 
@@ -235,7 +235,7 @@ def _go(settings: Settings, config: StudyConfig, store: Store, jobs: int, report
     outlook = run_study(config, store, engine, threads=settings.threads, note=report)
     for work in outlook.work:
         if outlook.states[work.name] == "failed":
-            raise RunError(f"{work.title} failed", got=store.error(work.folder))
+            raise RunError(f"{work.title} failed", got=work.folder.error())
 
 
 def _children() -> float:
@@ -251,7 +251,7 @@ def findings(settings: Settings, sides: Mapping[str, Side], facts: Mapping[str, 
     """Everything that is shown, as plain numbers."""
     from gatespace.study.results import read_results
 
-    results = {name: read_results(side.store.folder) for name, side in sides.items()}
+    results = {name: read_results(side.store.path) for name, side in sides.items()}
     rows = {name: _row(settings, side, results[name]) for name, side in sides.items()}
     student = student_tokens(results[SHARED])
     ratios = {key: _ratio(rows, key) for key in ("teacher_tokens", "teacher_passes", "wall", "cpu", "step_wall")}

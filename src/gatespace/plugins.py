@@ -13,6 +13,7 @@ import importlib.util
 import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -130,10 +131,13 @@ def _source(plugin: str) -> Path:
         if not path.is_file():
             raise UsageError("plugins: there is no such file", got=plugin, instead="a Python file, or a module's name")
         return path
-    try:
-        spec = importlib.util.find_spec(plugin)
-    except (ModuleNotFoundError, ValueError):
-        spec = None
+    spec: ModuleSpec | None = None
+    places: Sequence[str] | None = None
+    for part in plugin.split("."):  # not importlib.util.find_spec, which imports the packages around a module
+        spec = PathFinder.find_spec(part, places)
+        if spec is None:
+            break
+        places = spec.submodule_search_locations or []
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         raise UsageError("plugins: there is no such module", got=plugin, instead="my_signals.py, or a module's name")
     return Path(spec.origin)
