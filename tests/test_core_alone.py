@@ -18,8 +18,8 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the project in which add-ons, their tests and their public aliases are gone."""
     copy = tmp_path_factory.mktemp("core")
     ignore = shutil.ignore_patterns("addons", "integrations", "__pycache__")
-    shutil.copytree(ROOT / "src", copy / "src", ignore=ignore)
-    shutil.copytree(ROOT / "tests", copy / "tests", ignore=ignore)
+    for folder in ("src", "tests", "examples"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=ignore)
     shutil.copy(ROOT / "pyproject.toml", copy)
     return copy
 

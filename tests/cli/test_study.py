@@ -97,6 +97,8 @@ def test_plan_in_print(cli):
     ],
 )
 def test_mistakes_exit_2_and_write_nothing(cli, words, text, tmp_path, monkeypatch):
+    if "--results" in words:
+        pytest.importorskip("gatespace.addons.cluster")
     monkeypatch.chdir(tmp_path)
     result = cli(*words)
     assert result.exit_code == 2
@@ -106,6 +108,7 @@ def test_mistakes_exit_2_and_write_nothing(cli, words, text, tmp_path, monkeypat
 
 
 def test_ray_is_asked_for_before_anything_is_written(cli, tmp_path, monkeypatch):
+    pytest.importorskip("gatespace.addons.cluster")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "ray", None)  # as where it is not installed
     result = cli("run", "demo", "--engine", "ray")
