@@ -3,13 +3,17 @@ PYTHON ?= python3
 VENV   ?= .venv
 BENCH_VENV ?= .venv-bench
 VLLM_VENV ?= .venv-vllm
-ENGINES_VENV ?= .venv-engines
+TRL_VENV ?= .venv-trl
+VERL_VENV ?= .venv-verl
+RAY_VENV ?= .venv-ray
 
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 BENCH_READY := $(BENCH_VENV)/.ready
 VLLM_READY := $(VLLM_VENV)/.ready
-ENGINES_READY := $(ENGINES_VENV)/.ready
+TRL_READY := $(TRL_VENV)/.ready
+VERL_READY := $(VERL_VENV)/.ready
+RAY_READY := $(RAY_VENV)/.ready
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 # Two workers with one thread each: more threads than cores make the tests slower, and sums depend on thread count.
@@ -32,22 +36,22 @@ demo: $(READY) ## a whole study of a tiny pair, with its report (minutes; DEMO_A
 test: $(READY) ## run the tests and docstring examples
 	@$(ONE_THREAD) $(BIN)/python -m pytest $(TEST_ARGS)
 
-test-long: $(READY) ## the tests that take longest: benchmark scripts on small models
+test-long: $(READY) ## the tests that take longest: benchmark scripts, many kills, the whole depth of a real model
 	@$(ONE_THREAD) $(BIN)/python -m pytest -m long tests
 
 test-web: ## the tests of the front end (needs Node 20); with its packages there, `make test` checks accessibility too
 	@cd web && npm ci --silent && npm run --silent check && npm test --silent
 
-test-engines: test-trl test-verl test-ray ## the tests inside TRL, verl and Ray, in an environment of their own (2.5 GB)
+test-engines: test-trl test-verl test-ray ## the tests inside TRL, verl and Ray, each in an environment of its own (5 GB)
 
-test-trl: $(ENGINES_READY)
-	@$(ONE_THREAD) $(ENGINES_VENV)/bin/python -m pytest tests/addons/trl src/gatespace/addons/trl $(ENGINE_ARGS)
+test-trl: $(TRL_READY)
+	@$(ONE_THREAD) $(TRL_VENV)/bin/python -m pytest tests/addons/trl src/gatespace/addons/trl $(ENGINE_ARGS)
 
-test-verl: $(ENGINES_READY)
-	@$(ONE_THREAD) $(ENGINES_VENV)/bin/python -m pytest tests/addons/verl $(ENGINE_ARGS)
+test-verl: $(VERL_READY)
+	@$(ONE_THREAD) $(VERL_VENV)/bin/python -m pytest tests/addons/verl $(ENGINE_ARGS)
 
-test-ray: $(ENGINES_READY)
-	@$(ONE_THREAD) $(ENGINES_VENV)/bin/python -m pytest tests/addons/cluster $(ENGINE_ARGS)
+test-ray: $(RAY_READY)
+	@$(ONE_THREAD) $(RAY_VENV)/bin/python -m pytest tests/addons/cluster/ray tests/addons/cluster/test_ray_cluster.py $(ENGINE_ARGS)
 
 test-vllm: $(READY) $(VLLM_READY) ## the tests that need a real vLLM server (its environment has 3.5 GB)
 	@$(ONE_THREAD) GATESPACE_VLLM="$(abspath $(VLLM_VENV))/bin/python" \
@@ -114,14 +118,27 @@ $(VLLM_READY): requirements/vllm.txt
 	@$(VLLM_VENV)/bin/python -m pip install -qq --no-input -c $(VLLM_VENV)/held.txt -e '.[train,service]'
 	@touch $@
 
-$(ENGINES_READY): requirements/engines.txt pyproject.toml
-	@echo "Installing TRL, verl and Ray into $(ENGINES_VENV) (a few minutes the first time)"
-	@"$(PYTHON)" -m venv $(ENGINES_VENV)
-	@$(ENGINES_VENV)/bin/python -m pip install -qq --no-input -e '.[trl,verl,ray,remote]'
-	@# What the engines have chosen is held: pip does not find a way through all of it at once.
-	@$(ENGINES_VENV)/bin/python -m pip freeze --exclude-editable > $(ENGINES_VENV)/held.txt
-	@$(ENGINES_VENV)/bin/python -m pip install -qq --no-input -c $(ENGINES_VENV)/held.txt -r requirements/engines.txt
+$(TRL_READY): requirements/trl.txt pyproject.toml
+	$(call engine,$(TRL_VENV),requirements/trl.txt,[trl])
+
+$(VERL_READY): requirements/verl.txt pyproject.toml
+	$(call engine,$(VERL_VENV),requirements/verl.txt,[verl])
+
+$(RAY_READY): requirements/ray.txt pyproject.toml
+	$(call engine,$(RAY_VENV),requirements/ray.txt,[ray$(comma)remote])
+
+comma := ,
+
+# $(call engine,ENVIRONMENT,REQUIREMENTS,EXTRAS)
+define engine
+	@echo "Installing what $(2) names into $(1) (a few minutes the first time)"
+	@"$(PYTHON)" -m venv $(1)
+	@$(1)/bin/python -m pip install -qq --no-input -e '.$(3)'
+	@# What the engine has chosen is held: pip does not find a way through all of it at once.
+	@$(1)/bin/python -m pip freeze --exclude-editable > $(1)/held.txt
+	@$(1)/bin/python -m pip install -qq --no-input -c $(1)/held.txt -r $(2)
 	@touch $@
+endef
 
 # $(call install,ENVIRONMENT,EXTRA)
 define install

@@ -159,6 +159,7 @@ def test_jobs_in_the_text_are_well_formed(command: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_distillation_in_the_text_runs(tmp_path: Path) -> None:
     """The whole block, as a reader would paste it."""
     (block,) = [block for block in blocks(ROOT / "docs" / "engine.md", "bash") if "gatespace train" in block]
