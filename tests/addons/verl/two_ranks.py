@@ -48,7 +48,7 @@ def main() -> None:
         gradient = ulysses.slice_input_tensor(whole.grad, dim=1)
         # verl's gathering multiplies by the ranks what its data-parallel mean divides by again
         torch.testing.assert_close(mine.grad, gradient * dist.get_world_size(), rtol=1e-12, atol=1e-14)
-        with pytest.raises(UsageError, match="'position' cannot be read under sequence parallelism"):
+        with pytest.raises(UsageError, match="'position' cannot be computed under sequence parallelism"):
             outputs(batch, mine, "4,4,-1.5,2,position=1")
         ulysses.set_ulysses_sequence_parallel_group(None)
     sys.stdout.write("rank equals\n")
