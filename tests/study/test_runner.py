@@ -320,23 +320,26 @@ def test_killed_again_and_again_the_tables_are_the_same_to_the_byte(kills, tmp_p
 
     file = tmp_path / "study.yaml"
     file.write_text(dump_yaml(study()))
-    # The first kill finds a student being made; half of the runs are left for the others.
+    # The first kill finds a student being made; enough runs are left for every kill, on any machine:
+    # one that has ended brings the kill forward, and the two workers end two more at most.
     killed = models_of(done, tmp_path / "killed")
     for path in (*killed.glob("models/messages-student-*"), *killed.glob("baselines/messages-start-*")):
         shutil.rmtree(path)
-    for path in sorted(done.glob("runs/*"))[::2]:
+    for path in sorted(done.glob("runs/*"))[3 * kills + 1 :]:
         shutil.copytree(path, killed / "runs" / path.name)
     draw = random.Random(7)
     for _ in range(kills):
-        before = _work_seen(killed)
+        before, ended = _work_seen(killed), _runs_ended(killed)
         process = subprocess.Popen(_command(file, killed), start_new_session=True)
         deadline = time.monotonic() + 600
         while _work_seen(killed) == before and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(draw.uniform(0, 2))
+        moment = time.monotonic() + draw.uniform(0, 2)
+        while time.monotonic() < moment and _runs_ended(killed) == ended:
+            time.sleep(0.02)
         process.kill()  # the study alone: its workers must end by themselves
         process.wait()
-    assert len(list(killed.glob("runs/*/done"))) < 16, "all was done before the last kill"
+    assert _runs_ended(killed) < 16, "all was done before the last kill"
     # A worker that outlived its study would hold the folder of its run.
     subprocess.run(_command(file, killed), check=True, timeout=600)
     assert cli_run("report", done, "--output", tmp_path / "calm", "--no-png").exit_code == 0
@@ -345,6 +348,10 @@ def test_killed_again_and_again_the_tables_are_the_same_to_the_byte(kills, tmp_p
     assert len(calm) > 20
     assert [name for name in calm if calm[name] != again[name]] == []
     assert numbers(done) == numbers(killed)
+
+
+def _runs_ended(folder: Path) -> int:
+    return len(list(folder.glob("runs/*/done")))
 
 
 def _work_seen(folder: Path) -> int:
