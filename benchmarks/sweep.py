@@ -61,8 +61,8 @@ class Preset:
 PRESETS: dict[str, Preset] = {
     "demo": Preset(
         "demo",
-        "the shipped demo at one seed: all points, restrictions, static, published, controls and twins (39 runs)",
-        (),
+        "the demo with all points of the paper at one seed: restrictions, static, published, controls, twins (39 runs)",
+        ("points=paper", "axes.controls={shuffled: [G5, H2]}"),
         steps=30,
         workers=2,
         wall_limit=None,

@@ -52,7 +52,7 @@ def test_plan_as_json(cli):
 def test_plan_counts_what_the_teacher_reads(cli):
     estimate = json.loads(cli("plan", "demo", "--json").stdout)["estimate"]
     (task,) = estimate
-    assert task["runs"] == 117
+    assert task["runs"] == 120
     low, high = task["teacher_tokens_of_independent_runs"]
     assert 0 < task["teacher_tokens_at_least"] < low <= high
     assert task["seconds"]["status"] == "n/a"
@@ -74,7 +74,7 @@ def test_plan_in_print(cli):
     whole = cli("plan", "paper", "--no-estimate", "--all").stdout
     assert len(whole) > 2 * len(shown)
     quick = cli("plan", "demo", "--quick", "--no-estimate").stdout
-    assert "demo-quick: 15 runs" in quick
+    assert "demo-quick: 12 runs" in quick
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="PATH=VALUE", show_default=False, help="Any setting, e.g. train.steps=20."),
 ]
-Quick = Annotated[bool, typer.Option("--quick", help="One seed and five points, in a folder of its own.")]
+Quick = Annotated[bool, typer.Option("--quick", help="One seed and few points, in a folder of its own.")]
 TrustPlugins = Annotated[
     bool, typer.Option("--trust-plugins", help="Import the Python files that the study names, without --plugin FILE.")
 ]
@@ -56,7 +56,7 @@ def load_study(
     Args:
         study: A shipped one, a file, or a study's folder.
         sets: ``path=value`` each.
-        quick: One seed and five points.
+        quick: One seed, at most five points, no published methods.
         plugins: Files or modules that the user has named: imported, and added to those of the study.
         trust_plugins: Import what the study names, too. Without it that is an error, which says what to look at.
     """
@@ -123,7 +123,7 @@ def _with_plugins(config: StudyConfig, named: Sequence[str], *, trusted: bool) -
 
 
 def _quick(config: StudyConfig) -> StudyConfig:
-    """The first seed and the first five points, with what they are compared with."""
+    """The first seed and the first five points, with what they are compared with, but for published methods."""
     from gatespace.config import StudyConfig, dump_config, parse_config
     from gatespace.study.points import GRID
 

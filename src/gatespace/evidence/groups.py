@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gatespace.evidence.paired import summarise
+from gatespace.evidence.reach import whole_cells
 from gatespace.evidence.records import Anova, Block, BlockClaim, Mixed
 from gatespace.gating.coefficients import NotApplicable
 
@@ -99,11 +100,11 @@ def block_claim(
     used = total = 0
     for task in dict.fromkeys(found.task for found in kept):
         mine = [found for found in kept if found.task == task]
-        seeds = list(dict.fromkeys(found.seed for found in mine))
-        by_cell: dict[tuple[str, str], dict[int, float]] = {}
+        by_cell: dict[Hashable, dict[int, float]] = {}
         for found in mine:
             by_cell.setdefault((found.left, found.right), {})[found.seed] = found.value
-        whole = [values for values in by_cell.values() if len(values) == len(seeds)]
+        cells, seeds = whole_cells(by_cell)
+        whole = [by_cell[cell] for cell in cells]
         used, total = used + len(whole), total + len(by_cell)
         if whole:
             blocks += [Block(task, s, math.fsum(v[s] for v in whole) / len(whole), len(whole)) for s in seeds]

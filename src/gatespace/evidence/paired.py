@@ -13,6 +13,7 @@ from statsmodels.stats.multitest import multipletests  # type: ignore[import-unt
 from statsmodels.stats.power import TTestPower  # type: ignore[import-untyped]
 
 from gatespace.errors import RunError, UsageError
+from gatespace.evidence.reach import ALPHA, least_differences, sign_flip_floor
 from gatespace.evidence.records import Paired, Summary
 from gatespace.gating.coefficients import NotApplicable
 from gatespace.seeding import stream
@@ -20,10 +21,7 @@ from gatespace.seeding import stream
 EXACT_UP_TO = 14
 """Up to so many differences all 2ⁿ assignments of signs are tried; above, a sample of them."""
 SAMPLED_FLIPS = 19_999
-FEW_SEEDS = 6
-"""Below so many, no sign-flip test can reach .05: 2 / 2⁵ = .0625."""
 POWER = 0.8
-ALPHA = 0.05
 
 _ROUNDING = 16 * np.finfo(float).eps
 
@@ -98,8 +96,8 @@ def summarise(
             interval = test.confidence_interval(confidence)
             t, p, low, high = map(float, (test.statistic, test.pvalue, interval.low, interval.high))
             mde = minimum_detectable(sd, n)
-        if n < FEW_SEEDS:
-            notes.append(f"with {n} {unit}s no sign-flip p is below {2 / 2**n:.4g}")
+        if n < least_differences():
+            notes.append(f"with {n} {unit}s no sign-flip p is below {sign_flip_floor(n):.4g}")
         if n > EXACT_UP_TO:
             notes.append(f"sign-flip p from {SAMPLED_FLIPS} random assignments of signs")
     return Summary(
@@ -111,7 +109,7 @@ def summarise(
         low=low,
         high=high,
         sign_flip_p=flip,
-        sign_flip_floor=min(1.0, 2.0 / 2.0**n),
+        sign_flip_floor=sign_flip_floor(n),
         mde=mde,
         wins=int((values > 0).sum()),
         ties=int((values == 0).sum()),

@@ -1,0 +1,137 @@
+"""What a study could support, counted before anything is trained.
+
+The only bound that holds whatever the results is that of the exact sign-flip test: with n differences its p is at least
+2 / 2ⁿ. The t-test has none. So a claim is out of reach where n is too small, and this is pure counting: no SciPy here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from gatespace.study.records import Comparison
+
+ALPHA = 0.05
+"""The level of every claim."""
+
+
+def sign_flip_floor(n: int) -> float:
+    """The smallest two-sided sign-flip p that n differences can have."""
+    return min(1.0, 2.0 / 2.0**n)
+
+
+def least_differences(family: int = 1, alpha: float = ALPHA) -> int:
+    """The smallest n whose sign-flip p can be below `alpha` after Holm's adjustment over `family` tests.
+
+    Example:
+        >>> least_differences(), least_differences(9), least_differences(29)
+        (6, 9, 11)
+    """
+    return next(n for n in range(1, 1024) if family * sign_flip_floor(n) < alpha)
+
+
+def whole_cells(cells: Mapping[Hashable, Iterable[int]]) -> tuple[list[Hashable], list[int]]:
+    """The cells of a task that have every seed which any of them has, and those seeds: what its blocks consist of."""
+    held = {cell: set(seeds) for cell, seeds in cells.items()}
+    seeds = list(dict.fromkeys(seed for given in cells.values() for seed in given))
+    return [cell for cell, own in held.items() if len(own) == len(seeds)], seeds
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A kind of claim that a study asks for, and whether it could be supported.
+
+    Args:
+        kind: ``group``, the claim that reports make: one side is ahead as a whole. Or ``single``: one comparison by
+            itself, after Holm's adjustment over `family`.
+        axis: What the two sides differ in.
+        restriction: ``entropy-only`` or ``gap-only`` on that axis.
+        tasks: How many tasks have such comparisons.
+        comparisons: How many there are, over tasks and not over seeds.
+        family: How many tests Holm adjusts a single one for; 1 for a group, whose exact test is not adjusted.
+        fresh: Fresh (task, seed) blocks of the group, or fresh seeds of a single comparison.
+        least_p: What the exact p, adjusted, cannot be below.
+        possible: Whether that is below .05.
+        seeds_needed: The least number of seeds that it takes, with the selection seed.
+    """
+
+    kind: Literal["group", "single"]
+    axis: str
+    restriction: str | None
+    tasks: int
+    comparisons: int
+    family: int
+    fresh: int
+    least_p: float
+    possible: bool
+    seeds_needed: int
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a study could support, whatever its results."""
+
+    selection_seed: int
+    claims: tuple[Claim, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no claim that a report makes could be supported."""
+        return not any(claim.possible for claim in self.claims if claim.kind == "group")
+
+    @property
+    def seeds_needed(self) -> int:
+        """The least number of seeds at which some group could be supported."""
+        return min((claim.seeds_needed for claim in self.claims if claim.kind == "group"), default=0)
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        claims = [asdict(claim) for claim in self.claims]
+        return {"level": ALPHA, "selection_seed": self.selection_seed, "claims": claims}
+
+
+def reach(comparisons: Sequence[Comparison], selection_seed: int) -> Reach:
+    """What could be supported if every planned run were done.
+
+    Args:
+        comparisons: All cells of the plan.
+        selection_seed: The seed that choices are made on; all others are fresh.
+    """
+    cells: dict[tuple[str, str | None], dict[tuple[str, str, str], set[int]]] = {}
+    replicated: set[tuple[str, str | None, str, str, str]] = set()
+    for cell in comparisons:
+        if cell.status != "comparable":
+            continue
+        key, pair = (cell.axis, cell.restriction), (cell.task, cell.left, cell.right)
+        seeds = cells.setdefault(key, {}).setdefault(pair, set())
+        if cell.seed != selection_seed:
+            seeds.add(cell.seed)
+        if cell.role == "replication":
+            replicated.add((*key, *pair))
+    claims: list[Claim] = []
+    for (axis, restriction), pairs in cells.items():
+        of_task: dict[str, dict[Hashable, set[int]]] = {}
+        for pair, seeds in pairs.items():
+            of_task.setdefault(pair[0], {})[pair] = seeds
+        blocks = [whole_cells(mine) for mine in of_task.values()]
+        fresh = sum(len(seeds) for whole, seeds in blocks if whole)
+        needed = math.ceil(least_differences() / len(of_task)) + 1
+        about = {"axis": axis, "restriction": restriction, "tasks": len(of_task), "comparisons": len(pairs)}
+        claims.append(_claim("group", fresh, 1, needed, about))
+        # Holm is over the comparisons that are run again where there are any, see `analysis`; else over the axis.
+        own = [s for pair, s in pairs.items() if not replicated or (axis, restriction, *pair) in replicated]
+        if own:
+            family = len(replicated) or len(pairs)
+            needed = least_differences(family) + 1
+            about["comparisons"] = len(own)
+            claims.append(_claim("single", max(map(len, own)), family, needed, about))
+    return Reach(selection_seed, tuple(claims))
+
+
+def _claim(kind: Literal["group", "single"], fresh: int, family: int, needed: int, about: Mapping[str, Any]) -> Claim:
+    least = min(1.0, family * sign_flip_floor(fresh))
+    return Claim(
+        kind=kind, **about, family=family, fresh=fresh, least_p=least, possible=least < ALPHA, seeds_needed=needed
+    )
