@@ -92,9 +92,9 @@ docs: $(READY) ## build the site into build/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # not --quiet: it hides warnings from --strict too
 	@echo "site: build/site/index.html"
 
-wheel: $(READY) ## build the wheel into build/dist
+wheel: $(READY) ## build the wheel and the source archive into build/dist
 	@rm -rf build/dist
-	@$(BIN)/python -m build --wheel --no-isolation --outdir build/dist .
+	@$(BIN)/python -m build --no-isolation --outdir build/dist .
 
 clean: ## remove what was built; the environments stay
 	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

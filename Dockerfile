@@ -1,0 +1,17 @@
+# gatespace on a CPU: docker build -t gatespace . && docker run --rm gatespace doctor
+FROM python:3.12-slim
+
+# torch from its CPU index: PyPI's build brings gigabytes of CUDA
+RUN pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu 'torch>=2.6,<2.14'
+
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE ./
+COPY src src
+RUN pip install --no-cache-dir '.[study,service]'
+
+# Not root; what a command writes lands in /work, which is where a volume goes.
+RUN useradd --create-home --uid 1000 gatespace && mkdir /work && chown gatespace /work
+USER 1000
+WORKDIR /work
+ENTRYPOINT ["gatespace"]
+CMD ["--help"]

@@ -1,0 +1,93 @@
+"""What the project has beside its code: workflows, templates, containers and citation name what is there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+import gatespace
+from gatespace.cli.app import app
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+FORMS = [path for path in sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")) if path.stem != "config"]
+COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
+
+
+def read(path: Path) -> dict[Any, Any]:
+    found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert isinstance(found, dict)
+    return found
+
+
+def stem(path: Path) -> str:
+    return path.stem
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=stem)
+def test_workflows_call_targets_that_exist_with_few_rights(path: Path) -> None:
+    workflow = read(path)
+    assert workflow["permissions"] == {"contents": "read"}  # a job asks for more by itself
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    for step in steps:
+        assert ("run" in step) != ("uses" in step)
+        if "uses" in step:
+            assert re.fullmatch(r"[\w./-]+@(v\d+|release/v\d+)", step["uses"])
+    targets = [line for step in steps for line in step.get("run", "").splitlines() if line.startswith("make ")]
+    assert targets
+    for line in targets:
+        done = subprocess.run([*shlex.split(line), "--dry-run"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def test_tests_run_on_every_python_that_the_package_names() -> None:
+    tested = read(ROOT / ".github" / "workflows" / "tests.yml")["jobs"]["test"]["strategy"]["matrix"]["python"]
+    named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert tested == named
+
+
+@pytest.mark.parametrize("path", FORMS, ids=stem)
+def test_issue_forms_ask_something(path: Path) -> None:
+    form = read(path)
+    assert form["name"]
+    assert form["description"]
+    asked = [field for field in form["body"] if field["type"] != "markdown"]
+    assert len({field["id"] for field in asked}) == len(asked) > 0
+
+
+def test_citation_is_of_this_version() -> None:
+    assert read(ROOT / "CITATION.cff")["version"] == gatespace.__version__
+
+
+def test_changelog_has_this_version() -> None:
+    assert f"\n## {gatespace.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_files_of_the_image_exist_and_are_not_ignored() -> None:
+    lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    copied = [name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]]
+    kept = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
+    assert copied
+    for name in copied:
+        assert (ROOT / name).exists()
+        assert f"!{name}" in kept
+
+
+@pytest.mark.parametrize("name", COMPOSE["services"])
+def test_services_are_commands_of_ours(name: str) -> None:
+    service = COMPOSE["services"][name]
+    health = service.get("healthcheck", {}).get("test", [])
+    for words in (shlex.split(service["command"]), health[2:]):
+        command: Any = typer.main.get_command(app)
+        while words and hasattr(command, "commands"):
+            command, words = command.commands[words[0]], words[1:]
+        if words:
+            command.make_context(command.name, words)  # an unknown option or a missing argument raises
+    assert set(service.get("depends_on", {})) <= set(COMPOSE["services"])
