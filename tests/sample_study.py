@@ -282,10 +282,10 @@ class _Draws:
 
     def scored(self, split: str, said: Sequence[str | None]) -> Score:
         gold, skip = self.gold[split], self.duplicates if split == "test" else 0
-        full = measure(gold, said, self.labels, majority=self.labels[0])
+        full = measure(gold, said, self.labels)
         clean: dict[str, Any] = {}
         if split == "test":
-            clean = measure(gold[skip:], said[skip:], self.labels, majority=self.labels[0]).as_json()
+            clean = measure(gold[skip:], said[skip:], self.labels).as_json()
         record = {"split": split, "metrics": full.as_json(), "duplicates": skip, "without_duplicates": clean}
         return Score.from_json(record)
 

@@ -46,7 +46,7 @@ TEACH = (
     "teach", "--task", "synthetic", "--model", "tiny", "--brief", "--lr", "0.003", "--steps", "30",
     "--set", "evaluation.limit=40", "--set", "engine.precision=fp32",
 )  # fmt: skip
-"""A real teacher in a few seconds: tiny, and well above the majority label."""
+"""A real teacher in a few seconds: tiny, and well above the best constant."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def evaluation(run: RunFolder, split: str, rng: random.Random, accuracy: float) 
     run.predictions_file(split).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {
         "split": split,
-        "metrics": measure(gold, said, LABELS, majority="sun").as_json(),
+        "metrics": measure(gold, said, LABELS).as_json(),
         "duplicates": 0,
         "without_duplicates": {},
     }

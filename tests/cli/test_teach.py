@@ -14,11 +14,11 @@ from gatespace.runs import RunFolder
 def test_a_teacher_is_made_and_reported(taught):
     summary = json.loads((taught.folder / "summary.json").read_text())
     test = summary["evaluation"]["test"]["metrics"]
-    assert test["accuracy"] > test["majority"]["accuracy"] + 0.2
+    assert test["accuracy"] > test["best_constant"]["accuracy"] + 0.2
     out = taught.result.stdout
     assert f"{test['accuracy']:.4f}" in out
     assert f"{test['macro_f1']:.4f}" in out
-    assert f"{test['majority']['accuracy']:.4f} ({test['majority']['label']})" in out
+    assert f"{test['best_constant']['accuracy']:.4f} ({test['best_constant']['label']})" in out
     assert f"model  {taught.folder / 'model'}\n" in out
     assert (taught.folder / "model" / "config.json").is_file()
 
@@ -27,7 +27,7 @@ def test_progress_is_printed_on_standard_error(taught):
     lines = taught.result.stderr.splitlines()
     assert re.search(r"^step 1/30 · loss \d\S* · tokens right 0\.\d+ · \S+ s \(update \S+, optimizer \S+\)", lines[1])
     assert any(line.startswith("step 30/30 · loss ") for line in lines)
-    assert any(re.fullmatch(r"after step 20: val accuracy 0\.\d+ \(majority .*", line) for line in lines)
+    assert any(re.fullmatch(r"after step 20: val accuracy 0\.\d+ \(best constant .*", line) for line in lines)
 
 
 def test_the_next_command_can_be_run_as_it_is_printed(taught, cli):

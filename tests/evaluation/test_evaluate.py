@@ -62,22 +62,19 @@ def test_the_measures_are_counted_over_all_rows(task: Task, whole: Evaluation) -
     found = whole.metrics
     assert (found.correct, found.count, found.accuracy) == (right, 80, right / 80)
     # Neither perfect nor blind, or the comparisons here would say little.
-    assert found.majority.accuracy + 0.1 < found.accuracy < 1
-    most_frequent = Counter(row.label for row in task.train).most_common(1)[0][0]
-    share = sum(row.label == most_frequent for row in task.test) / 80
-    assert found.majority == (most_frequent, share)
+    assert found.best_constant.accuracy + 0.1 < found.accuracy < 1
+    assert found.best_constant == task.best_constant("test")
     assert [row.label for row in found.per_label] == list(task.labels)
     assert (whole.task, whole.task_digest, whole.split, whole.available) == (task.name, task.digest, "test", 80)
     # No text of the generated task stands twice.
     assert (whole.duplicates, whole.without_duplicates, whole.not_applicable) == (0, found, "")
 
 
-def test_the_majority_label_is_that_of_train(trained: Model, task: Task, prompt: Prompt) -> None:
+def test_the_best_constant_is_that_of_the_split(trained: Model, task: Task, prompt: Prompt) -> None:
     rare = Counter(row.label for row in task.train).most_common()[-1][0]
     only = [row for row in task.test if row.label == rare][:3]
     found = evaluate(trained, replace(task, test=only), prompt).metrics
-    assert found.majority.label != rare
-    assert found.majority.accuracy == 0.0
+    assert found.best_constant == (rare, 1.0)
 
 
 def test_batches_and_encoder_change_nothing(trained: Model, task: Task, prompt: Prompt, whole: Evaluation) -> None:
@@ -195,4 +192,4 @@ def test_real_tweets_and_the_real_model(smollm2: Path, tweeteval: Path) -> None:
             check_raw(said.raw, model, prompt, row.text, 10)
         labels = [parse_label(prefill + said.raw, task.labels) for said in found.predictions]
         assert [said.label for said in found.predictions] == labels
-        assert found.metrics == measure([row.label for row in task.test[:3]], labels, task.labels, majority="anger")
+        assert found.metrics == measure([row.label for row in task.test[:3]], labels, task.labels)

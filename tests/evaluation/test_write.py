@@ -53,7 +53,7 @@ def test_two_files_that_say_what_was_found(evaluation: Evaluation, tmp_path: Pat
     assert summary == evaluation.as_json()
     assert (summary["task"], summary["split"], summary["available"], summary["ended"]) == ("t", "test", 9, 3)
     assert summary["metrics"]["accuracy"] == 0.5
-    assert summary["metrics"]["majority"] == {"label": "joy", "accuracy": 0.75}
+    assert summary["metrics"]["best_constant"] == {"label": "joy", "accuracy": 0.75}
     assert (summary["duplicates"], summary["without_duplicates"]["count"]) == (1, 3)
     assert [row["label"] for row in summary["metrics"]["per_label"]] == ["joy", "anger"]
 

@@ -69,14 +69,14 @@ def test_a_claim_over_a_part_of_the_comparisons_says_so(tmp_path):
     assert "for the 1 of 4 comparisons that have all of them" in text
 
 
-def test_training_stands_beside_start_teacher_and_majority(tmp_path):
+def test_training_stands_beside_start_teacher_and_best_constant(tmp_path):
     found, view = findings(tmp_path)
     known = view.analysis.baselines["emotion"]
-    for share in (known.trained, known.start, known.teacher, known.majority):
+    for share in (known.trained, known.start, known.teacher, known.best_constant):
         assert f"{100 * share:.1f} %" in found.training[0]
 
 
-def test_runs_below_the_majority_are_counted(tmp_path):
+def test_runs_below_the_best_constant_are_counted(tmp_path):
     found, _ = findings(tmp_path, tasks={"lopsided": ("synthetic", ("yes", "no"))}, effect=-40.0)
     assert "below that label for all" in found.training[0]
 

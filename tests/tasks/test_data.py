@@ -51,9 +51,9 @@ def test_what_cannot_be_a_task(changes: dict[str, object], message: str) -> None
 def test_baseline_duplicates_and_digest() -> None:
     made = task(test=[Example("text 3", "b"), Example("new", "a"), Example("text 4 ", "a"), Example("text 5", "b")])
     assert made.test_in_train == (0, 3)
-    assert made.majority() == ("a", 0.5)
-    assert made.majority("train") == ("a", 0.8)
-    assert math.isnan(made.majority("val").accuracy)
+    assert made.best_constant() == ("a", 0.5)
+    assert made.best_constant("train") == ("a", 0.8)
+    assert math.isnan(made.best_constant("val").accuracy)
     assert "200/0/4" in made.describe()
     assert "test texts also in train: 2" in made.describe()
     assert made.digest == task(test=list(made.test), source="elsewhere").digest

@@ -11,6 +11,7 @@ import typer
 
 from gatespace.cli import run_options as options
 from gatespace.cli.console import console, print_json, table
+from gatespace.evaluation.metrics import Metrics
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -167,7 +168,7 @@ def evaluate(
 
 def results_table(evaluations: Mapping[str, Mapping[str, Any]]) -> Table:
     """One row per split, from evaluation-SPLIT.json, and one more without the test rows that are also in train."""
-    columns = ("rows", "accuracy", "macro-F1", "no label", "majority")
+    columns = ("rows", "accuracy", "best constant", "balanced", "macro-F1", "no label")
     found = table("Results", "split", *columns, numbers=columns)
     for split, evaluation in evaluations.items():
         metrics, without = evaluation["metrics"], evaluation["without_duplicates"]
@@ -179,13 +180,14 @@ def results_table(evaluations: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def _cells(metrics: Mapping[str, Any]) -> list[str]:
-    majority = metrics["majority"]
+    found = Metrics.from_json(metrics)  # an earlier release did not write all of it
     return [
-        str(metrics["count"]),
-        f"{metrics['accuracy']:.4f}",
-        f"{metrics['macro_f1']:.4f}",
-        str(metrics["parse_failures"]),
-        f"{majority['accuracy']:.4f} ({majority['label']})",
+        str(found.count),
+        f"{found.accuracy:.4f}",
+        f"{found.best_constant.accuracy:.4f} ({found.best_constant.label})",
+        f"{found.balanced_accuracy:.4f}",
+        f"{found.macro_f1:.4f}",
+        str(found.parse_failures),
     ]
 
 

@@ -99,7 +99,8 @@ class RunProgress(Closing):
         failed = f", {found.parse_failures} of {found.count} without a label" if found.parse_failures else ""
         self._print(
             f"after step {step}: {evaluation.split} accuracy {found.accuracy:.3f} "
-            f"(majority {found.majority.accuracy:.3f}), macro-F1 {found.macro_f1:.3f}{failed}"
+            f"(best constant {found.best_constant.accuracy:.3f}), balanced {found.balanced_accuracy:.3f}, "
+            f"macro-F1 {found.macro_f1:.3f}{failed}"
         )
 
     # ------------------------------------------------------------------ what `gatespace evaluate` reports

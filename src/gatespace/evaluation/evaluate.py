@@ -114,7 +114,7 @@ def evaluate(
 
     Args:
         model: The model.
-        task: Gives the rows, the labels and the majority label of train.
+        task: Gives the rows, and the labels.
         prompt: Asks for a label and reads the answer.
         split: ``train``, ``val`` or ``test``.
         limit: Only the first so many rows. The first rows of a split need not be like the rest.
@@ -168,16 +168,15 @@ def evaluate(
     held_against_train = split == "test"
     known = {index for index in task.test_in_train if index < len(rows)} if held_against_train else set()
     fresh = [row for row in predictions if row.index not in known]
-    constant = task.majority(split).label
     return Evaluation(
         task=task.name,
         task_digest=task.digest,
         split=split,
         available=len(available),
         max_new_tokens=max_new_tokens,
-        metrics=_measured(predictions, task, constant),
+        metrics=_measured(predictions, task),
         duplicates=len(known),
-        without_duplicates=_measured(fresh, task, constant) if held_against_train and fresh else None,
+        without_duplicates=_measured(fresh, task) if held_against_train and fresh else None,
         predictions=predictions,
     )
 
@@ -197,6 +196,6 @@ def write(evaluation: Evaluation, folder: str | Path) -> tuple[Path, Path]:
     return predictions, summary
 
 
-def _measured(predictions: list[Prediction], task: Task, constant: str) -> Metrics:
+def _measured(predictions: list[Prediction], task: Task) -> Metrics:
     gold = [row.gold for row in predictions]
-    return measure(gold, [row.label for row in predictions], task.labels, majority=constant)
+    return measure(gold, [row.label for row in predictions], task.labels)

@@ -1,13 +1,13 @@
 """How well labels were predicted, as plain numbers beside the counts they come from.
 
-Accuracy alone can be had without any skill: the majority baseline and macro-F1 always stand beside it. An answer
-without a legal label is wrong, and is never left out of a denominator.
+Accuracy alone can be had without any skill: the best constant, balanced accuracy and macro-F1 always stand beside it.
+An answer without a legal label is wrong, and is never left out of a denominator.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import fsum
 from typing import Any
@@ -47,48 +47,52 @@ class Metrics:
 
     Args:
         accuracy: correct / count.
+        balanced_accuracy: The mean recall of the labels that these rows have: 1 / labels for one answer to all.
         macro_f1: The mean F1 of all labels of the task. A label that no row has and that was never predicted counts
             with 0, as with scikit-learn's `labels=` and `zero_division=0`.
         parsed: The share of answers with a legal label.
         parse_failures: The answers without one.
         count: Rows.
         correct: Rows with the right label.
-        majority: The accuracy on these rows of giving one label to all.
+        best_constant: The most frequent gold label of these rows, and the accuracy of giving it to all: the most
+            that is to be had without reading a text.
         per_label: One row for every label, in the order of the task.
         confusion: Gold label → predicted label → rows. What a row of it lacks to its label's support is `unparsed`.
     """
 
     accuracy: float
+    balanced_accuracy: float
     macro_f1: float
     parsed: float
     parse_failures: int
     count: int
     correct: int
-    majority: Baseline
+    best_constant: Baseline
     per_label: list[LabelRow]
     confusion: dict[str, dict[str, int]]
 
     def as_json(self) -> dict[str, Any]:
         """Plain lists, dictionaries and numbers."""
         # asdict would give the baseline, a named tuple, as a list
-        return asdict(self) | {"majority": self.majority._asdict()}
+        return asdict(self) | {"best_constant": self.best_constant._asdict()}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Metrics:
+        """From what `as_json` gave, of an earlier release too: all of it follows from the labels' rows."""
+        return _of([LabelRow(**row) for row in record["per_label"]], record["confusion"])
 
 
-def measure(
-    gold: Sequence[str], predicted: Sequence[str | None], labels: Sequence[str], *, majority: str | None = None
-) -> Metrics:
+def measure(gold: Sequence[str], predicted: Sequence[str | None], labels: Sequence[str]) -> Metrics:
     """Compare predictions with gold labels.
 
     Args:
         gold: The right label of every row.
         predicted: The label the model gave, None where its answer has no legal one.
         labels: All labels of the task.
-        majority: The label of the baseline, to be chosen on train (`Task.majority`). None: the most frequent gold label
-            of these very rows, the best that one label for all can reach.
 
     Example:
         >>> found = measure(["joy", "joy", "anger"], ["joy", None, "joy"], ["anger", "joy", "sadness"])
-        >>> found.correct, found.count, found.parse_failures, found.majority.label
+        >>> found.correct, found.count, found.parse_failures, found.best_constant.label
         (1, 3, 1, 'joy')
         >>> found.per_label[1].f1, round(found.macro_f1, 4)
         (0.5, 0.1667)
@@ -99,11 +103,7 @@ def measure(
         raise UsageError("there is nothing to measure", got="no rows", why="a share of no rows is not a number")
     if len(set(labels)) != len(labels):
         raise UsageError("a label is named once", got=list(labels))
-    named: dict[str, set[str | None]] = {
-        "gold label": {*gold},
-        "predicted label": {*predicted} - {None},
-        "majority label": {majority} - {None},
-    }
+    named: dict[str, set[str | None]] = {"gold label": {*gold}, "predicted label": {*predicted} - {None}}
     for kind, found in named.items():
         if unknown := found.difference(labels):
             raise unknown_name(kind, min(map(str, unknown)), labels)
@@ -123,18 +123,25 @@ def measure(
         )
         for label in labels
     ]
-    count, correct = len(gold), sum(row.correct for row in rows)
-    constant = majority if majority is not None else max(labels, key=support.__getitem__)
+    return _of(rows, {right: {label: pairs[right, label] for label in labels} for right in labels})
+
+
+def _of(rows: list[LabelRow], confusion: dict[str, dict[str, int]]) -> Metrics:
+    count, correct = sum(row.support for row in rows), sum(row.correct for row in rows)
+    failures = sum(row.unparsed for row in rows)
+    present = [row for row in rows if row.support]
+    most = max(rows, key=lambda row: row.support)
     return Metrics(
         accuracy=correct / count,
+        balanced_accuracy=fsum(row.recall for row in present) / len(present),
         macro_f1=fsum(row.f1 for row in rows) / len(rows),
-        parsed=(count - given[None]) / count,
-        parse_failures=given[None],
+        parsed=(count - failures) / count,
+        parse_failures=failures,
         count=count,
         correct=correct,
-        majority=Baseline(constant, support[constant] / count),
+        best_constant=Baseline(most.label, most.support / count),
         per_label=rows,
-        confusion={right: {label: pairs[right, label] for label in labels} for right in labels},
+        confusion=confusion,
     )
 
 

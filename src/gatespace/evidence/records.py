@@ -337,13 +337,13 @@ class BaselineEvidence:
         start_macro_f1: Its macro-F1.
         teacher: Accuracy of the teacher.
         teacher_macro_f1: Its macro-F1.
-        majority: Accuracy of giving train's most frequent label to all.
-        majority_label: That label.
+        best_constant: Accuracy of giving the split's most frequent label to all.
+        best_constant_label: That label.
         trained: Mean accuracy of the family's points, over runs.
         trained_macro_f1: Mean macro-F1 of them.
         runs: Number of these runs.
         gain: `trained` minus `start`, in pp.
-        below_majority: Runs of any kind whose accuracy is below the majority's.
+        below_best_constant: Runs of any kind whose accuracy is below the best constant's.
         done: Runs of any kind that are done.
         rows: Of the test split.
         duplicates: Rows whose text is also in train.
@@ -353,13 +353,13 @@ class BaselineEvidence:
     start_macro_f1: float | None
     teacher: float | None
     teacher_macro_f1: float | None
-    majority: float | None
-    majority_label: str | None
+    best_constant: float | None
+    best_constant_label: str | None
     trained: float | None
     trained_macro_f1: float | None
     runs: int
     gain: float | None
-    below_majority: int
+    below_best_constant: int
     done: int
     rows: int | None
     duplicates: int | None

@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 INITIALIZER_RANGE = 0.08
-"""At the usual 0.02 networks of this size do not leave the majority label in the time they are given."""
+"""At the usual 0.02 networks of this size do not leave the most frequent label in the time they are given."""
 
 _RECIPE_VERSION = 1
 

@@ -124,13 +124,13 @@ def _training(view: View) -> list[str]:
         beside = []
         if known.teacher is not None:
             beside.append(f"the teacher is at {_percent(known.teacher)}")
-        if known.majority is not None:
-            beside.append(f"giving {known.majority_label!r} to all at {_percent(known.majority)}")
+        if known.best_constant is not None:
+            beside.append(f"giving {known.best_constant_label!r} to all at {_percent(known.best_constant)}")
         text += f"; {', '.join(beside)}." if beside else "."
-        if known.below_majority:
+        if known.below_best_constant:
             text += (
-                f" {known.below_majority} of {known.done} runs are below that label for all: look at macro-F1, not at "
-                "accuracy."
+                f" {known.below_best_constant} of {known.done} runs are below that label for all: look at "
+                "balanced accuracy, not at accuracy."
             )
         found.append(text)
     return found

@@ -45,7 +45,8 @@ GLOSSARY: tuple[tuple[str, str], ...] = (
     ("p", "How often a difference as large would come out if there were none. Adjusted (Holm, BH): for how many were looked at."),  # noqa: E501
     ("sign-flip", "An exact test without assumptions about the shape of errors. With n seeds its p is at least 2/2ⁿ, its floor."),  # noqa: E501
     ("detectable", "The smallest true difference that the test finds in 80 % of repetitions with so many seeds."),
-    ("majority", "The accuracy of giving train's most frequent label to every text."),
+    ("best constant", "The accuracy of giving the split's most frequent label to every text: to be had without reading any."),  # noqa: E501
+    ("balanced accuracy", "The mean over labels of the share of their texts that are right. One label for all gives 1 / labels."),  # noqa: E501
     ("macro-F1", "The mean over labels of F1: a label that is rare counts as much as one that is frequent."),
     ("N/A", "Not missing: by construction there is no such comparison."),
     ("saturated", "λ within 0.02 of 0 or 1."),

@@ -112,15 +112,15 @@ def _sd_pp(shares: Sequence[float]) -> float | None:
 @_table(
     "baselines", "What stands beside every accuracy",
     (
-        TASK, text("data"), count("rows", "test rows"), percent("majority", "majority, %"),
+        TASK, text("data"), count("rows", "test rows"), percent("best_constant", "best constant, %"),
         percent("start", "start, %"), percent("trained", "family, mean %"), signed_pp("gain", "gain, pp"),
         percent("teacher", "teacher, %"), percent("start_macro_f1", "start F1, %"),
         percent("trained_macro_f1", "family F1, %"), percent("teacher_macro_f1", "teacher F1, %"),
-        count("below_majority", "runs below majority"), count("done", "runs done"),
+        count("below_best_constant", "runs below best constant"), count("done", "runs done"),
         count("duplicates", "test rows in train"), text("base", "base of HG points"),
     ),
-    note="Test split. Majority gives the most frequent label of train to all rows; start is the student before "
-    "training; family is the mean over all runs of the family's points; F1 is macro-F1.",
+    note="Test split. The best constant gives the most frequent label of the split to all rows; start is the student "
+    "before training; family is the mean over all runs of the family's points; F1 is macro-F1.",
 )  # fmt: skip
 def _baselines(view: View) -> Iterator[Record]:
     for task, found in view.analysis.baselines.items():
@@ -130,12 +130,12 @@ def _baselines(view: View) -> Iterator[Record]:
 
 
 @_table(
-    "points", "Points: accuracy over seeds, beside start, majority and teacher",
+    "points", "Points: accuracy over seeds, beside start, best constant and teacher",
     (
         TASK, POINT, text("kind"), text("gate", "a,b,c,d"), SEEDS, percent("accuracy", "accuracy, mean %"),
         pp("sd", "SD, pp"), percent("macro_f1", "macro-F1, mean %"), percent("val_accuracy", "val, mean %"),
         lam("lam", "E[λ]"), signed_pp("above_start", "over start, pp"),
-        signed_pp("above_majority", "over majority, pp"), signed_pp("to_teacher", "to teacher, pp"), RUNS,
+        signed_pp("above_constant", "over best constant, pp"), signed_pp("to_teacher", "to teacher, pp"), RUNS,
     ),
     stub=2,
     note="Means and SDs over the seeds of the sweep, test split unless it says val. A point with one seed has no SD. "
@@ -153,7 +153,7 @@ def _points(view: View) -> Iterator[Record]:
             macro_f1=mean_of([score.macro_f1 for score in scores.values()]),
             val_accuracy=mean_of([score.accuracy for score in view.sweep(task, point, "val").values()]),
             lam=mean_of([run.lam_stats.mean for run in runs if run.lam_stats is not None]),
-            above_start=_difference(mean, beside.start), above_majority=_difference(mean, beside.majority),
+            above_start=_difference(mean, beside.start), above_constant=_difference(mean, beside.best_constant),
             to_teacher=_difference(mean, beside.teacher),
         )  # fmt: skip
 

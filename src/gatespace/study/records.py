@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from gatespace.config.study import StudyConfig
+from gatespace.evaluation.metrics import Metrics
 from gatespace.runs import Base, RunFolder, State
 
 Kind = Literal["point", "restriction", "static", "twin", "control", "published"]
@@ -82,16 +83,17 @@ class Subset:
 
 @dataclass(frozen=True)
 class Score:
-    """How well a model did on a split. `majority` is the accuracy of giving train's most frequent label to all."""
+    """How well a model did on a split. `best_constant` is the accuracy of giving its most frequent label to all."""
 
     split: str
     accuracy: float
     correct: int
     count: int
+    balanced_accuracy: float
     macro_f1: float
     parse_failures: int
-    majority: float
-    majority_label: str
+    best_constant: float
+    best_constant_label: str
     labels: tuple[str, ...]
     confusion: Mapping[str, Mapping[str, int]]
     """Gold label → predicted label → rows; what a row lacks to its label's support had no legal label."""
@@ -104,6 +106,7 @@ class Score:
     def from_json(cls, record: Mapping[str, Any]) -> Score:
         """From what an evaluation wrote."""
         metrics, clean = record["metrics"], record["without_duplicates"]
+        whole = Metrics.from_json(metrics)  # an earlier release did not write all of it
         subset = None
         if "accuracy" in clean:
             subset = Subset(clean["correct"], clean["count"], clean["accuracy"], clean["macro_f1"])
@@ -112,10 +115,11 @@ class Score:
             accuracy=metrics["accuracy"],
             correct=metrics["correct"],
             count=metrics["count"],
+            balanced_accuracy=whole.balanced_accuracy,
             macro_f1=metrics["macro_f1"],
             parse_failures=metrics["parse_failures"],
-            majority=metrics["majority"]["accuracy"],
-            majority_label=metrics["majority"]["label"],
+            best_constant=whole.best_constant.accuracy,
+            best_constant_label=whole.best_constant.label,
             labels=tuple(row["label"] for row in metrics["per_label"]),
             confusion=metrics["confusion"],
             per_label=tuple(metrics["per_label"]),

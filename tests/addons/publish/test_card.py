@@ -22,6 +22,7 @@ from gatespace.addons.publish.card import Evidence, lam_formula, model_card, sho
 from gatespace.config import TaskConfig, parse_config
 from gatespace.config.text import read_yaml, write_yaml
 from gatespace.errors import UsageError
+from gatespace.evaluation import measure
 from gatespace.gating.coefficients import Gate, named_points
 from gatespace.gating.published import OBJECTIVES
 from gatespace.models.smollm2 import HUB_NAME
@@ -97,7 +98,7 @@ def test_numbers_are_the_run_s(trained: Path) -> None:
         cells = told[f"{split}, first rows"].split(" | ")
         assert cells[:2] == [str(ROWS), str(metrics["correct"])]
         assert float(cells[2]) == pytest.approx(metrics["correct"] / ROWS, abs=5e-5)
-        assert cells[4] == str(metrics["parse_failures"])
+        assert cells[6] == str(metrics["parse_failures"])
         assert f"Only the first {ROWS} of {summary['evaluation'][split]['available']} {split} rows" in card
     records = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     tokens = sum(record["tokens"] for record in records)
@@ -225,16 +226,21 @@ def test_duplicates_and_weak_results_are_told(changed: Callable[..., Path]) -> N
 
     def change(summary: Any) -> None:
         test = summary["evaluation"]["test"]
-        clean = {**test["metrics"], "count": 9, "correct": 2, "accuracy": 2 / 9}
+        labels = ("a|b", "c")
+        clean = measure([*["a|b"] * 5, *["c"] * 4], ["c"] * 7 + ["a|b"] * 2, labels).as_json()
         test |= {"duplicates": 3, "without_duplicates": clean}
-        test["metrics"]["majority"] = {"label": "a|b", "accuracy": 1.1}
+        test["metrics"] = measure(["a|b"] * 3 + ["c"], ["c"] * 4, labels).as_json()
+        # As an earlier release wrote it: the most frequent label of train.
+        del test["metrics"]["balanced_accuracy"]
+        del test["metrics"]["best_constant"]
+        test["metrics"]["majority"] = {"label": "c", "accuracy": 0.25}
 
     rewrite(folder / "summary.json", change)
     card = card_of(folder)
     assert "3 of these test texts also stand in the training rows" in card
-    assert rows(card)["test without them"].startswith("9 | 2 | 0.2222")
-    assert "On test it is right less often than one label given to all" in card
-    assert "1.1000 (a\\|b)" in card
+    assert rows(card)["test without them"].startswith("9 | 2 | 0.2222 | 0.5556 (a\\|b) | 0.2500")
+    assert "On test it is right less often than the best constant" in card
+    assert "| 4 | 1 | 0.2500 | 0.7500 (a\\|b) | 0.5000 |" in card
     rewrite(folder / "summary.json", lambda summary: summary.update(evaluation={}))
     assert "test, first rows" in rows(card_of(folder))  # from the evaluation's own file
     for path in folder.glob("evaluation-*.json"):

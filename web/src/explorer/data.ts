@@ -16,7 +16,7 @@ export interface ScoreRecord {
   low: number;
   high: number;
   macro_f1: number;
-  majority: number;
+  best_constant: number;
 }
 export interface RunRecord {
   id: string;

@@ -309,7 +309,7 @@ def _lam_data(lam: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 def _score_data(score: Score) -> dict[str, Any]:
     low, high = wilson(score.correct, score.count)
-    names = ("accuracy", "correct", "count", "macro_f1", "majority")
+    names = ("accuracy", "correct", "count", "macro_f1", "best_constant")
     return {name: getattr(score, name) for name in names} | {"low": low, "high": high}
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from gatespace.config import TaskConfig, TeachConfig, TrainConfig, load_config
 from gatespace.config.address import is_address
 from gatespace.errors import UsageError
+from gatespace.evaluation.metrics import Metrics
 from gatespace.gating.coefficients import SATURATION, Gate
 from gatespace.models.cache_root import read_record
 from gatespace.runs import RunFolder
@@ -185,6 +186,10 @@ def _read(run: RunFolder) -> _Run:
     content = own["content"]
     evaluations = {found["split"]: found for found in run.evaluations() if found.get("task_digest") == content["task"]}
     evaluations |= summary["evaluation"]  # those that were made later stand beside these
+    for found in evaluations.values():  # an earlier release did not write all of it
+        for part in (found["metrics"], found["without_duplicates"]):
+            if "per_label" in part and "best_constant" not in part:
+                part.update(Metrics.from_json(part).as_json())
     order = sorted(evaluations, key=lambda split: _SPLITS.index(split) if split in _SPLITS else len(_SPLITS))
     first = evaluations[order[0]]["metrics"]["per_label"] if order else ()
     source = str(read_record(run.model).get("source", ""))

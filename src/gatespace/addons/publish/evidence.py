@@ -97,8 +97,8 @@ def _accuracy(view: View, run: RunResult) -> list[str]:
         beside.append(f"the student before training is at {_percent(known.start)}")
     if known.teacher is not None:
         beside.append(f"the teacher is at {_percent(known.teacher)}")
-    if known.majority is not None:
-        beside.append(f"giving {known.majority_label!r} to all is at {_percent(known.majority)}")
+    if known.best_constant is not None:
+        beside.append(f"giving {known.best_constant_label!r} to all is at {_percent(known.best_constant)}")
     return [f"{text}; {', '.join(beside)}." if beside else f"{text}."]
 
 
