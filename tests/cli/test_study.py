@@ -10,9 +10,12 @@ import sys
 import time
 
 import pytest
+from typer.testing import CliRunner
 
-from gatespace.cli.study_file import shipped
+from gatespace.cli.app import app
+from gatespace.cli.study_file import checked_plan, load_study, shipped
 from gatespace.plugins import plugin_hash
+from gatespace.study.plan import make_plan
 
 
 def test_shipped_studies_are_copied_with_their_comments(cli, tmp_path, monkeypatch):
@@ -72,9 +75,35 @@ def test_plan_in_print(cli):
     assert "101 runs on emotion, hate, offensive" in shown
     assert "gap-only keeps d, and d = 0 here" in shown
     whole = cli("plan", "paper", "--no-estimate", "--all").stdout
-    assert len(whole) > 2 * len(shown)
+    assert whole.count(" sweep ") + whole.count(" replication ") == len(make_plan(load_study("paper")).comparisons)
     quick = cli("plan", "demo", "--quick", "--no-estimate").stdout
     assert "demo-quick: 12 runs" in quick
+
+
+@pytest.mark.parametrize("words", [["demo"], ["smollm2"], ["paper", "--all"]])
+def test_plans_fit_a_terminal_of_80_columns(own_cache, words):
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["plan", *words, "--no-estimate"])
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 81  # one sentence that is no table may wrap by itself
+    plan = checked_plan(load_study(words[0]))
+    shown = set(result.stdout.split())
+    assert {run.point for run in plan.runs.values()} <= shown
+    assert {cell.left for cell in plan.comparisons} | {cell.right for cell in plan.comparisons} <= {
+        word.removesuffix(":") for word in shown
+    }
+
+
+def test_plan_says_what_could_be_supported_and_how_many_seeds_that_takes(cli):
+    words = ["plan", "demo", "--no-estimate", "--set", "seeds=[1,2,3]"]
+    shown = cli(*words).stdout
+    assert "no: takes 7 seeds" in shown
+    assert "whatever the result, this study can support no claim: that takes at least 7 seeds" in shown
+    claims = json.loads(cli(*words, "--json").stdout)["support"]["claims"]
+    assert {claim["possible"] for claim in claims} == {False}
+    enough = cli("plan", "demo", "--no-estimate").stdout
+    assert "yes: 7 fresh blocks" in enough
+    assert "can support no claim" not in enough
 
 
 @pytest.mark.parametrize(
@@ -170,6 +199,7 @@ def own(tmp_path, monkeypatch, own_cache):
 def test_a_study_of_ones_own_data_and_models(cli, own):
     shown = cli("run", "own.yaml", "--workers", "1")  # each takes seconds to begin
     assert shown.exit_code == 0, shown.stderr
+    assert "this study can support no claim: that takes at least 7 seeds" in shown.stderr
     folder = own / "studies" / "own"
     assert (folder / "report.html").is_file()
     assert list((folder / "tables").glob("*.csv"))

@@ -218,6 +218,49 @@ def test_a_worker_that_is_killed_costs_its_run_only(tmp_path):
         engine.close()
 
 
+def test_a_killed_worker_is_replaced_and_the_command_ends_well(tmp_path, done):
+    from gatespace.config import dump_yaml
+
+    file = tmp_path / "study.yaml"
+    file.write_text(dump_yaml(study()))
+    folder = models_of(done, tmp_path / "killed")
+    for path in sorted(done.glob("runs/*"))[6:]:
+        shutil.copytree(path, folder / "runs" / path.name)
+    words = [*_command(file, folder)[:-1], "--workers", "1"]
+    before = _work_seen(folder)
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 600
+    while _work_seen(folder) == before and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    (worker,) = [pid for pid in _children(process.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(worker, signal.SIGKILL)
+    _, heard = process.communicate(timeout=600)
+    assert process.returncode == 0, heard
+    assert heard.count("SIGKILL") == heard.count("resumed (1 of 3 times)") == 1
+    assert numbers(folder) == numbers(done)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_job_that_costs_every_worker_fails(tmp_path):
+    notes: list[str] = []
+    engine = LocalEngine(1, 1, _die, retries=2, note=notes.append)
+    try:
+        engine.start("fatal", {"do": "die"})
+        name, outcome = _until(engine)[0]
+    finally:
+        engine.close()
+    assert (name, outcome["state"]) == ("fatal", "failed")
+    assert "(3 times)" in outcome["error"]
+    assert [note.rpartition("resumed ")[2] for note in notes] == ["(1 of 2 times)", "(2 of 2 times)"]
+
+
+def _die(job) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _until(engine) -> list:
     deadline = time.monotonic() + 600
     while time.monotonic() < deadline:

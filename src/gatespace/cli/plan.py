@@ -14,7 +14,15 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from gatespace.config import StudyConfig
+    from gatespace.evidence.reach import Claim, Reach
     from gatespace.study.plan import Plan
+    from gatespace.study.records import RunSpec
+
+_SUPPORT = """\
+A claim needs p < .05 in the exact sign-flip test, whose p is at least 2/2ⁿ: for
+a group n counts fresh (task, seed) blocks; one comparison by itself has its
+fresh seeds, and Holm's adjustment for those beside it. Whether a difference is
+large enough to be found is another question, and the report's."""
 
 
 def plan(
@@ -33,6 +41,7 @@ def plan(
 
     Runs that several comparisons need are trained once. A cell that cannot
     exist by construction is N/A with its reason, and is not missing data.
+    Whether the seeds are enough to support anything is counted too.
 
     \b
     gatespace plan demo
@@ -44,8 +53,10 @@ def plan(
     config = study_file.load_study(study, sets or [], quick=quick, plugins=plugins, trust_plugins=trust_plugins)
     found = study_file.checked_plan(config)
     costs = [_cost(config, found, task) for task in config.tasks] if estimate else []
+    support = study_file.support(found)
     if as_json:
-        print_json({**found.as_json(), **({"estimate": costs} if estimate else {})})
+        more = {"estimate": costs} if estimate else {}
+        print_json({**found.as_json(), "support": support.as_json(), **more})
         return
     out = console()
     out.print(f"{config.name}: {len(found.runs)} runs on {', '.join(config.tasks)}", style="bold", soft_wrap=True)
@@ -55,48 +66,77 @@ def plan(
     out.print(_counts(found))
     for line in _reasons(found):
         out.print(line, soft_wrap=True)
+    out.print(_support(support))
+    out.print(_SUPPORT, soft_wrap=True)
+    if support.is_empty:
+        out.print(study_file.out_of_reach(support), style="bold", soft_wrap=True)
     for cost in costs:
         for line in _cost_lines(cost):
             out.print(line, soft_wrap=True)
 
 
 def _runs(plan: Plan, task: str, *, everything: bool) -> Table:
-    table = _table(f"runs on {task}", "point", "kind", "a,b,c,d", "seeds", "waits for")
-    points: dict[str, list[Any]] = {}
+    points: dict[str, list[RunSpec]] = {}
     for run in plan.runs.values():
         if run.task == task:
             points.setdefault(run.id if everything else run.point, []).append(run)
-    for runs in points.values():
+    seeds = {key: " ".join(str(run.seed) for run in runs) for key, runs in points.items()}
+    # What all points have in common is said once.
+    common = seeds.popitem()[1] if len(set(seeds.values())) == 1 else ""
+    title = f"runs on {task}" + (f", each at the seed{'s' * (' ' in common)} {common}" if common else "")
+    table = _table(title, "point", "kind", "a,b,c,d", *([] if common else ["seeds"]))
+    for key, runs in points.items():
         first = runs[0]
         gate = "" if first.gate is None else ",".join(f"{value:g}" for value in first.gate)
-        waits = ""
         if first.kind == "twin":
-            waits, gate = f"E[λ] of {first.of}", "0,0,logit E[λ],0"
+            gate = f"the constant E[λ] of {first.of}"
         elif first.needs:
-            waits, gate = "the base, by validation", f"base, d = {first.point.partition('d')[2]}"
-        table.add_row(first.point, first.kind, gate, " ".join(str(run.seed) for run in runs), waits)
+            gate = f"the base that validation chooses, d = {first.point.partition('d')[2]}"
+        table.add_row(first.point, first.kind, gate, *([] if common else [seeds[key]]))
     return table
 
 
 def _comparisons(plan: Plan, task: str, *, everything: bool) -> Table:
     cells = [cell for cell in plan.comparisons if cell.task == task]
     if everything:
-        table = _table(f"comparisons on {task}", "axis", "left", "right", "seed", "role", "note")
+        table = _table(f"comparisons on {task}", "axis", "left", "right", "seed", "role")
         for cell in cells:
-            right = cell.right if cell.status == "comparable" else "N/A"
-            table.add_row(cell.axis, cell.left, right, str(cell.seed), cell.role, cell.reason)
+            right = cell.right if cell.status == "comparable" else f"{cell.right}: N/A"
+            table.add_row(cell.axis, cell.left, right, str(cell.seed), cell.role)
         return table
-    axes = list(dict.fromkeys(cell.restriction or cell.axis for cell in cells))
-    table = _table(f"comparisons on {task}: a point against …", "point", *axes)
+    table = _table(f"comparisons on {task}", "point", "against", "N/A")
     rows: dict[str, dict[str, dict[str, None]]] = {}
     for cell in cells:
-        axis = cell.restriction or cell.axis
-        # The column says half of a label, and the row the other half.
-        shown = cell.right.replace(f"({cell.left})", "").removeprefix(f"{axis}").strip("(:)")
-        rows.setdefault(cell.left, {}).setdefault(axis, {})[shown if cell.status == "comparable" else "N/A"] = None
+        rows.setdefault(cell.left, {}).setdefault(cell.status, {})[cell.right] = None
     for left, row in rows.items():
-        table.add_row(left, *(" ".join(row.get(axis, ())) for axis in axes))
+        table.add_row(left, *("  ".join(row.get(status, ())) for status in ("comparable", "n/a")))
     return table
+
+
+def _support(found: Reach) -> Table:
+    """What could be supported, by axis."""
+    about = "one by itself" if any(claim.kind == "single" for claim in found.claims) else ""
+    table = _table(
+        f"can it be supported? (seed {found.selection_seed} chooses, and is not fresh)",
+        "against",
+        "comparisons",
+        "as a group",
+        *filter(None, [about]),
+    )
+    rows: dict[tuple[str, str | None], dict[str, Claim]] = {}
+    for claim in found.claims:
+        rows.setdefault((claim.axis, claim.restriction), {})[claim.kind] = claim
+    for (axis, restriction), claims in rows.items():
+        texts = [_possible(claims[kind]) if kind in claims else "" for kind in ("group", "single")]
+        table.add_row(restriction or axis, str(claims["group"].comparisons), *texts[: 1 + bool(about)])
+    return table
+
+
+def _possible(claim: Claim) -> str:
+    if not claim.possible:
+        return f"no: takes {claim.seeds_needed} seeds"
+    what = "block" if claim.kind == "group" else "seed"
+    return f"yes: {claim.fresh} fresh {what}{'s' * (claim.fresh != 1)}"
 
 
 def _reasons(plan: Plan) -> list[str]:

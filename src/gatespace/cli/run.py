@@ -75,7 +75,7 @@ def run(
         raise UsageError("--address is for a cluster", got=address, instead="with --engine ray")
     open_engine = _local_engine if engine == "local" else provider("engines", engine, kind="engine", known=["local"])
     config = study_file.load_study(study, sets or [], quick=quick, plugins=plugins, trust_plugins=trust_plugins)
-    study_file.checked_plan(config)
+    plan = study_file.checked_plan(config)
     folder, count = study_file.study_folder(config, study, output), workers or config.workers
     place: Results = SharedFolder()
     if results is not None:
@@ -85,6 +85,8 @@ def run(
     chosen = folder.threads_of_runs(config, workers=count, threads=threads, usual=usual)
     try:
         with StudyView(count, quiet=quiet) as view:
+            if (support := study_file.support(plan)).is_empty:
+                view.note(f"{study_file.out_of_reach(support)} (see `gatespace plan`)")
             spec = EngineSpec(config, folder, count, chosen, address, place.perform, view.note)
             with closing(open_engine(spec)) as opened:
                 folder.begin(config, workers=count, threads=chosen)
@@ -111,7 +113,8 @@ def _local_engine(spec: EngineSpec) -> Engine:
     from gatespace.study.engines import LocalEngine
     from gatespace.study.jobs import perform
 
-    return LocalEngine(spec.workers, spec.threads, spec.perform or perform)
+    retries = spec.config.resources.retries
+    return LocalEngine(spec.workers, spec.threads, spec.perform or perform, retries=retries, note=spec.note)
 
 
 def _finish(folder: StudyFolder, outlook: Outlook, *, report: bool, as_json: bool, quiet: bool) -> None:

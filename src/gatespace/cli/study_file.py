@@ -13,6 +13,7 @@ from gatespace.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
     from gatespace.config import StudyConfig
+    from gatespace.evidence.reach import Reach
     from gatespace.runs import StudyFolder
     from gatespace.study.plan import Plan
 
@@ -92,6 +93,20 @@ def checked_plan(config: StudyConfig) -> Plan:
         path = "points." if point.method is None else "axes.published."
         build_objective(ObjectiveConfig(**objective(point, lam=0.5)), path=path)
     return plan
+
+
+def support(plan: Plan) -> Reach:
+    """What a study could support, whatever its results."""
+    from gatespace.evidence.reach import reach
+
+    return reach(plan.comparisons, plan.config.choosing_seed)
+
+
+def out_of_reach(found: Reach) -> str:
+    """What is said of a study that can support nothing."""
+    if not found.claims:
+        return "this study compares nothing"
+    return f"whatever the result, this study can support no claim: that takes at least {found.seeds_needed} seeds"
 
 
 def study_folder(config: StudyConfig, study: str, output: Path | None) -> StudyFolder:

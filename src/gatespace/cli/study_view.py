@@ -65,7 +65,8 @@ class StudyView(Closing):
             self._last_line = time.monotonic()
         elif time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
-            running = [f"{work.title} ({_step(work)})" for work in outlook.of("running")]
+            steps = {work.title: _step(work) for work in outlook.of("running")}
+            running = [f"{title} ({step})" if step else title for title, step in steps.items()]
             self._say(f"running: {', '.join(running)}{self._left(outlook)}")
 
     def _left(self, outlook: Outlook) -> str:

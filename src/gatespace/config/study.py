@@ -186,8 +186,8 @@ Amount = Annotated[float, Strict(), AllowInfNan(False), Field(gt=0)]
 
 
 class ResourcesConfig(Section):
-    """What each run asks of an engine other than local processes. It says where a run is computed and never what its
-    numbers are."""
+    """What each run asks of an engine. It says where a run is computed and never what its numbers are. Local processes
+    heed `retries` alone."""
 
     cpus: Amount | None = None
     """Cores; null: as many as the run has threads."""
@@ -284,6 +284,11 @@ class StudyConfig(Section):
         if self.selection_seed is not None and self.selection_seed not in self.seeds:
             raise Fault("selection_seed", "is one of the seeds of the sweep", instead=f"one of {list(self.seeds)}")
         return self
+
+    @property
+    def choosing_seed(self) -> int:
+        """The seed on which choices were made; all others are fresh."""
+        return self.seeds[0] if self.selection_seed is None else self.selection_seed
 
     def with_plugins_from(self, folder: Path) -> StudyConfig:
         """The same study with the full paths of plugins that are files: in `folder`, else below the working folder."""

@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import connection
 from typing import Any, Protocol
 
@@ -97,51 +97,81 @@ class SharedFolder:
 class _Worker:
     process: Any
     pipe: connection.Connection
-    job: str | None = None
+    name: str | None = None
+    """Of the job that it does; None: it is idle."""
+    job: Job = field(default_factory=dict)
+    losses: int = 0
+    """How many workers this job has cost."""
 
 
 class LocalEngine:
-    """Processes of this machine, each with its share of the cores. A process that dies costs its job only.
+    """Processes of this machine, each with its share of the cores. A process that dies costs its job only, which
+    another one takes up from its last checkpoint.
 
     Args:
         workers: How many.
         threads: Of each.
         perform: What they do with a job.
+        retries: How often a job is taken up after its process was lost.
+        note: Called with a message that a user should see.
     """
 
-    def __init__(self, workers: int, threads: int, perform: Perform = perform) -> None:
+    def __init__(
+        self,
+        workers: int,
+        threads: int,
+        perform: Perform = perform,
+        *,
+        retries: int = 0,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self.slots = workers
-        self._threads, self._perform = threads, perform
+        self._threads, self._perform, self._retries, self._note = threads, perform, retries, note
         self._workers: list[_Worker] = []
 
     def start(self, name: str, job: Job) -> None:
-        idle = next((worker for worker in self._workers if worker.job is None), None)
+        self._start(name, job, losses=0)
+
+    def _start(self, name: str, job: Job, *, losses: int) -> None:
+        idle = next((worker for worker in self._workers if worker.name is None), None)
         if idle is None:
             if len(self._workers) >= self.slots:
                 raise RunError("all workers are busy")
             idle = self._spawn()
             self._workers.append(idle)
-        idle.job = name
-        idle.pipe.send(job)
+        idle.name, idle.job, idle.losses = name, job, losses
+        with suppress(OSError):  # it has died since: `wait` finds it so
+            idle.pipe.send(job)
 
     def wait(self, seconds: float) -> list[tuple[str, Outcome]]:
-        busy = [worker for worker in self._workers if worker.job is not None]
+        busy = [worker for worker in self._workers if worker.name is not None]
         ready = connection.wait([part for worker in busy for part in (worker.pipe, worker.process.sentinel)], seconds)
         ended: list[tuple[str, Outcome]] = []
         for worker in busy:
             if worker.pipe not in ready and worker.process.sentinel not in ready:
                 continue
-            assert worker.job is not None
+            assert worker.name is not None
             try:
                 outcome = worker.pipe.recv()
             except (EOFError, OSError):
-                worker.process.join()
-                outcome = failed(_death(worker.process.exitcode))
-                worker.pipe.close()
-                self._workers.remove(worker)
-            ended.append((worker.job, outcome))
-            worker.job = None
+                outcome = self._lost(worker)
+            if outcome is not None:
+                ended.append((worker.name, outcome))
+            worker.name = None
         return ended
+
+    def _lost(self, worker: _Worker) -> Outcome | None:
+        """What the death of a worker means for its job; None where another one has taken it up."""
+        assert worker.name is not None
+        worker.process.join()
+        worker.pipe.close()
+        self._workers.remove(worker)
+        how, losses = _death(worker.process.exitcode), worker.losses + 1
+        if losses <= self._retries:
+            self._note(f"{worker.name}: {how}; resumed ({losses} of {self._retries} times)")
+            self._start(worker.name, worker.job, losses=losses)
+            return None
+        return failed(how if losses == 1 else f"{how} ({losses} times)")
 
     def close(self) -> None:
         for worker in self._workers:

@@ -41,7 +41,7 @@ def read_results(path: Path) -> StudyResults:
         config=config,
         seeds=config.seeds,
         replication_seeds=config.replication.seeds if config.replication is not None else (),
-        selection_seed=config.seeds[0] if config.selection_seed is None else config.selection_seed,
+        selection_seed=config.choosing_seed,
         tasks=tuple(config.tasks),
         runs=runs,
         comparisons=plan.comparisons,
