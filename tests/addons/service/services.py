@@ -11,9 +11,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -22,12 +23,21 @@ def serve(order: dict[str, Any], answer: int) -> None:
     """In the child: load the model and serve it until the end."""
     import torch
 
+    from gatespace.addons.service import front
+    from gatespace.addons.service.keys import server_keys
     from gatespace.addons.service.server import ServerLimits, TeacherServer
     from gatespace.models import load_model
 
     torch.set_num_threads(1)
+    front.STALLED = order["stalled"]
     model = load_model(order["model"])
-    server = TeacherServer(model, f"tcp://127.0.0.1:{order['port']}", limits=ServerLimits(**order["limits"]))
+    server = TeacherServer(
+        model,
+        f"tcp://127.0.0.1:{order['port']}",
+        keys=server_keys(*map(Path, order["keys"])) if order["keys"] else None,
+        limits=ServerLimits(**order["limits"]),
+        report=lambda text: print(text, file=sys.stderr, flush=True),
+    )
     signal.signal(signal.SIGTERM, lambda *_: server.drain())
     os.write(answer, (json.dumps({"pid": os.getpid(), "address": server.address}) + "\n").encode())
     server.run()
@@ -76,6 +86,11 @@ class Service:
         with contextlib.suppress(ProcessLookupError):
             self.signal(signal.SIGKILL)
 
+    def peak(self) -> int:
+        """The most memory that it has had, in MiB."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) >> 10
+
     def wait(self) -> None:
         while Path(f"/proc/{self.pid}").exists():
             state = Path(f"/proc/{self.pid}/stat")
@@ -89,7 +104,7 @@ class Service:
 class Nursery:
     """Starts services."""
 
-    def __init__(self, cache: Path) -> None:
+    def __init__(self, cache: Path, stderr: IO[bytes] | None = None) -> None:
         path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._started: list[Service] = []
         self._process = subprocess.Popen(
@@ -97,6 +112,7 @@ class Nursery:
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             env={
                 **os.environ,
@@ -107,10 +123,12 @@ class Nursery:
             },
         )
 
-    def start(self, model: Path, port: int = 0, **limits: Any) -> Service:
+    def start(
+        self, model: Path, port: int = 0, *, keys: Sequence[str] = (), stalled: float = 10.0, **limits: Any
+    ) -> Service:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        order = {"model": str(model), "port": port, "limits": limits}
+        order = {"model": str(model), "port": port, "keys": keys, "stalled": stalled, "limits": limits}
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         answer = json.loads(self._process.stdout.readline())

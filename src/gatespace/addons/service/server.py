@@ -1,9 +1,9 @@
 """A teacher as a service: many students, in other processes or on other machines, share one model.
 
-Two threads. The thread of the socket handles messages and keeps the clients and their requests (`Schedule`); the thread
-of the model runs one job after another (`Scorer`). Because the bits of a score depend on its row alone (see
-`gatespace.teacher.local`), rows of several clients go through the model together, and each client gets the scores of a
-teacher in its own process.
+Connections arrive at the `Front`, which bounds what they may send. Behind it are two threads. The thread of the socket
+handles messages and keeps the clients and their requests (`Schedule`); the thread of the model runs one job after
+another (`Scorer`). Because the bits of a score depend on its row alone (see `gatespace.teacher.local`), rows of several
+clients go through the model together, and each client gets the scores of a teacher in its own process.
 
 A client is its connection: a session belongs to the ROUTER identity that sent the Hello, replies go there, and no
 client can act for another. The identity of a live connection cannot be taken over.
@@ -27,9 +27,9 @@ import torch
 
 from gatespace.addons.service import wire
 from gatespace.addons.service.backend import Backend, LocalBackend, Prepared, Scored, Scorer
+from gatespace.addons.service.front import Front
 from gatespace.addons.service.keys import DOMAIN, ServerKeys, check_bind
 from gatespace.addons.service.schedule import Request, Row, Schedule, ServerLimits, Session
-from gatespace.config.address import Address
 from gatespace.errors import GatespaceError, RunError, UsageError, missing_extra
 from gatespace.files import Closing
 from gatespace.models.load import Model
@@ -126,6 +126,8 @@ class TeacherServer(Closing):
         self._wake_receiver, self._wake_sender = sockets.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
+        self._front = Front(place, connections=2 * self.limits.clients, report=self._report)
+        self._encrypted = keys is not None
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._authenticator: ThreadAuthenticator | None = None
@@ -135,14 +137,14 @@ class TeacherServer(Closing):
                 self._authenticator.start()
                 self._authenticator.configure_curve_callback(DOMAIN, keys)
                 keys.apply(self._socket)
-            self._bind(place)
+            self._bind()
         except BaseException:
             self._release()
             raise
-        self.address = "zmq" + self._socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp")
+        self.address = "zmq://{}:{}".format(*self._front.address)
         """``zmq://host:port``, as in a configuration."""
 
-    def _bind(self, place: Address) -> None:
+    def _bind(self) -> None:
         for option, value in (
             (zmq.ROUTER_MANDATORY, 1),  # a reply that reaches nobody is an error, not silence
             (zmq.ROUTER_HANDOVER, 0),  # no client takes the identity of another
@@ -153,19 +155,10 @@ class TeacherServer(Closing):
             (zmq.HEARTBEAT_IVL, round(_HEARTBEAT * 1000)),
             (zmq.HEARTBEAT_TIMEOUT, round(3 * _HEARTBEAT * 1000)),
             (zmq.HEARTBEAT_TTL, round(3 * _HEARTBEAT * 1000)),
-            (zmq.TCP_KEEPALIVE, 1),  # for peers of an old protocol, which has no heartbeats
-            (zmq.TCP_KEEPALIVE_IDLE, 60),
-            (zmq.IPV6, int(place.host.startswith("["))),
         ):
             self._socket.setsockopt(option, value)
-        try:
-            self._socket.bind(place.tcp)
-        except zmq.ZMQError as error:
-            raise UsageError(
-                "the teacher cannot be served here",
-                got=f"{place.tcp}: {error.strerror}",
-                instead="another port; 0 is any free one",
-            ) from error
+        self._socket.bind(self._front.inner_address)
+        self._front.start()
 
     # ------------------------------------------------------------------ life
 
@@ -256,10 +249,12 @@ class TeacherServer(Closing):
             self._wake_sender.send(b"!")
 
     def _release(self) -> None:
+        self._front.end(2 * _LINGER)
         self._socket.close(linger=round(_LINGER * 1000))
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()  # waits for the last replies, no longer than they may linger
+        self._front.close()
         self._wake_receiver.close()
         self._wake_sender.close()
 
@@ -299,6 +294,8 @@ class TeacherServer(Closing):
             poller.register(self._socket, zmq.POLLIN)
             poller.register(self._wake_receiver.fileno(), zmq.POLLIN)
             while not self._ended():
+                if self._front.error is not None:
+                    raise self._front.error
                 poller.poll(round(_POLL * 1000))
                 with suppress(BlockingIOError):
                     self._wake_receiver.recv(4096)
@@ -362,9 +359,12 @@ class TeacherServer(Closing):
     def _receive(self) -> bool:
         """Handle a message; False: there is none."""
         try:
-            identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            first = self._socket.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return False
+        identity, frames = first.bytes, self._socket.recv_multipart()
+        with suppress(zmq.ZMQError):  # a peer of the first protocol lacks it: a window is all it has
+            self._front.received(int(first.get(zmq.SRCFD)), map(len, frames), encrypted=self._encrypted)
         try:
             packet = wire.decode(frames)
         except wire.WireError as error:
