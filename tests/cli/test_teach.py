@@ -18,7 +18,9 @@ def test_a_teacher_is_made_and_reported(taught):
     out = taught.result.stdout
     assert f"{test['accuracy']:.4f}" in out
     assert f"{test['macro_f1']:.4f}" in out
-    assert f"{test['best_constant']['accuracy']:.4f} ({test['best_constant']['label']})" in out
+    assert f"{test['best_constant']['accuracy']:.4f}" in out
+    assert f"{test['balanced_accuracy']:.4f}" in out
+    assert "warning" not in out
     assert f"model  {taught.folder / 'model'}\n" in out
     assert (taught.folder / "model" / "config.json").is_file()
 
@@ -28,6 +30,32 @@ def test_progress_is_printed_on_standard_error(taught):
     assert re.search(r"^step 1/30 · loss \d\S* · tokens right 0\.\d+ · \S+ s \(update \S+, optimizer \S+\)", lines[1])
     assert any(line.startswith("step 30/30 · loss ") for line in lines)
     assert any(re.fullmatch(r"after step 20: val accuracy 0\.\d+ \(best constant .*", line) for line in lines)
+
+
+def test_where_it_began_and_how_it_went_is_shown(taught, cli):
+    out = taught.result.stdout
+    assert re.search(r"^ *val, first rows, before +40 +0\.0000 ", out, re.M)
+    began, later, end = re.search(r"^val accuracy by step  \S{3}  0: (\S+), 20: (\S+), 30: (\S+)$", out, re.M).groups()
+    assert float(began) < float(later) < float(end)
+    found = json.loads(cli(*taught.command, "--json", "--quiet").stdout)
+    assert [record["step"] for record in found["evaluations"]] == [0, 20]
+    assert found["warnings"] == []
+
+
+def test_a_model_that_has_learned_nothing_is_warned_of(cli, tmp_path):
+    words = ["teach", "--task", "synthetic", "--model", "tiny", "--brief", "--lr", "1e-9", "--steps", "2"]
+    words += ["--set", "evaluation.final=[val]", "--set", "evaluation.limit=20", "--output", tmp_path / "run"]
+    result = cli(*words, "--quiet")
+    lines = [line for line in result.stdout.splitlines() if line.startswith("warning: ")]
+    assert (result.exit_code, len(lines)) == (0, 3)
+    assert lines[0].startswith("warning: 20 of 20 answers on val have no legal label. ")
+    assert "below the" in lines[1]
+    assert lines[2].endswith("Usually the learning rate is too small: try ten times as much (--lr), or more steps.")
+    stored = json.loads((tmp_path / "run" / "summary.json").read_text())["warnings"]
+    assert [f"warning: {text}" for text in stored] == lines
+    assert json.loads(cli(*words, "--quiet", "--json").stdout)["warnings"] == stored
+    evaluated = cli("evaluate", tmp_path / "run", "--split", "val", "--limit", "20", "--quiet")
+    assert lines[:2] == [line for line in evaluated.stdout.splitlines() if line.startswith("warning: ")]
 
 
 def test_the_next_command_can_be_run_as_it_is_printed(taught, cli):
@@ -40,12 +68,16 @@ def test_the_next_command_can_be_run_as_it_is_printed(taught, cli):
     assert config["task"]["name"] == "synthetic"
     assert config["task"]["brief"] is True
     assert config["pair"]["student"] == "tiny"
+    assert config["optimizer"]["lr"] == 0.003  # at which so small a student learns
 
 
 def test_the_next_command_names_the_plugins(tmp_path):
     config = load_config(TeachConfig, None, ["model=tiny", "plugins=[my task.py]"])
-    expected = f"gatespace train --teacher {tmp_path}/model --student tiny --plugin 'my task.py'"
-    assert _next_command(config, RunFolder(tmp_path)) == expected
+    command = _next_command(config, RunFolder(tmp_path))
+    assert command.startswith(f"gatespace train --teacher {tmp_path}/model --student tiny --lr 0.003 ")
+    assert command.endswith("--plugin 'my task.py'")
+    usual = load_config(TeachConfig, None, [])
+    assert _next_command(usual, RunFolder(tmp_path)) == f"gatespace train --teacher {tmp_path}/model --lr 5e-05"
 
 
 def test_json_is_alone_and_a_run_that_is_done_is_not_repeated(taught, cli):

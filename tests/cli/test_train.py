@@ -44,11 +44,24 @@ def test_a_student_is_trained_and_reported(trained):
     assert f"model  {folder / 'model'}\n" in result.stdout
     assert f"next   gatespace predict {folder / 'model'} < texts.txt\n" in result.stdout
     assert "test, first rows" in result.stdout
+    assert result.stdout.count("warning: ") == len(summary["warnings"]) > 0  # three steps are too few
     first = records(folder, "metrics")[0]
     lam = f"λ {first['lam_mean']:.3f} ± {first['lam_sd']:.3f}"
     line = next(line for line in result.stderr.splitlines() if line.startswith("step 1/3"))
     assert f"loss {first['loss']:.4g} · {lam} · " in line
     assert re.search(r"\(rollout \S+, score \S+, update \S+, optimizer \S+\) · cache 0% · ", line)
+
+
+def test_a_teacher_that_knows_no_more_than_the_student_is_warned_of(cli, distil, taught, tmp_path):
+    words = [*distil, "--steps", "1", "--set", "evaluation.final=[val]", "--set", "evaluation.limit=40"]
+    words[words.index("--student") + 1] = str(taught.folder)
+    words[words.index("--teacher") + 1] = str(taught.folder)
+    result = cli(*words, "--json", "--quiet", "--output", tmp_path / "run")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)["warnings"]
+    assert found[0].startswith("On val the teacher is right in ")
+    stored = json.loads((tmp_path / "run" / "summary.json").read_text())["warnings"]
+    assert found[1:] == stored  # which hold nothing that lies outside of the run
 
 
 def test_without_a_model_there_is_no_next_step(cli, distil, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from gatespace.errors import GatespaceError
@@ -59,6 +59,15 @@ def print_error(error: GatespaceError) -> None:
     out = console(stderr=True)
     for label, text in lines:
         out.print(Text.assemble((f"{label}: ", styles.get(label, "dim")), _printable(text)), soft_wrap=True)
+
+
+def print_warnings(warnings: Iterable[str]) -> None:
+    """Write what is wrong with a result below it, a paragraph each."""
+    from rich.text import Text
+
+    out = console()
+    for text in warnings:
+        out.print(Text.assemble(("warning: ", "bold yellow"), _printable(text)), soft_wrap=not out.is_terminal)
 
 
 def print_json(value: Any) -> None:

@@ -227,7 +227,7 @@ def _prompts(config: TrainConfig | TeachConfig, data: Material, model: Model, *,
     lengths = [len(encoder.suffix(row.text)) for row in data.rows]
     gold = {label: len(encoder.gold(label, model.turn_end if end else None)) for label in data.prompt.labels}
     right = sum(gold[row.label] for row in data.rows) / len(data.rows)
-    on_the_way = config.steps // evaluation.every if evaluation.every else 0
+    on_the_way = -(-config.steps // evaluation.every) if evaluation.every else 0
     evaluated, responses = Range(0, 0), Range(0, 0)
     for split, often in [*((split, 1) for split in evaluation.final), (evaluation.split, on_the_way)]:
         rows = data.task.rows(split)[: evaluation.limit]

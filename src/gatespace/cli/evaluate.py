@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gatespace.cli import run_options as options
-from gatespace.cli.console import console, print_json, table
+from gatespace.cli.console import console, print_json, print_warnings, table
 from gatespace.evaluation.metrics import Metrics
+from gatespace.tasks.data import SPLITS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,6 +41,8 @@ Precision = Annotated[
     str | None,
     typer.Option("--precision", metavar="NAME", show_default="auto", help="fp32, bf16, or auto by the machine."),
 ]
+_BARS = "▁▂▃▄▅▆▇█"
+_MOST_POINTS = 7
 Device = Annotated[str, typer.Option("--device", metavar="NAME", help="auto, cpu, cuda, cuda:1, mps or xpu.")]
 
 
@@ -102,6 +105,7 @@ def evaluate(
     from gatespace.errors import unknown_name
     from gatespace.evaluation import evaluate as run_evaluation
     from gatespace.evaluation import write
+    from gatespace.evaluation.concerns import concerns
     from gatespace.models.encode import Encoder
     from gatespace.plugins import provider
 
@@ -151,8 +155,10 @@ def evaluate(
         )
     written = write(evaluation, output) if output is not None else ()
     result = evaluation.as_json()
+    warnings = [str(one) for one in concerns({split: evaluation.metrics})]
     if as_json:
-        print_json({"model": found.model.name, "source": found.model.source, **result, "written": [*map(str, written)]})
+        about = {"model": found.model.name, "source": found.model.source}
+        print_json({**about, **result, "warnings": warnings, "written": [*map(str, written)]})
         return
     out = console()
     out.print(f"{found.model.name} on {evaluation.task}", style="bold", soft_wrap=True)
@@ -162,33 +168,51 @@ def evaluate(
         out.print(f"Only the first {limit} of {evaluation.available} rows, which need not be like the rest.")
     if evaluation.split == "test":
         out.print(f"{evaluation.duplicates} of these texts also occur in train.")
+    print_warnings(warnings)
     for path in written:
         out.print(f"wrote {path}", soft_wrap=True)
 
 
-def results_table(evaluations: Mapping[str, Mapping[str, Any]]) -> Table:
-    """One row per split, from evaluation-SPLIT.json, and one more without the test rows that are also in train."""
+def results_table(evaluations: Mapping[str, Mapping[str, Any]], on_the_way: Sequence[Mapping[str, Any]] = ()) -> Table:
+    """One row per split, from evaluation-SPLIT.json, and one more without the test rows that are also in train.
+
+    The lines of evaluations.jsonl give one more for the model before training.
+    """
     columns = ("rows", "accuracy", "best constant", "balanced", "macro-F1", "no label")
     found = table("Results", "split", *columns, numbers=columns)
-    for split, evaluation in evaluations.items():
+    for split in sorted(evaluations, key=SPLITS.index):
+        evaluation = evaluations[split]
         metrics, without = evaluation["metrics"], evaluation["without_duplicates"]
-        partly = metrics["count"] < evaluation["available"]
-        found.add_row(f"{split}, first rows" if partly else split, *_cells(metrics))
+        shown = f"{split}, first rows" if metrics["count"] < evaluation["available"] else split
+        for record in on_the_way:
+            if (record["step"], record["split"]) == (0, split):
+                found.add_row(f"{shown}, before", *_cells(metrics, record), style="dim")
+        found.add_row(shown, *_cells(metrics))
         if evaluation["duplicates"] and "accuracy" in without:
             found.add_row(f"{split} without {evaluation['duplicates']} rows that are in train", *_cells(without))
     return found
 
 
-def _cells(metrics: Mapping[str, Any]) -> list[str]:
-    found = Metrics.from_json(metrics)  # an earlier release did not write all of it
-    return [
-        str(found.count),
-        f"{found.accuracy:.4f}",
-        f"{found.best_constant.accuracy:.4f} ({found.best_constant.label})",
-        f"{found.balanced_accuracy:.4f}",
-        f"{found.macro_f1:.4f}",
-        str(found.parse_failures),
-    ]
+def _cells(metrics: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> list[str]:
+    found = Metrics.from_json(metrics).as_json()  # an earlier release did not write all of it
+    shown = {**(before or found), "best_constant": found["best_constant"]["accuracy"]}
+    shares = [shown.get(name) for name in ("accuracy", "best_constant", "balanced_accuracy", "macro_f1")]
+    texts = ("n/a" if share is None else f"{share:.4f}" for share in shares)
+    return [str(shown["count"]), *texts, str(shown["parse_failures"])]
+
+
+def curve(evaluations: Mapping[str, Mapping[str, Any]], on_the_way: Sequence[Mapping[str, Any]], steps: int) -> str:
+    """Accuracy over steps in a line, as far as it was looked at: bars from 0 to 1, then some of the numbers."""
+    points = [(record["step"], record["accuracy"]) for record in on_the_way]
+    split = on_the_way[0]["split"] if on_the_way else ""
+    if split in evaluations:
+        points.append((steps, evaluations[split]["metrics"]["accuracy"]))
+    if len(points) < 2:
+        return ""
+    bars = "".join(_BARS[min(int(accuracy * len(_BARS)), len(_BARS) - 1)] for _, accuracy in points)
+    some = points[:: -(-len(points) // _MOST_POINTS)]
+    some += points[-1:] if some[-1] != points[-1] else []
+    return f"{split} accuracy by step  {bars}  " + ", ".join(f"{step}: {accuracy:.3f}" for step, accuracy in some)
 
 
 def _labels_table(metrics: Mapping[str, Any]) -> Table:

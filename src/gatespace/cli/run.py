@@ -119,7 +119,7 @@ def _local_engine(spec: EngineSpec) -> Engine:
 
 def _finish(folder: StudyFolder, outlook: Outlook, *, report: bool, as_json: bool, quiet: bool) -> None:
     """Write the report, and say how the study has ended."""
-    from gatespace.cli.console import console, print_json
+    from gatespace.cli.console import console, print_json, print_warnings
     from gatespace.cli.study_view import headline
 
     failed, done = outlook.errors(), outlook.of("done")
@@ -128,6 +128,7 @@ def _finish(folder: StudyFolder, outlook: Outlook, *, report: bool, as_json: boo
         from gatespace.cli.report import write_report
 
         written = write_report(folder.path, quiet=quiet or as_json)
+    warnings = _warnings(folder) if done else []
     if as_json:
         print_json(
             {
@@ -135,6 +136,7 @@ def _finish(folder: StudyFolder, outlook: Outlook, *, report: bool, as_json: boo
                 "done": [work.name for work in done],
                 "failed": failed,
                 "blocked": outlook.blocked,
+                "warnings": warnings,
                 "report": None if written is None else str(written.html),
             }
         )
@@ -145,5 +147,27 @@ def _finish(folder: StudyFolder, outlook: Outlook, *, report: bool, as_json: boo
         out.print(f"{name}: {error}", soft_wrap=True)
     for reason in dict.fromkeys(outlook.blocked.values()):
         out.print(f"not done, because {reason}", soft_wrap=True)
+    print_warnings(warnings)
     if failed:
         out.print(f"try again with: gatespace run {folder} --retry", soft_wrap=True)
+
+
+def _warnings(folder: StudyFolder) -> list[str]:
+    """What is wrong with results that are there: a line for each teacher, and one for each kind with its points."""
+    from gatespace.study.results import read_results
+
+    results = read_results(folder.path)
+    found: list[str] = []
+    points: dict[tuple[str, str, str], dict[str, list[int]]] = {}
+    for name, concerns in results.warnings.items():
+        if name not in results.runs:
+            found += [f"{name}: {concern}" for concern in concerns]
+            continue
+        spec = results.runs[name].spec
+        for concern in concerns:
+            seeds = points.setdefault((spec.task, concern.kind, concern.helps), {}).setdefault(spec.point, [])
+            seeds.append(spec.seed)
+    for (task, kind, helps), where in points.items():
+        runs = "; ".join(f"{point} (seed {', '.join(map(str, seeds))})" for point, seeds in where.items())
+        found.append(f"{task}, {kind}: {runs}. {helps}")
+    return found

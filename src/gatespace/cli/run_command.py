@@ -12,13 +12,14 @@ from typing import Any
 
 import typer
 
-from gatespace.cli.console import console, print_json
-from gatespace.cli.evaluate import results_table
+from gatespace.cli.console import console, print_json, print_warnings
+from gatespace.cli.evaluate import curve, results_table
 from gatespace.cli.found_model import model_folder, run_settings
 from gatespace.cli.progress import RunProgress
 from gatespace.cli.run_options import task_command
 from gatespace.config import TeachConfig, TrainConfig, describe, dump_config, dump_yaml
 from gatespace.config.base import Section
+from gatespace.evaluation.concerns import of_teacher, start_of
 from gatespace.plugins import load_plugins, provider
 from gatespace.runs import RunFolder
 from gatespace.training.processes import is_first
@@ -82,19 +83,40 @@ def _report(config: TrainConfig | TeachConfig, folder: RunFolder, summary: dict[
     """Print the result of a run, and the next command."""
     model = None if summary["model"] is None else str(folder.model)
     after = None if model is None else _next_command(config, folder)
+    on_the_way = folder.log("evaluations")
+    warnings = [*_about_teacher(config, summary, on_the_way), *summary.get("warnings", ())]
     if as_json:
-        print_json({**summary, "output": str(folder), "model": model, "next": after})
+        more = {"evaluations": on_the_way, "warnings": warnings, "output": str(folder), "model": model, "next": after}
+        print_json({**summary, **more})
         return
     out = console()
     if summary["evaluation"]:
-        out.print(results_table(summary["evaluation"]))
+        out.print(results_table(summary["evaluation"], on_the_way))
+    if line := curve(summary["evaluation"], on_the_way, summary["steps"]):
+        out.print(line, soft_wrap=True)
     run = summary.get("run")
     if run and run["lam_mean"] is not None:
         saturated = f"{run['lam_saturated']:.1%} of them saturated"
         out.print(f"E[λ] {run['lam_mean']:.4f} over {run['tokens']} tokens of {run['rows']} responses, {saturated}")
+    print_warnings(warnings)
     if model is not None:
         out.print(f"model  {model}", soft_wrap=True)
         out.print(f"next   {after}", soft_wrap=True)
+
+
+def _about_teacher(
+    config: TrainConfig | TeachConfig, summary: dict[str, Any], on_the_way: list[dict[str, Any]]
+) -> list[str]:
+    """Whether the teacher is better than the student was, where the run that made it was evaluated on the same rows."""
+    if not isinstance(config, TrainConfig):
+        return []
+    teacher = RunFolder(Path(config.pair.teacher).parent)
+    theirs = ((teacher.summary() if teacher.exists else None) or {}).get("evaluation", {})
+    for split, before in start_of(on_the_way).items():
+        ours, known = summary["evaluation"].get(split), theirs.get(split)
+        if ours and known and all(ours[key] == known[key] for key in ("task_digest", "available")):
+            return [str(one) for one in of_teacher(split, known["metrics"]["accuracy"], before.accuracy)]
+    return []
 
 
 def _next_command(config: TrainConfig | TeachConfig, folder: RunFolder) -> str:
@@ -106,7 +128,13 @@ def _next_command(config: TrainConfig | TeachConfig, folder: RunFolder) -> str:
     words = ["gatespace", "train", "--teacher", model]
     if config.model != "smollm2":
         words += ["--student", config.model]
-    return shlex.join([*words, *task_command(config.task), *plugins])
+    from gatespace.models.load import TINY
+
+    # The default rate is the paper's, for larger models.
+    learning = ["--lr", f"{config.optimizer.lr / 2:g}"]
+    if config.model in TINY:
+        learning = ["--lr", "0.003", "--batch-size", "24", "--set", "rollout.max_new_tokens=8"]
+    return shlex.join([*words, *task_command(config.task), *learning, *plugins])
 
 
 def list_settings(cls: type[Section], *, as_json: bool) -> None:

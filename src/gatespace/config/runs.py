@@ -12,13 +12,13 @@ from gatespace.config.objective import ObjectiveConfig
 from gatespace.config.sections import (
     CheckpointConfig,
     EngineConfig,
+    EvaluationConfig,
     LoraConfig,
     OptimizerConfig,
     PairConfig,
     RolloutConfig,
     TeachEngineConfig,
     TeacherConfig,
-    TeachEvaluationConfig,
     TeachOptimizerConfig,
     TeachTraceConfig,
     TraceConfig,
@@ -145,7 +145,7 @@ class TeachConfig(Section):
     engine: TeachEngineConfig = TeachEngineConfig()
     """Where and how the numbers are computed."""
 
-    evaluation: TeachEvaluationConfig = TeachEvaluationConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     """Accuracy on held-out texts."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()

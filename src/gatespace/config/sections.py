@@ -280,8 +280,9 @@ class EngineConfig(TeachEngineConfig):
 class EvaluationConfig(Section):
     """Greedy decoding of held-out texts, and the accuracy of the parsed labels."""
 
-    every: CountOrZero = 0
-    """Steps between two evaluations on the way; 0: none on the way."""
+    every: CountOrZero = 20
+    """Steps between two evaluations on the way, the first of them before training; 0: none on the way. A study, which
+    evaluates the student once for all runs, has 0 unless it says otherwise."""
 
     split: Split = "val"
     """The rows of the evaluations on the way."""
@@ -306,13 +307,6 @@ class TrainEvaluationConfig(EvaluationConfig):
     engine: Annotated[Name, AfterValidator(sampler_name)] = "native"
     """What generates: native is this process; otherwise the sampler of rollout.engine, which is given the student's
     weights first. Where two tokens are equally probable but for rounding its response may be another."""
-
-
-class TeachEvaluationConfig(EvaluationConfig):
-    """Evaluation of a teacher that is being made."""
-
-    every: CountOrZero = 20
-    """Steps between two evaluations on the way; 0: none on the way."""
 
 
 class CheckpointConfig(Section):

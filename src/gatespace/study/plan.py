@@ -342,6 +342,7 @@ def train_config(
     if cache is not None:
         settings["teacher"] = {"cache": cache, **settings.get("teacher", {})}
     settings["checkpoint"] = {**settings.get("checkpoint", {}), "model": study.keep_models}
+    settings["evaluation"] = {"every": 0, **settings.get("evaluation", {})}
     if threads is not None:
         settings["engine"] = {"threads": threads, **settings.get("engine", {})}
     settings["plugins"] = list(study.plugins)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from gatespace.config.study import StudyConfig
+from gatespace.evaluation.concerns import Concern
 from gatespace.evaluation.metrics import Metrics
 from gatespace.runs import Base, RunFolder, State
 
@@ -101,6 +102,11 @@ class Score:
     duplicates: int = 0
     """Rows of a test split whose text also stands in train."""
     without_duplicates: Subset | None = None
+
+    @property
+    def metrics(self) -> Metrics:
+        """As the evaluation had them."""
+        return Metrics.from_json({"per_label": self.per_label, "confusion": self.confusion})
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Score:
@@ -239,6 +245,8 @@ class StudyResults:
     bases: Mapping[str, Base]
     problems: tuple[str, ...] = ()
     """Why the results are not complete."""
+    warnings: Mapping[str, tuple[Concern, ...]] = field(default_factory=dict)
+    """Id of a run, or name of a task → what is wrong with its results, or with its teacher."""
 
     def run(self, task: str, point: str, seed: int) -> RunResult | None:
         """The run at a point and seed."""

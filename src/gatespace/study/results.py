@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import fsum
 from pathlib import Path
 from typing import Any
 
+from gatespace.evaluation.concerns import Answers, Concern, concerns, of_teacher
 from gatespace.gating.coefficients import Gate
 from gatespace.runs import Base, RunFolder, StudyFolder
 from gatespace.study.plan import Plan, baseline_name, make_plan
@@ -35,6 +36,7 @@ def read_results(path: Path) -> StudyResults:
         for task in config.tasks
         if task in plan.bases
     }
+    baselines = _baselines(folder, plan)
     return StudyResults(
         name=config.name,
         folder=folder.path,
@@ -45,10 +47,11 @@ def read_results(path: Path) -> StudyResults:
         tasks=tuple(config.tasks),
         runs=runs,
         comparisons=plan.comparisons,
-        baselines=_baselines(folder, plan),
+        baselines=baselines,
         test_reads=tuple(_reads(folder, plan)),
         bases=bases,
         problems=tuple(_problems(plan, runs)),
+        warnings={name: tuple(found) for name, found in _warnings(runs, baselines) if found},
     )
 
 
@@ -134,6 +137,25 @@ def _reads(folder: StudyFolder, plan: Plan) -> list[SplitRead]:
         if tests:
             reads.append(SplitRead(name, task, int(tests[-1]["rows"]), purpose, len(tests)))
     return reads
+
+
+def _warnings(
+    runs: Mapping[str, RunResult], baselines: Mapping[str, TaskBaseline]
+) -> Iterator[tuple[str, list[Concern]]]:
+    for task, known in baselines.items():
+        if (split := "test") in known.start and split in known.teacher:
+            yield task, of_teacher(split, known.teacher[split].accuracy, known.start[split].accuracy)
+    for result in runs.values():
+        if result.state == "done":
+            begun = baselines[result.spec.task].start if result.spec.task in baselines else {}
+            yield (
+                result.spec.id,
+                concerns(
+                    {split: score.metrics for split, score in result.scores.items()},
+                    start={split: Answers.of(score.metrics) for split, score in begun.items()},
+                    steps=result.curve(),
+                ),
+            )
 
 
 def _problems(plan: Plan, runs: Mapping[str, RunResult]) -> list[str]:

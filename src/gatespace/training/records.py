@@ -9,7 +9,8 @@ from typing import Any, Self
 
 from gatespace.config import dump_config
 from gatespace.errors import GatespaceError, RunError
-from gatespace.evaluation import write
+from gatespace.evaluation import Evaluation, write
+from gatespace.evaluation.concerns import concerns, start_of
 from gatespace.files import JsonLines
 from gatespace.plugins import provided, provider
 from gatespace.teacher.scores import TeacherAwayError
@@ -65,8 +66,10 @@ class Records:
             "split": evaluation.split,
             "count": metrics.count,
             "accuracy": metrics.accuracy,
+            "balanced_accuracy": metrics.balanced_accuracy,
             "macro_f1": metrics.macro_f1,
             "parse_failures": metrics.parse_failures,
+            "predicted": {row.label: row.predicted for row in metrics.per_label},
         }
         self._append("evaluations", record)
         self._trackers.log(done, {f"eval/{key}": record[key] for key in ("accuracy", "macro_f1", "parse_failures")})
@@ -118,16 +121,19 @@ class Records:
     def finish(self) -> dict[str, Any]:
         """Evaluate, save the model, write the summary; the run is done."""
         job, config, run = self._job, self._job.config, self._job.run
-        results: dict[str, Any] = {}
+        evaluations: dict[str, Evaluation] = {}
         for split in config.evaluation.final:
-            evaluation = job.evaluate(split)
+            evaluations[split] = evaluation = job.evaluate(split)
             if self._writes:
                 write(evaluation, run.path)
             job.progress.evaluated(config.steps, evaluation)
             self._trackers.log(config.steps, {f"final/{split}/accuracy": evaluation.metrics.accuracy})
-            results[split] = evaluation.as_json()
+        results = {split: evaluation.as_json() for split, evaluation in evaluations.items()}
         summary = {"steps": config.steps, "evaluation": results, **job.summary(), **job.save_model()}
         if self._writes:
+            found = {split: evaluation.metrics for split, evaluation in evaluations.items()}
+            start, steps = start_of(run.log("evaluations")), run.log("metrics")
+            summary["warnings"] = [str(one) for one in concerns(found, start=start, steps=steps)]
             run.finish(summary)
             for name in provided("finishers"):
                 provider("finishers", name)(run)
