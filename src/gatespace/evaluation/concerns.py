@@ -152,12 +152,12 @@ def _against_start(split: str, now: Answers, before: Answers) -> Iterator[Concer
 
 def _training(steps: Sequence[Mapping[str, Any]], *, gained: bool, in_doubt: bool) -> Iterator[Concern]:
     """What the losses of the steps show, and whether the learning rate can be right at all."""
-    if not steps:
+    losses = [float(record["loss"]) for record in steps if record.get("loss") is not None]
+    if not losses:
         return
-    losses = [float(record["loss"]) for record in steps]
     third = max(1, len(losses) // 3)
     first, last = losses[:third], losses[-third:]
-    rate = max(float(record["lr"]) for record in steps)
+    rate = max(record.get("lr") or 0.0 for record in steps)
     if losses[0] > 0 and fmean(last) > _ROSE * losses[0]:
         seen = f"The loss was {losses[0]:.3g} in the first step and {fmean(last):.3g} in the last third of the steps."
         yield Concern("diverged", seen, _TOO_LARGE)
