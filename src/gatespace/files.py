@@ -1,14 +1,15 @@
 """The files of a run folder, so written that a kill at any moment leaves nothing that the next start cannot use.
 
 Whole files are replaced in one rename. Logs grow line by line; what a killed run wrote past its last checkpoint is cut
-off before the run goes on, so that in the end a log has the bytes of a run that was never killed. One process at a
-time holds the folder. No torch here.
+off before the run goes on, so that in the end a log has the bytes of a run that was never killed. A checkpoint knows
+length and hash of the logs before it. One process at a time holds the folder. No torch here.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -17,13 +18,25 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from gatespace.errors import RunError, UsageError
 
-__all__ = ["Closing", "JsonLines", "atomic_write", "claim", "encode", "is_claimed", "read", "sync_folder"]
+__all__ = [
+    "Closing",
+    "JsonLines",
+    "Mark",
+    "atomic_write",
+    "claim",
+    "encode",
+    "holds",
+    "is_claimed",
+    "read",
+    "sync_folder",
+]
 
 _LOCK = ".lock"
+_CHUNK = 1 << 20
 _MOMENTS = 20
 """How often a lock is tried for: one who only looks (`is_claimed`) holds it for a moment."""
 
@@ -58,10 +71,10 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def claim(folder: Path) -> Iterator[None]:
+def claim(folder: Path) -> Iterator[int]:
     """Hold a run folder, made if it is not there; an error where another process holds it.
 
-    The hold ends with the process, however that ends.
+    The hold ends with the process, however that ends. What is yielded is for `holds`.
     """
     folder = Path(folder)
     with _io(folder):
@@ -83,9 +96,17 @@ def claim(folder: Path) -> Iterator[None]:
                         instead="wait for it, or choose another output folder",
                     ) from None
                 time.sleep(0.01)
-        yield
+        yield handle
     finally:
         os.close(handle)
+
+
+def holds(folder: Path, handle: int) -> bool:
+    """Whether `folder` is still the one that was claimed, and was not deleted, moved or replaced."""
+    try:
+        return os.path.samestat(os.stat(folder / _LOCK), os.fstat(handle))
+    except FileNotFoundError:
+        return False
 
 
 def is_claimed(folder: Path) -> bool:
@@ -136,6 +157,13 @@ class Closing:
         self.close()
 
 
+class Mark(NamedTuple):
+    """A place in a log, and what is before it."""
+
+    bytes: int = 0
+    sha256: str = hashlib.sha256().hexdigest()
+
+
 class JsonLines(Closing):
     """A log: one JSON object with a whole number `step` per line.
 
@@ -145,55 +173,50 @@ class JsonLines(Closing):
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self._handle: int | None = None
+        self._size, self._hash = 0, hashlib.sha256()
+        """Of all that lies before the next record."""
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add a record at the end."""
         _step(record, self.path)
         line = memoryview(encode(record))
+        self._size += len(line)
+        self._hash.update(line)
         with _io(self.path):
             if self._handle is None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
                 self._handle = os.open(self.path, flags, 0o644)
             while line:
                 line = line[os.write(self._handle, line) :]
 
-    def truncate_after(self, step: int, *, complete: bool = False) -> int:
-        """Drop a torn last line and every record of a later step; to be called before the first `append` of a run.
+    @property
+    def mark(self) -> Mark:
+        """The end of the log, for a checkpoint."""
+        return Mark(self._size, self._hash.hexdigest())
 
-        Args:
-            step: The step of the checkpoint that the run goes on from; -1 where it starts from the beginning, since
-                what was written before the first step is written again.
-            complete: Every step from 1 to `step` must have a record; an error where one has none.
+    def cut(self, mark: Mark) -> None:
+        """Drop what was written after `mark`; to be called before the first `append` of a process.
 
-        Returns:
-            How many records are left.
+        An error where what lies before the mark is not what it was.
         """
         self.close()
-        kept: list[int] = []
-        good, pieces, prefix = 0, [], True
-        for line, record in _records(self.path):
-            if _step(record, self.path) > step:
-                prefix = False
-                continue
-            kept.append(record["step"])
-            if prefix:
-                good += len(line)
-            else:  # a later step stands before an earlier one
-                pieces.append(line)
-        if complete and (missing := set(range(1, step + 1)).difference(kept)):
-            raise RunError(
-                f"{self.path.name} has no record of step {min(missing)}, which lies before the checkpoint",
-                got=self.path,
-                why="the run could go on but its records would not be those of a run that was never interrupted",
-                instead="remove the run folder and start again",
-            )
+        self._size, self._hash = mark.bytes, hashlib.sha256()
         with _io(self.path):
-            if pieces:
-                atomic_write(self.path, self.path.read_bytes()[:good] + b"".join(pieces))
-            elif self.path.exists() and self.path.stat().st_size != good:
-                os.truncate(self.path, good)
-        return len(kept)
+            there = self.path.stat().st_size if self.path.exists() else None
+            if mark.bytes and there is not None:
+                with self.path.open("rb") as file:
+                    for start in range(0, mark.bytes, _CHUNK):
+                        self._hash.update(file.read(min(_CHUNK, mark.bytes - start)))
+            if self.mark != mark:
+                changed = "it is missing" if there is None else "lines were changed, added or removed"
+                raise RunError(
+                    f"{self.path.name} is not what the run wrote before its checkpoint",
+                    got=f"{self.path}: {changed}",
+                    why="a checkpoint knows length and hash of the records before it, and the run's would be others",
+                    instead=f"the file as it was; or start again: remove {self.path.parent}, or choose another output",
+                )
+            if there is not None and there > mark.bytes:
+                os.truncate(self.path, mark.bytes)
 
     def sync(self) -> None:
         """Make what was appended survive a power cut; due before a checkpoint that counts on it."""

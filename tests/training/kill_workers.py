@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from gatespace.files import JsonLines, atomic_write, claim
+from gatespace.files import JsonLines, Mark, atomic_write, claim
 from gatespace.gating import Gate, gated_kl
 from gatespace.seeding import stream
 from gatespace.training import checkpoint
@@ -46,9 +46,9 @@ def train(folder: Path, steps: int, every: int, ballast: int) -> None:
             optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: moments}})
             trace.restore(found.state["trace"])
         start = found.step if found is not None else -1
-        metrics.truncate_after(start, complete=start > 0)
-        tokens.truncate_after(start)
-        evaluations.truncate_after(start)
+        marks = {} if found is None else found.state["logs"]
+        for log in (metrics, tokens, evaluations):
+            log.cut(Mark(**marks.get(log.path.name, {})))
         if found is None:
             evaluations.append({"step": 0, "accuracy": 0.1 + 0.2})
         for step in range(max(start, 0) + 1, steps + 1):
@@ -58,9 +58,10 @@ def train(folder: Path, steps: int, every: int, ballast: int) -> None:
                 evaluations.append({"step": step, "accuracy": float(weight.detach().std())})
                 for log in (metrics, tokens, evaluations):
                     log.sync()
+                marks = {log.path.name: log.mark._asdict() for log in (metrics, tokens, evaluations)}
                 own = optimizer.state_dict()["state"][0]
                 tensors = {"weight": weight, **own, "ballast": torch.full((ballast,), float(step))}
-                checkpoint.save(folder / "checkpoints", step, tensors, {"trace": trace.state()}, keep=1)
+                checkpoint.save(folder / "checkpoints", step, tensors, {"trace": trace.state(), "logs": marks}, keep=1)
         atomic_write(folder / "weights", repr(weight.tolist()))
         atomic_write(folder / "summary", repr(trace.summary()))
         atomic_write(folder / "done", "")

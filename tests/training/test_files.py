@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gatespace.errors import RunError, UsageError
-from gatespace.files import JsonLines, atomic_write, claim, encode, read
+from gatespace.files import JsonLines, Mark, atomic_write, claim, encode, read
 
 RECORDS = [{"step": 0, "accuracy": 0.1 + 0.2}, {"step": 1, "text": "ü\n\u2028"}, {"step": 2}, {"step": 2, "x": [1]}]
 
@@ -65,71 +65,79 @@ def test_what_json_cannot_hold_is_an_error_and_leaves_no_trace(tmp_path: Path) -
 
 
 def test_records_are_read_as_they_were_appended(tmp_path: Path) -> None:
-    content = written(tmp_path / "deep" / "log.jsonl", RECORDS)
-    assert read(tmp_path / "deep" / "log.jsonl") == RECORDS
+    content = written(tmp_path / "log.jsonl", RECORDS)
+    assert read(tmp_path / "log.jsonl") == RECORDS
     assert content.count(b"\n") == len(RECORDS)
 
 
 # ---------------------------------------------------------------------------------------------------- truncation
 
 
-@pytest.mark.parametrize("step,left", [(-1, 0), (0, 1), (1, 2), (2, 4), (9, 4)])
-def test_records_of_later_steps_go(tmp_path: Path, step: int, left: int) -> None:
-    log = JsonLines(tmp_path / "log.jsonl")
-    written(log.path, RECORDS)
-    assert log.truncate_after(step) == left
-    assert log.path.read_bytes() == b"".join(map(encode, RECORDS[:left]))
+def marked(path: Path) -> tuple[JsonLines, list[Mark]]:
+    """A log, and the marks before, between and after its records."""
+    log = JsonLines(path)
+    marks = [log.mark]
+    for record in RECORDS:
+        log.append(record)
+        marks.append(log.mark)
+    log.close()
+    return log, marks
+
+
+@pytest.mark.parametrize("left", range(5))
+def test_records_after_a_mark_go(tmp_path: Path, left: int) -> None:
+    log, marks = marked(tmp_path / "log.jsonl")
+    assert marks[0] == Mark()
+    for again in (log, JsonLines(log.path)):  # by the process that wrote it, or by another
+        again.cut(marks[left])
+        assert log.path.read_bytes() == b"".join(map(encode, RECORDS[:left]))
+        assert again.mark == marks[left]
+        for record in RECORDS[left:]:
+            again.append(record)
+        assert again.mark == marks[-1]
+        again.close()
 
 
 def test_wherever_the_last_line_was_torn_the_log_ends_as_if_it_never_was(tmp_path: Path) -> None:
-    whole = written(tmp_path / "whole.jsonl", RECORDS)
-    for size in range(len(whole) + 1):
-        log = JsonLines(tmp_path / "log.jsonl")
+    log, marks = marked(tmp_path / "log.jsonl")
+    whole = log.path.read_bytes()
+    for size in range(marks[2].bytes, len(whole) + 1):
         log.path.write_bytes(whole[:size])
         assert read(log.path) == RECORDS[: whole[:size].count(b"\n")]
-        left = log.truncate_after(2)
-        assert log.path.read_bytes() == whole[: whole[:size].rfind(b"\n") + 1]
-        for record in RECORDS[left:]:
+        log.cut(marks[2])
+        for record in RECORDS[2:]:
             log.append(record)
         log.close()
         assert log.path.read_bytes() == whole
 
 
-def test_a_log_goes_on_after_truncation_in_the_same_file(tmp_path: Path) -> None:
-    log = JsonLines(tmp_path / "log.jsonl")
-    for step in (1, 2, 3):
-        log.append({"step": step})
-    log.truncate_after(1)
-    log.append({"step": 2, "again": True})
-    log.close()
-    assert read(log.path) == [{"step": 1}, {"step": 2, "again": True}]
-
-
-def test_a_later_step_before_an_earlier_one_goes_too(tmp_path: Path) -> None:
-    log = JsonLines(tmp_path / "log.jsonl")
-    written(log.path, [{"step": 1}, {"step": 5}, {"step": 2}, {"step": 6}])
-    assert log.truncate_after(2) == 2
-    assert read(log.path) == [{"step": 1}, {"step": 2}]
-
-
-def test_a_hole_before_the_checkpoint_is_an_error_where_every_step_must_be_there(tmp_path: Path) -> None:
-    log = JsonLines(tmp_path / "log.jsonl")
-    before = written(log.path, [{"step": 1}, {"step": 3}, {"step": 4}])
-    with pytest.raises(RunError, match="no record of step 2"):
-        log.truncate_after(3, complete=True)
-    assert log.path.read_bytes() == before
-    assert log.truncate_after(1, complete=True) == 1
-    with pytest.raises(RunError, match="no record of step 1"):
-        JsonLines(tmp_path / "absent.jsonl").truncate_after(1, complete=True)
-    assert JsonLines(tmp_path / "absent.jsonl").truncate_after(-1) == 0
+def test_what_lies_before_the_mark_must_be_what_it_was(tmp_path: Path) -> None:
+    log, marks = marked(tmp_path / "log.jsonl")
+    whole = log.path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    for damage in (
+        [lines[0], lines[0], *lines[1:]],
+        lines[1:],
+        [lines[0].replace(b"0.3", b"0.4"), *lines[1:]],
+        [lines[1], lines[0], *lines[2:]],
+        [whole[: marks[2].bytes - 1]],
+        [],
+    ):
+        log.path.write_bytes(b"".join(damage))
+        with pytest.raises(RunError, match=r"log\.jsonl is not what the run wrote before its checkpoint"):
+            JsonLines(log.path).cut(marks[2])
+        assert log.path.read_bytes() == b"".join(damage)
+    log.path.unlink()
+    with pytest.raises(RunError, match="it is missing"):
+        JsonLines(log.path).cut(marks[2])
+    JsonLines(log.path).cut(Mark())
+    assert not log.path.exists()
 
 
 @pytest.mark.parametrize("damage", [b"\0\0\0\n", b"[1]\n", b'{"step": 1\n'])
 def test_a_damaged_line_is_named_and_not_dropped(tmp_path: Path, damage: bytes) -> None:
     path = tmp_path / "log.jsonl"
     path.write_bytes(encode({"step": 1}) + damage + encode({"step": 2}))
-    with pytest.raises(RunError, match="line 2"):
-        JsonLines(path).truncate_after(1)
     with pytest.raises(RunError, match="line 2"):
         read(path)
 
@@ -152,8 +160,6 @@ def test_a_writer_killed_at_any_moment_leaves_whole_lines_and_at_most_one_torn(t
     steps = [record["step"] for record in read(path)]
     assert steps == list(range(len(steps)))
     assert len(steps) > 20
-    assert JsonLines(path).truncate_after(10) == 11
-    assert path.read_bytes().endswith(b"\n")
 
 
 # ---------------------------------------------------------------------------------------------------- whole files

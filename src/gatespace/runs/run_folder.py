@@ -29,8 +29,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from gatespace.errors import UsageError
-from gatespace.files import JsonLines, atomic_write, claim, is_claimed, read
+from gatespace.errors import RunError, UsageError
+from gatespace.files import JsonLines, Mark, atomic_write, claim, holds, is_claimed, read
 
 if TYPE_CHECKING:
     from gatespace.config import TeachConfig, TrainConfig
@@ -39,11 +39,16 @@ State = Literal["done", "failed", "running", "waiting"]
 LOGS = ("metrics", "tokens", "evaluations", "timings")
 
 
+class DamagedFileError(RunError, ValueError):
+    """A file of a run does not hold what a run writes."""
+
+
 class RunFolder:
     """A run on disk, finished or not. To look at one changes nothing; `claim` it to write."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).expanduser().absolute()
+        self._claim: int | None = None
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -176,7 +181,10 @@ class RunFolder:
 
     def identity(self) -> dict[str, Any]:
         """{"identity": hash, "content": what was found where the settings pointed}."""
-        return self._json("identity.json")
+        found = self._json("identity.json")
+        if not isinstance(found.get("identity"), str) or not isinstance(found.get("content"), dict):
+            raise self._damaged("identity.json", "it names no run")
+        return found
 
     def environment(self) -> dict[str, Any]:
         """Versions, machine, threads."""
@@ -184,7 +192,12 @@ class RunFolder:
 
     def summary(self, *, before_done: bool = False) -> dict[str, Any] | None:
         """The summary of a run that is done, else None. `before_done`: as `finish` wrote it, for finishers."""
-        return self._json("summary.json") if before_done or self.is_done else None
+        if not (before_done or self.is_done):
+            return None
+        try:
+            return self._json("summary.json")
+        except FileNotFoundError:
+            raise self._damaged("summary.json", "it is missing") from None
 
     def baseline(self) -> dict[str, Any]:
         """What a baseline is an evaluation of."""
@@ -211,8 +224,21 @@ class RunFolder:
     @contextmanager
     def claim(self) -> Iterator[RunFolder]:
         """Hold the folder, made if it is not there; an error where another process holds it."""
-        with claim(self.path):
-            yield self
+        with claim(self.path) as self._claim:
+            try:
+                yield self
+            finally:
+                self._claim = None
+
+    def check_claim(self) -> None:
+        """An error where the folder that this process holds is gone: a write would make half a folder."""
+        if self._claim is not None and not holds(self.path, self._claim):
+            raise RunError(
+                "the output folder was deleted, moved or replaced while the run was writing to it",
+                got=self.path,
+                why="what the run wrote is no longer there",
+                instead="the same command starts the run again, from the beginning",
+            )
 
     def begin(
         self, config: TrainConfig | TeachConfig, content: Mapping[str, str], environment: Mapping[str, Any]
@@ -244,11 +270,11 @@ class RunFolder:
         self._write("identity.json", own)
         return None
 
-    def open_logs(self, start: int) -> dict[str, JsonLines]:
-        """The logs, cut back to step `start`, from which the run goes on."""
+    def open_logs(self, marks: Mapping[str, Mark]) -> dict[str, JsonLines]:
+        """The logs, cut back to where the run goes on from; those without a mark begin anew."""
         logs = {name: JsonLines(self.log_file(name)) for name in LOGS}
         for name, log in logs.items():
-            log.truncate_after(start or -1, complete=name == "metrics")
+            log.cut(marks.get(name, Mark()))
         return logs
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -257,6 +283,7 @@ class RunFolder:
 
     def mark_done(self) -> None:
         """The last thing that is written of a run."""
+        self.check_claim()
         atomic_write(self.path / "done", "")
         shutil.rmtree(self.checkpoints, ignore_errors=True)
 
@@ -276,6 +303,7 @@ class RunFolder:
 
     def failed_step(self, step: int, evidence: Mapping[str, Any], *, rank: int | None = None) -> Path:
         """Write what a step that failed had seen, and return the file."""
+        self.check_claim()
         where = "" if rank is None else f"-process-{rank}"
         path = self.path / f"failed-step-{step}{where}.json"
         atomic_write(path, json.dumps({"step": step, **evidence}, indent=2, ensure_ascii=True) + "\n")
@@ -296,10 +324,24 @@ class RunFolder:
             return 0
 
     def _json(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
+        try:
+            found = json.loads((self.path / name).read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise self._damaged(name, str(error)) from None
+        if not isinstance(found, dict):
+            raise self._damaged(name, "it holds no JSON object")
         return found
 
+    def _damaged(self, name: str, why: str) -> DamagedFileError:
+        return DamagedFileError(
+            f"{name} of a run is damaged",
+            got=self.path / name,
+            why=why,
+            instead=f"the file as it was; or remove {self.path}, and do the run again",
+        )
+
     def _write(self, name: str, content: Mapping[str, Any]) -> None:
+        self.check_claim()
         atomic_write(self.path / name, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 

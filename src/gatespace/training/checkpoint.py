@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoint", "latest", "save"]
 
 _TENSORS, _STATE = "state.safetensors", "state.json"
-_FORMAT = 1
+_FORMAT = 2
 _NAME = re.compile(r"step-(\d{6,})(\.before)?")
 _SCRAP = re.compile(r"\.step-\d{6,}(\.before)?\.(new|gone)")
 
@@ -65,7 +65,7 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[
     final = folder / f"step-{step:06d}"
     new = folder / f".{final.name}.new"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         _sweep(folder)
         new.mkdir()
         _write_tensors(new / _TENSORS, tensors)
@@ -95,7 +95,12 @@ def latest(folder: Path, *, report: Callable[[str], None] | None = None) -> Chec
         folder: The folder of all checkpoints of a run.
         report: Called with a message for each checkpoint that is damaged and left out.
     """
-    for number, path in _all(Path(folder)):
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise RunError(
+            "there is a file where the folder of the checkpoints belongs", got=folder, instead="remove the file"
+        )
+    for number, path in _all(folder):
         try:
             return _load(path, number)
         except _Damaged as damage:
@@ -125,9 +130,17 @@ def _remove(path: Path) -> None:
     """Take a checkpoint out by one rename first: a half removed one would look damaged."""
     if path.exists():
         gone = path.with_name(f".{path.name}.gone")
-        shutil.rmtree(gone, ignore_errors=True)
+        _erase(gone)
         os.rename(path, gone)
-        shutil.rmtree(gone)
+        _erase(gone)
+
+
+def _erase(path: Path) -> None:
+    """Whatever it is: something else may have put a file in the place of a folder."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _tidy(folder: Path, current: Path, keep: int) -> None:
@@ -143,7 +156,7 @@ def _tidy(folder: Path, current: Path, keep: int) -> None:
 def _sweep(folder: Path) -> None:
     for path in folder.iterdir():
         if _SCRAP.fullmatch(path.name):
-            shutil.rmtree(path)
+            _erase(path)
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

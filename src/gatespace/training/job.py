@@ -180,6 +180,7 @@ class Job(ABC):
             if any(other not in (None, fingerprint) for other in others):
                 raise RunError("the processes of this run have come to different weights")
             if processes.first and whole is not None:
+                run.check_claim()
                 remove_leftovers(run.model)
                 if wanted:
                     whole.save(run.model)

@@ -11,7 +11,7 @@ from gatespace.config import dump_config
 from gatespace.errors import GatespaceError, RunError
 from gatespace.evaluation import Evaluation, write
 from gatespace.evaluation.concerns import concerns, start_of
-from gatespace.files import JsonLines
+from gatespace.files import JsonLines, Mark
 from gatespace.plugins import provided, provider
 from gatespace.teacher.scores import TeacherAwayError
 from gatespace.training import checkpoint
@@ -26,6 +26,8 @@ class Records:
         self._job = job
         self._writes = job.processes.first
         self._logs: dict[str, JsonLines] = {}
+        self._marks: dict[str, Mark] = {}
+        """Where the logs were at the checkpoint."""
         self._trackers: Trackers
         self.start = self._restore()
         """How many steps are done."""
@@ -34,7 +36,7 @@ class Records:
         job, config = self._job, self._job.config
         with job.processes.together():
             if self._writes:
-                self._logs = job.run.open_logs(self.start)
+                self._logs = job.run.open_logs(self._marks)
         names = config.trace.trackers if self._writes else ()
         self._trackers = open_trackers(
             names, job.run.path, dump_config(config), step=self.start, report=job.progress.note
@@ -80,9 +82,11 @@ class Records:
         job = self._job
         for log in self._logs.values():
             log.sync()
-        tensors, state = job.optimizer.tensors(), job.state()
+        marks = {name: log.mark._asdict() for name, log in self._logs.items()}
+        tensors, state = job.optimizer.tensors(), {"logs": marks, **job.state()}
         with job.processes.together():
             if self._writes:
+                job.run.check_claim()
                 checkpoint.save(job.run.checkpoints, done, tensors, state, keep=job.config.checkpoint.keep)
 
     @contextmanager
@@ -125,6 +129,7 @@ class Records:
         for split in config.evaluation.final:
             evaluations[split] = evaluation = job.evaluate(split)
             if self._writes:
+                run.check_claim()
                 write(evaluation, run.path)
             job.progress.evaluated(config.steps, evaluation)
             self._trackers.log(config.steps, {f"final/{split}/accuracy": evaluation.metrics.accuracy})
@@ -142,6 +147,7 @@ class Records:
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         if self._writes:
+            self._job.run.check_claim()
             self._logs[name].append(record)
 
     def _restore(self) -> int:
@@ -159,6 +165,7 @@ class Records:
         )
         if found is not None:
             job.optimizer.restore(found.tensors)
+            self._marks = {name: Mark(**mark) for name, mark in found.state.pop("logs").items()}
             job.restore(found.state)
             job.progress.note(f"resuming from step {start} of {job.config.steps}")
         return start
