@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
+import csv
+import io
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -88,10 +92,32 @@ def test_labels_by_string_or_index(label: object, tmp_path: Path) -> None:
     assert task.train == [Example("x", "spam")]
 
 
-def test_digits_that_are_labels_are_no_indices(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "labels, values",
+    [(("no", "yes"), (0, 1)), (("0", "1"), (0, 1)), (("5", "7"), (7, 5)), (("-1", "1"), (-1,)), (("1", "0"), ("0",))],
+)
+def test_csv_and_jsonl_give_the_same_labels(
+    labels: tuple[str, ...], values: tuple[object, ...], tmp_path: Path
+) -> None:
+    lines = jsonl(tmp_path / "a.jsonl", [{"text": f"mail {value}", "label": value} for value in values])
+    cells = tmp_path / "a.csv"
+    cells.write_text("text,label\n" + "".join(f"mail {value},{value}\n" for value in values))
+    ours, theirs = (
+        load(dict.fromkeys(("train", "val", "test"), path), labels=labels, definitions={}) for path in (lines, cells)
+    )
+    assert ours.train == theirs.train
+    assert ours.digest == theirs.digest
+
+
+def test_an_integer_that_is_one_label_by_its_text_and_another_by_its_place_is_refused(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", [{"text": "x", "label": "1"}, {"text": "y", "label": 1}])
-    task = load(dict.fromkeys(("train", "val", "test"), path), labels=("1", "0"), definitions={})
-    assert task.train == [Example("x", "1"), Example("y", "0")]
+    message = (
+        r"a.jsonl:2: 'label' can be read as two labels\n  got: 1\n"
+        r"  why: there is a label '1', and number 1 of the list of labels, from 0, is '0'\n"
+        r'  instead: "1" or "0", as text'
+    )
+    with pytest.raises(UsageError, match=message):
+        load(dict.fromkeys(("train", "val", "test"), path), labels=("1", "0"), definitions={})
 
 
 def test_csv_and_tsv(tmp_path: Path) -> None:
@@ -140,10 +166,50 @@ def test_bad_rows_are_named_by_file_and_line(name: str, content: str, message: s
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
-def test_bytes_that_are_not_utf8_are_named(mark: bytes, tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_bytes(mark + b"text,label\nx,spam\n\xe9t\xe9,spam\n")
-    with pytest.raises(UsageError, match=r"a.csv:3: not UTF-8\n  got: byte 0xe9"):
-        load(tmp_path / "a.csv")
+@pytest.mark.parametrize(
+    "byte, shown, encoding", [(b"\xe9", "'é'", "WINDOWS-1252"), (b"\x81", r"'\x81'", "ISO-8859-1")]
+)
+def test_bytes_that_are_not_utf8_are_named(mark: bytes, byte: bytes, shown: str, encoding: str, tmp_path: Path) -> None:
+    (tmp_path / "my mails.csv").write_bytes(mark + b"text,label\nx,spam\n" + byte + b"t,spam\n")
+    with pytest.raises(UsageError) as caught:
+        load(tmp_path / "my mails.csv")
+    error = caught.value
+    assert error.what == f"{tmp_path}/my mails.csv:3: not UTF-8"
+    assert error.got == f"byte {byte[0]:#04x} at position {18 + len(mark)} of the file"
+    assert f"it is {shown} in {encoding}" in error.why
+    command = error.instead.partition("e.g. ")[2]
+    if byte == b"\xe9" and not mark:  # what it advises works
+        subprocess.run(command, shell=True, check=True)
+        task = load(dict.fromkeys(("train", "val", "test"), tmp_path / "my mails-utf8.csv"))
+        assert task.train[1].text == "ét"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be"])
+@pytest.mark.parametrize("delimiter, name", [(";", "semicolons"), ("\t", "tabs"), ("|", "bars"), (",", "")])
+def test_what_spreadsheets_write_is_read(delimiter: str, name: str, encoding: str, tmp_path: Path) -> None:
+    rows = [["text", "label"], ["", ""], ["one, two; three", "spam"], ["fünf", "not spam"], [" ", ""], ["", "", "", ""]]
+    text = io.StringIO(newline="")
+    csv.writer(text, delimiter=delimiter).writerows(rows)
+    path = tmp_path / "a.csv"
+    path.write_bytes((codecs.BOM_UTF16_BE if encoding == "utf-16-be" else b"") + text.getvalue().encode(encoding))
+    task = load(dict.fromkeys(("train", "val", "test"), path))
+    assert task.train == [Example("one, two; three", "spam"), Example("fünf", "not spam")]
+    assert task.dropped == dict.fromkeys(("train", "val", "test"), 3)
+    assert (f"{path}: cells are separated by {name}" in task.notes) == bool(name)
+    assert f"{path}: rows of train without a text, which are left out: 3" in task.notes
+
+
+def test_utf16_without_its_mark_is_named(tmp_path: Path) -> None:
+    for encoding in ("UTF-16LE", "UTF-16BE"):
+        (tmp_path / "a.csv").write_bytes("text,label\nx,spam\n".encode(encoding))
+        with pytest.raises(UsageError, match=f"it looks like {encoding} without a mark"):
+            load(tmp_path / "a.csv")
+
+
+def test_empty_rows_of_jsonl_are_left_out(tmp_path: Path) -> None:
+    rows = [{"text": "x", "label": "spam"}, {"text": None, "label": None}, {"text": "", "label": " "}]
+    task = load(dict.fromkeys(("train", "val", "test"), jsonl(tmp_path / "a.jsonl", rows)))
+    assert (task.train, task.dropped["train"]) == ([Example("x", "spam")], 2)
 
 
 def test_sources_that_are_none(tmp_path: Path) -> None:

@@ -88,6 +88,8 @@ def find(name: str, options: ModelOptions, *, report: Callable[[str], None], row
         task = (None if rows else _without_rows(section, folder)) or load_configured_task(section)
     except UsageError as error:
         raise _about_plugins(error, settings, options) from None
+    for note in task.notes:
+        report(note)
     prompt = configured_prompt(section, task)
 
     from gatespace.training.setup import open_model, placement

@@ -46,6 +46,7 @@ class Task:
         dropped: How many rows with an empty text each split has lost.
         question: What is asked about a text.
         source: Where the rows come from.
+        notes: What a user should know of how they were read.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Task:
     dropped: Mapping[str, int] = field(default_factory=dict)
     question: str = "Which label fits the text best?"
     source: str = ""
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_labels(self.labels, self.definitions)

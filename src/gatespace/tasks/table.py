@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import io
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -24,10 +27,18 @@ CARVED: Mapping[str, float] = MappingProxyType({"val": 0.1, "test": 0.2})
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[\w.-]+))?")
 
 
+_SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
 class _Row(NamedTuple):
     where: str
     text: object
     label: object
+
+    @property
+    def is_empty(self) -> bool:
+        return all(cell is None or (isinstance(cell, str) and not cell.strip()) for cell in (self.text, self.label))
 
 
 def load_table(
@@ -44,14 +55,15 @@ def load_table(
 ) -> Task:
     """A task from rows with a text and a label.
 
-    Rows with an empty text are dropped and counted. Any other bad row is an error that names its file and line.
+    Rows with an empty text are dropped and counted. Any other bad row is an error that names its file and line. Files
+    are in UTF-8, or in UTF-16 with its mark; cells are separated by whatever gives the header both columns.
 
     Args:
         source: A file (its rows are train), a folder with train, val and test files, a mapping of split to file, or a
             Hub dataset as ``owner/name`` or ``owner/name:config``. Files end in .jsonl, .csv, .tsv or .parquet.
         labels: All labels. A row gives its label as a string, in any case and with any of space, underscore and
-            hyphen between its words, or as the integer index into this list. Where a Hub dataset or its integers have
-            names, the names count.
+            hyphen between its words, or as the integer index into this list; an integer that is one label by its text
+            and another by its index is an error. Where a Hub dataset or its integers have names, the names count.
         definitions: A brief sentence for each label for the prompt; ``{}`` for none.
         text_column: The column or key of the text.
         label_column: The column or key of the label.
@@ -61,22 +73,25 @@ def load_table(
         question: What the prompt asks about a text.
     """
     check_labels(labels, definitions)
-    found, shown = _read(source, text_column, label_column)
+    notes: list[str] = []
+    found, shown = _read(source, text_column, label_column, notes)
     legal = tuple(labels)
-    reader = _label_reader(legal)
+    readings = _label_reader(legal)
     rows: dict[str, list[Example]] = {}
     dropped: dict[str, int] = {}
     for part, given in found.items():
         rows[part] = []
         dropped[part] = 0
         for row in given:
-            example = _example(row, reader, text_column, label_column, legal)
-            if example.text.strip():
+            example = None if row.is_empty else _example(row, readings, text_column, label_column, legal)
+            if example is not None and example.text.strip():
                 rows[part].append(example)
             else:
                 dropped[part] += 1
         if not rows[part]:
             raise UsageError(f"{shown} has no rows with text for {part}")
+        if dropped[part]:
+            notes.append(f"{shown}: rows of {part} without a text, which are left out: {dropped[part]}")
     _carve(rows, split, seed)
     return Task(
         name=name or shown,
@@ -88,6 +103,7 @@ def load_table(
         dropped=dropped,
         question=question,
         source=shown,
+        notes=tuple(dict.fromkeys(notes)),
     )
 
 
@@ -115,47 +131,56 @@ def _carve(rows: dict[str, list[Example]], split: Mapping[str, float], seed: int
 # ---------------------------------------------------------------------------------------------------- one row
 
 
-def _label_reader(labels: tuple[str, ...]) -> Callable[[object], str | None]:
-    exact = set(labels)
+def _label_reader(labels: tuple[str, ...]) -> Callable[[object], list[str]]:
+    """What a cell can mean: no label, one, or two of which an integer is one by its text and the other by its place."""
     by_key = {label_key(label): label for label in labels}
 
-    def read(value: object) -> str | None:
-        if isinstance(value, str):
-            found = value if value in exact else by_key.get(label_key(value))
-            if found is not None or not (value.strip().isascii() and value.strip().isdigit()):
-                return found
-            value = int(value)  # CSV knows no integers
-        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(labels):
-            return labels[value]
-        return None
+    def readings(value: object) -> list[str]:
+        if isinstance(value, bool) or not isinstance(value, (str, int)):
+            return []
+        text = str(value)
+        named, digits = by_key.get(label_key(text)), text.strip()
+        if isinstance(value, str) and named is not None:
+            return [named]  # text is a label first: CSV knows no integers
+        place = int(digits) if digits.isascii() and digits.isdigit() else len(labels)
+        placed = labels[place] if place < len(labels) else None
+        return list(dict.fromkeys(label for label in (named, placed) if label is not None))
 
-    return read
+    return readings
 
 
 def _example(
     row: _Row,
-    reader: Callable[[object], str | None],
+    readings: Callable[[object], list[str]],
     text_column: str,
     label_column: str,
     labels: tuple[str, ...],
 ) -> Example:
     if not isinstance(row.text, str):
         raise UsageError(f"{row.where}: {text_column!r} is not a string", got=repr(row.text))
-    label = reader(row.label)
-    if label is None:
+    found = readings(row.label)
+    if not found:
         raise UsageError(
             f"{row.where}: {label_column!r} is not a label",
             got=repr(row.label),
             instead=f"one of {', '.join(labels)}, or an integer from 0 to {len(labels) - 1}",
         )
-    return Example(row.text, label)
+    if len(found) > 1:
+        named, placed = found
+        raise UsageError(
+            f"{row.where}: {label_column!r} can be read as two labels",
+            got=row.label,
+            why=f"there is a label {named!r}, and number {row.label} of the list of labels, from 0, is {placed!r}",
+            instead=f'"{named}" or "{placed}", as text in quotation marks',
+        )
+    return Example(row.text, found[0])
 
 
 # ---------------------------------------------------------------------------------------------------- sources
 
 
 def _read(
-    source: str | Path | Mapping[str, str | Path], text_column: str, label_column: str
+    source: str | Path | Mapping[str, str | Path], text_column: str, label_column: str, notes: list[str]
 ) -> tuple[dict[str, Iterator[_Row]], str]:
     if isinstance(source, Mapping):
         files = {split: Path(path).expanduser() for split, path in source.items()}
@@ -176,7 +201,7 @@ def _read(
         else:
             raise UsageError("neither a file, a folder nor the name of a Hub dataset", got=repr(str(source)))
         shown = str(path)
-    return {split: _rows_of(path, text_column, label_column) for split, path in files.items()}, shown
+    return {split: _rows_of(path, text_column, label_column, notes) for split, path in files.items()}, shown
 
 
 def _files_of(folder: Path) -> dict[str, Path]:
@@ -219,28 +244,57 @@ def _from_hub(name: str, config: str | None, text_column: str, label_column: str
 # ---------------------------------------------------------------------------------------------------- files
 
 
-def _rows_of(path: Path, text_column: str, label_column: str) -> Iterator[_Row]:
+def _rows_of(path: Path, text_column: str, label_column: str, notes: list[str]) -> Iterator[_Row]:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise UsageError(f"{path} has an ending that is not known", instead=f"one of {', '.join(_READERS)}")
     if not path.is_file():
         raise UsageError("no such file", got=path)
-    for where, row in reader(path):
-        for column in (text_column, label_column):
-            check_column(column, row, where=where)
-        yield _Row(where, row[text_column], row[label_column])
+    columns = (text_column, label_column)
+    for where, row in reader(path, columns, notes):
+        if row is not None:
+            for column in columns:
+                check_column(column, row, where=where)
+        yield _Row(where, None, None) if row is None else _Row(where, row[text_column], row[label_column])
+
+
+_Rows = Iterator[tuple[str, Mapping[str, object] | None]]
+"""Where a row stands, and its cells; None where all of them are empty."""
 
 
 def _decoded(path: Path) -> str:
-    content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    content = path.read_bytes()
+    encoding = "utf-16" if content.startswith(_UTF16) else "utf-8-sig"
     try:
-        return content.decode("utf-8")
+        if content[:2].count(0) == 1:  # a letter of ASCII in UTF-16, which would pass for UTF-8
+            likely = "UTF-16LE" if content[1] == 0 else "UTF-16BE"
+            raise UsageError(
+                f"{path}:1: not UTF-8", why=f"it looks like {likely} without a mark", instead=_convert(path, likely)
+            )
+        return content.decode(encoding)
     except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        raise UsageError(f"{path}:{line}: not UTF-8", got=f"byte {content[error.start]:#04x}") from error
+        at = error.start + (len(codecs.BOM_UTF8) if content.startswith(codecs.BOM_UTF8) else 0)
+        if encoding == "utf-16":
+            raise UsageError(f"{path}: begins like UTF-16 and is damaged", got=f"byte {at}", why=str(error)) from error
+        likely = "WINDOWS-1252"
+        try:
+            read = content[at : at + 1].decode("cp1252")
+        except UnicodeDecodeError:
+            likely, read = "ISO-8859-1", content[at : at + 1].decode("latin-1")
+        raise UsageError(
+            f"{path}:{content[:at].count(10) + 1}: not UTF-8",
+            got=f"byte {content[at]:#04x} at position {at} of the file",
+            why=f"it is {read!r} in {likely}, which spreadsheets often save in",
+            instead=_convert(path, likely),
+        ) from error
 
 
-def _jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
+def _convert(path: Path, encoding: str) -> str:
+    new = path.with_name(f"{path.stem}-utf8{path.suffix}")
+    return f"save it as UTF-8, e.g. iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > {shlex.quote(str(new))}"
+
+
+def _jsonl(path: Path, wanted: Sequence[str], notes: list[str]) -> _Rows:
     for number, line in enumerate(_decoded(path).split("\n"), start=1):
         if not line.strip():
             continue
@@ -254,8 +308,23 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
         yield where, row
 
 
-def _separated(path: Path, delimiter: str) -> Iterator[tuple[str, Mapping[str, object]]]:
-    reader = csv.reader(io.StringIO(_decoded(path), newline=""), delimiter=delimiter, strict=True)
+def _delimiter(content: str, wanted: Sequence[str], usual: str) -> str:
+    """What separates the cells: the first that gives the header all the columns; else the usual one."""
+    for delimiter in dict.fromkeys((usual, *_SEPARATORS)):
+        reader = csv.reader(io.StringIO(content, newline=""), delimiter=delimiter)
+        with contextlib.suppress(csv.Error):
+            header = next((cells for cells in reader if any(map(str.strip, cells))), [])
+            if {*wanted} <= {cell.strip() for cell in header}:
+                return delimiter
+    return usual
+
+
+def _separated(path: Path, wanted: Sequence[str], notes: list[str], usual: str) -> _Rows:
+    content = _decoded(path)
+    delimiter = _delimiter(content, wanted, usual)
+    if delimiter != usual:
+        notes.append(f"{path}: cells are separated by {_SEPARATORS[delimiter]}")
+    reader = csv.reader(io.StringIO(content, newline=""), delimiter=delimiter, strict=True)
     columns: list[str] | None = None
     while True:
         where = f"{path}:{reader.line_num + 1}"  # where the row begins; a quoted text may run over several lines
@@ -265,7 +334,9 @@ def _separated(path: Path, delimiter: str) -> Iterator[tuple[str, Mapping[str, o
             break
         except csv.Error as error:
             raise UsageError(f"{where}: not a row of a table", why=str(error)) from error
-        if not cells:
+        if not any(map(str.strip, cells)):
+            if cells and columns is not None:
+                yield where, None
             continue
         if columns is None:
             columns = [cell.strip() for cell in cells]
@@ -279,15 +350,7 @@ def _separated(path: Path, delimiter: str) -> Iterator[tuple[str, Mapping[str, o
         yield where, dict(zip(columns, cells, strict=True))
 
 
-def _csv(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
-    return _separated(path, ",")
-
-
-def _tsv(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
-    return _separated(path, "\t")
-
-
-def _parquet(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
+def _parquet(path: Path, wanted: Sequence[str], notes: list[str]) -> _Rows:
     parquet = optional_module("pyarrow.parquet", feature="reading Parquet", otherwise="give JSONL or CSV")
     try:
         rows = parquet.read_table(path).to_pylist()
@@ -297,11 +360,11 @@ def _parquet(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
         yield f"{path}, row {number}", row
 
 
-_READERS: dict[str, Callable[[Path], Iterator[tuple[str, Mapping[str, object]]]]] = {
+_READERS: dict[str, Callable[[Path, Sequence[str], list[str]], _Rows]] = {
     ".jsonl": _jsonl,
     ".ndjson": _jsonl,
-    ".csv": _csv,
-    ".tsv": _tsv,
+    ".csv": partial(_separated, usual=","),
+    ".tsv": partial(_separated, usual="\t"),
     ".parquet": _parquet,
 }
 
