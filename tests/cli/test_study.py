@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,9 @@ from typer.testing import CliRunner
 
 from gatespace.cli.app import app
 from gatespace.cli.study_file import checked_plan, load_study, shipped
+from gatespace.errors import UsageError
 from gatespace.plugins import plugin_hash
+from gatespace.runs import StudyFolder
 from gatespace.study.plan import make_plan
 
 
@@ -219,7 +222,8 @@ def test_a_study_of_ones_own_data_and_models(cli, own):
 
 @pytest.mark.slow
 def test_failed_runs_exit_1_with_their_error(cli, own):
-    (own / "teacher").unlink()
+    weights = _copied(own, "teacher") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-64])  # a check before the run reads no weights
     result = cli("run", "own.yaml", "--quiet", "--workers", "1")
     assert result.exit_code == 1
     assert "teacher" in result.stdout
@@ -227,6 +231,130 @@ def test_failed_runs_exit_1_with_their_error(cli, own):
     assert "--retry" in result.stdout
     status = cli("status", own / "studies" / "own")
     assert "no process is working on it" in status.stdout
+
+
+def _copied(own, role):
+    """The folder of a model as a copy that may be changed."""
+    model = own / role
+    original = model.resolve()
+    model.unlink()
+    shutil.copytree(original, model)
+    return model
+
+
+def test_a_study_that_cannot_run_exits_2_before_anything_is_written(cli, own):
+    (own / "teacher").unlink()
+    result = cli("run", "own.yaml", "--quiet")
+    assert result.exit_code == 2
+    assert "own: tickets: pair.teacher: no such model" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (own / "studies").exists()
+
+
+def _wrong_labels(own):
+    (own / "own.yaml").write_text(SMALL.replace("[billing, technical]", "[billing, sales]"))
+
+
+def _no_table(own):
+    (own / "tickets.csv").unlink()
+
+
+def _other_tokens(own):
+    from gatespace.models import build_tiny
+    from gatespace.tasks import load_task
+
+    (own / "teacher").unlink()
+    (own / "teacher").symlink_to(build_tiny(load_task("synthetic")).teacher)
+
+
+def _small_window(own):
+    file = _copied(own, "teacher") / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 12}))
+
+
+@pytest.mark.parametrize(
+    ("change", "sets", "text"),
+    [
+        (_wrong_labels, [], "technical"),
+        (_no_table, [], "tickets.csv"),
+        (_other_tokens, [], "do not have the same vocabulary"),
+        (_small_window, [], "rollout.max_new_tokens: prompt and response do not fit .* of pair.teacher"),
+        (None, ["train.objective.top_k=100000"], "objective.top_k: there are not so many tokens"),
+        (None, ["axes.published=[{method: eopd, params: {top_k: 99999}}]"], "eopd.*params.top_k"),
+        (None, ["train.rollout.max_new_tokens=100000"], "rollout.max_new_tokens: prompt and response do not fit"),
+        (None, ["train.evaluation.max_new_tokens=2000"], "evaluation.max_new_tokens: prompt and response do not fit"),
+        (None, ["train.pair.student=no/such/model"], "pair.student: no such model"),
+        (None, ["teach.teacher={model: nowhere}"], "teach.teacher: model: no such model"),
+    ],
+)
+def test_what_every_run_would_fail_with_is_found_once(own, change, sets, text):
+    from gatespace.study.check import check_study
+
+    if change is not None:
+        change(own)
+    with pytest.raises(UsageError, match=text) as error:
+        check_study(load_study("own.yaml", sets), {"tickets": {}})
+    assert error.value.what.startswith("own: tickets: ")
+
+
+def test_what_is_not_on_this_machine_is_not_demanded(own):
+    from gatespace.study.check import check_study
+
+    for sets in (["train.pair.teacher=org/large"], ["train.pair.student=hub:org/small"], []):
+        assert check_study(load_study("own.yaml", sets), {"tickets": {}}) == []
+    (note,) = check_study(load_study("own.yaml", ["train.rollout.max_new_tokens=900"]), {"tickets": {}})
+    assert "rollout.max_new_tokens is 900, and the longest right response has" in note
+
+
+@pytest.mark.parametrize("name", ["..", "../..", "a/b", "/tmp/x", "."])
+def test_the_name_of_a_study_is_that_of_a_folder(cli, own, name):
+    result = cli("run", "own.yaml", "--set", f"name={name}")
+    assert result.exit_code == 2
+    assert "name: is also the name of a folder" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_very_many_runs_are_asked_about(cli, own, command):
+    (own / "own.yaml").write_text(SMALL.replace("seeds: [1]", f"seeds: {[*range(10_001)]}"))
+    result = cli(command, "own.yaml")
+    assert result.exit_code == 2
+    assert "at least 10,001" in result.stderr
+    assert "--yes" in result.stderr
+
+
+def test_a_changed_file_counts_while_nothing_is_done(own):
+    folder = StudyFolder(own / "studies" / "own")
+    folder.begin(load_study("own.yaml"), workers=1, threads=1)
+    other = load_study("own.yaml", ["name=other", "seeds=[5]"])
+    folder.begin(other, workers=1, threads=1)
+    assert folder.config().seeds == (5,)
+    (folder.path / "runs" / "one").mkdir(parents=True)
+    (folder.path / "runs" / "one" / "done").touch()
+    with pytest.raises(UsageError, match="another study"):
+        folder.begin(load_study("own.yaml"), workers=1, threads=1)
+
+
+@pytest.mark.slow
+def test_the_folder_of_teach_is_a_teacher_in_a_study_too(cli, taught, tmp_path, monkeypatch):
+    monkeypatch.chdir(taught.folder.parent)
+    file = tmp_path / "taught.yaml"
+    file.write_text(
+        f"""
+name: taught
+tasks: {{messages: {{task: {{name: synthetic, brief: true}}}}}}
+train:
+  pair: {{student: tiny, teacher: {taught.folder.name}}}
+  steps: 1
+  batch_size: 4
+  rollout: {{max_new_tokens: 8}}
+  evaluation: {{max_new_tokens: 8, limit: 10}}
+points: [G5]
+axes: {{restrictions: false, static: [], isolation: null}}
+"""
+    )
+    result = cli("run", file, "--output", tmp_path / "study", "--no-report", "--quiet", "--json", "--workers", "1")
+    assert result.exit_code == 0, result.stderr
+    assert len(json.loads(result.stdout)["done"]) == 3
 
 
 @pytest.mark.slow

@@ -177,6 +177,28 @@ def test_a_run_that_fails_exits_1(cli, distil, tmp_path):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("more", [["--dry-run"], []])
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("objective.top_k=100000", "objective.top_k: there are not so many tokens"),
+        ("rollout.max_new_tokens=100000", "100000 of a response, of 1024"),
+        ("evaluation.max_new_tokens=1024", "evaluation.max_new_tokens: prompt and response do not fit"),
+    ],
+)
+def test_what_does_not_fit_the_models_is_refused_before_the_first_step(cli, distil, tmp_path, setting, text, more):
+    result = cli(*distil, "--steps", "1", "--set", setting, "--output", tmp_path / "run", *more)
+    assert result.exit_code == 2
+    assert text in result.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_response_that_may_be_very_long_is_noted(cli, distil):
+    result = cli(*distil, "--dry-run", "--set", "rollout.max_new_tokens=900")
+    assert result.exit_code == 0
+    assert "rollout.max_new_tokens is 900, and the longest right response has" in result.stdout
+
+
 def test_a_teacher_for_another_task_is_noted(cli, distil, tmp_path):
     words = [word for word in distil if word != "--brief"]
     result = cli(*words, "--set", "task.split_seed=5", "--gate", "nonsense", "--output", tmp_path / "run")

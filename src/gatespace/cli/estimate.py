@@ -16,13 +16,11 @@ from torch import nn
 
 from gatespace.cli.console import console, print_json
 from gatespace.cli.progress import duration
-from gatespace.config import LoraConfig, TeachConfig, TrainConfig, dump_config, dump_yaml, in_setting
+from gatespace.config import LoraConfig, TeachConfig, TrainConfig, dump_config, dump_yaml
 from gatespace.config.address import is_address
-from gatespace.errors import UsageError, missing_extra
 from gatespace.gating.configured import build_objective
-from gatespace.models import Model, build_tiny, check_pair
-from gatespace.models.load import TINY, located
-from gatespace.tasks import Task
+from gatespace.models import Model, check_pair
+from gatespace.training.fit import check_fit
 from gatespace.training.setup import (
     Material,
     Placement,
@@ -30,6 +28,7 @@ from gatespace.training.setup import (
     encoder_for,
     material,
     micro_tokens,
+    outline_model,
     placement,
 )
 
@@ -86,6 +85,7 @@ class Prompts:
     """Tokens of all evaluations, prompts and responses."""
     responses: Range
     """Of these, responses."""
+    notes: list[str]
 
 
 @dataclass(frozen=True)
@@ -140,21 +140,39 @@ def _train(config: TrainConfig, place: Placement, note: Callable[[str], None]) -
     build_objective(config.objective)
     data, pair = material(config.task, "distill"), config.pair
     code = pair.trust_remote_code
-    student = _outline(pair.student, "pair.student", "student", data.task, pair.student_revision, code, note)
+    student = outline_model(
+        pair.student,
+        "pair.student",
+        role="student",
+        task=data.task,
+        revision=pair.student_revision,
+        trust_remote_code=code,
+        report=note,
+    )
     ours = _sizes(student, pair.lora)
     if is_address(pair.teacher):
         # The service itself checks that its model has the student's tokens.
         notes = [f"the teacher at {pair.teacher} was not asked: its arithmetic, memory and time are not counted"]
-        theirs = Sizes(0, 0, 0, 0, 0)
+        theirs, teacher = Sizes(0, 0, 0, 0, 0), None
     else:
-        teacher = _outline(pair.teacher, "pair.teacher", "teacher", data.task, pair.teacher_revision, code, note)
+        teacher = outline_model(
+            pair.teacher,
+            "pair.teacher",
+            role="teacher",
+            task=data.task,
+            revision=pair.teacher_revision,
+            trust_remote_code=code,
+            report=note,
+        )
         notes = list(check_pair(student, teacher).notes)
         theirs = _sizes(teacher, None)
     if config.engine.packed is False:
         notes.append("engine.packed is false: one forward pass over the prompt per response token, not counted")
 
     # Tokens of a step.
-    prompts = _prompts(config, data, student, end=config.rollout.stop == "eos")
+    models = {"student": student} | ({} if teacher is None else {"teacher": teacher})
+    prompts = _prompts(config, data, models, end=config.rollout.stop == "eos")
+    notes += prompts.notes
     rows = config.batch_size * config.rollout.per_prompt
     shares = config.rollout.source.shares()
     longest = config.rollout.max_new_tokens
@@ -196,8 +214,16 @@ def _train(config: TrainConfig, place: Placement, note: Callable[[str], None]) -
 
 def _teach(config: TeachConfig, place: Placement, note: Callable[[str], None]) -> Training:
     data = material(config.task, "teacher")
-    model = _outline(config.model, "model", "teacher", data.task, config.revision, config.trust_remote_code, note)
-    prompts = _prompts(config, data, model, end=True)
+    model = outline_model(
+        config.model,
+        "model",
+        role="teacher",
+        task=data.task,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+        report=note,
+    )
+    prompts = _prompts(config, data, {"model": model}, end=True)
     sizes = _sizes(model, config.lora)
     rows = config.batch_size
     limit = micro_tokens(model, config.engine.micro_tokens)
@@ -215,14 +241,14 @@ def _teach(config: TeachConfig, place: Placement, note: Callable[[str], None]) -
         "backward_tokens": backward,
         "micro_batches": parts,
     }
-    return Training(data, prompts, sizes, flops, memory, step)
+    return Training(data, prompts, sizes, flops, memory, step, notes=prompts.notes)
 
 
 # ---------------------------------------------------------------------------------------------------- the parts
 
 
-def _prompts(config: TrainConfig | TeachConfig, data: Material, model: Model, *, end: bool) -> Prompts:
-    evaluation = config.evaluation
+def _prompts(config: TrainConfig | TeachConfig, data: Material, models: dict[str, Model], *, end: bool) -> Prompts:
+    evaluation, model = config.evaluation, next(iter(models.values()))
     encoder = encoder_for(data, model, (*evaluation.final, evaluation.split), share=config.engine.share_prefix)
     lengths = [len(encoder.suffix(row.text)) for row in data.rows]
     gold = {label: len(encoder.gold(label, model.turn_end if end else None)) for label in data.prompt.labels}
@@ -236,38 +262,8 @@ def _prompts(config: TrainConfig | TeachConfig, data: Material, model: Model, *,
         response = Range(min(right, longest), longest).times(len(rows) * often)
         responses += response
         evaluated += response + _exactly(often * prompting)
-    return Prompts(len(encoder.prefix), sum(lengths) / len(lengths), max(lengths), right, evaluated, responses)
-
-
-def _outline(
-    name: str,
-    setting: str,
-    role: str,
-    task: Task,
-    revision: str | None,
-    trust_remote_code: bool,
-    note: Callable[[str], None],
-) -> Model:
-    """The model without its weights: shapes and tokenizer."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise missing_extra("an estimate", module="transformers", extra="train") from error
-    with in_setting(setting):
-        folder = name
-        if name in TINY:
-            tiny = build_tiny(task)
-            folder = str(getattr(tiny, name.removeprefix("tiny-") if name != "tiny" else role))
-        where, options, source = located(folder, revision, note)
-        options |= {"trust_remote_code": trust_remote_code}
-        try:
-            config = transformers.AutoConfig.from_pretrained(where, **options)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
-            with torch.device("meta"):
-                network = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{name} could not be read", got=str(error).strip().splitlines()[0]) from error
-    return Model(network, tokenizer, name, source or where)
+    notes = check_fit(config, data, encoder, **models)
+    return Prompts(len(encoder.prefix), sum(lengths) / len(lengths), max(lengths), right, evaluated, responses, notes)
 
 
 def _sizes(model: Model, lora: LoraConfig | None) -> Sizes:

@@ -29,6 +29,7 @@ def plan(
     study: study_file.Study,
     sets: study_file.Sets = None,
     quick: study_file.Quick = False,
+    yes: study_file.Yes = False,
     plugins: options.Plugins = None,
     trust_plugins: study_file.TrustPlugins = False,
     everything: Annotated[bool, typer.Option("--all", help="List every run and comparison, of all seeds.")] = False,
@@ -51,7 +52,7 @@ def plan(
     from gatespace.cli.console import console, print_json
 
     config = study_file.load_study(study, sets or [], quick=quick, plugins=plugins, trust_plugins=trust_plugins)
-    found = study_file.checked_plan(config)
+    found = study_file.checked_plan(config, yes=yes)
     costs = [_cost(config, found, task) for task in config.tasks] if estimate else []
     support = study_file.support(found)
     if as_json:

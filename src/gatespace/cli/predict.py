@@ -156,8 +156,7 @@ def _labelled(found: Found, lines: Sequence[Line], counts: Counts) -> Sequence[L
 
 def _context(found: Found) -> int:
     """The most tokens that the model's context can hold."""
-    config = found.model.network.config.get_text_config()
-    return int(getattr(config, "max_position_embeddings", None) or 1 << 30)
+    return found.model.window or 1 << 30
 
 
 def _shown(line: Line, *, as_json: bool) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,7 @@ import typer
 
 from gatespace.cli import run_options as options
 from gatespace.cli import study_file
-from gatespace.errors import UsageError
+from gatespace.errors import UsageError, missing_extra
 from gatespace.plugins import provider
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def run(
     ] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Try failed runs again.")] = False,
     quick: study_file.Quick = False,
+    yes: study_file.Yes = False,
     report: Annotated[bool, typer.Option("--report/--no-report", help="Write the report at the end.")] = True,
     sets: study_file.Sets = None,
     plugins: options.Plugins = None,
@@ -68,14 +70,17 @@ def run(
     130: stopped by Ctrl-C.
     """
     from gatespace.cli.study_view import StudyView
-    from gatespace.study.engines import EngineSpec, SharedFolder
+    from gatespace.study.engines import EngineSpec, LocalEngine, SharedFolder
+    from gatespace.study.outlook import check_job
     from gatespace.study.runner import run_study
 
     if engine == "local" and address is not None:
         raise UsageError("--address is for a cluster", got=address, instead="with --engine ray")
     open_engine = _local_engine if engine == "local" else provider("engines", engine, kind="engine", known=["local"])
     config = study_file.load_study(study, sets or [], quick=quick, plugins=plugins, trust_plugins=trust_plugins)
-    plan = study_file.checked_plan(config)
+    if report:
+        _check_report()
+    plan = study_file.checked_plan(config, yes=yes)
     folder, count = study_file.study_folder(config, study, output), workers or config.workers
     place: Results = SharedFolder()
     if results is not None:
@@ -89,6 +94,9 @@ def run(
                 view.note(f"{study_file.out_of_reach(support)} (see `gatespace plan`)")
             spec = EngineSpec(config, folder, count, chosen, address, place.perform, view.note)
             with closing(open_engine(spec)) as opened:
+                if isinstance(opened, LocalEngine) and (job := check_job(folder, config)) is not None:
+                    for note in opened.check(job):
+                        view.note(note)
                 folder.begin(config, workers=count, threads=chosen)
                 place.publish()
                 outlook = run_study(
@@ -107,6 +115,13 @@ def run(
     _finish(folder, outlook, report=report, as_json=as_json, quiet=quiet)
     if outlook.count("done") < len(outlook.work):
         raise typer.Exit(1)
+
+
+def _check_report() -> None:
+    """Raise now what the report at the end would miss."""
+    for module in ("jinja2", "matplotlib", "scipy", "statsmodels"):
+        if importlib.util.find_spec(module) is None:
+            raise missing_extra("the report of a study", module=module, extra="study")
 
 
 def _local_engine(spec: EngineSpec) -> Engine:
@@ -149,7 +164,7 @@ def _finish(folder: StudyFolder, outlook: Outlook, *, report: bool, as_json: boo
         out.print(f"not done, because {reason}", soft_wrap=True)
     print_warnings(warnings)
     if failed:
-        out.print(f"try again with: gatespace run {folder} --retry", soft_wrap=True)
+        out.print("to try again: the same command with --retry", soft_wrap=True)
 
 
 def _warnings(folder: StudyFolder) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from gatespace.evidence.reach import Reach
     from gatespace.runs import StudyFolder
     from gatespace.study.plan import Plan
+
+MANY_RUNS = 10_000
+"""A study with more runs than that is taken for a slip, unless the user says so."""
 
 Study = Annotated[
     str,
@@ -28,6 +31,7 @@ Sets = Annotated[
     typer.Option("--set", metavar="PATH=VALUE", show_default=False, help="Any setting, e.g. train.steps=20."),
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="One seed and few points, in a folder of its own.")]
+Yes = Annotated[bool, typer.Option("--yes", help=f"Go on where there are more than {MANY_RUNS} runs.")]
 TrustPlugins = Annotated[
     bool, typer.Option("--trust-plugins", help="Import the Python files that the study names, without --plugin FILE.")
 ]
@@ -78,21 +82,38 @@ def load_study(
         raise UsageError("no such file", got=study, instead="`gatespace init demo` writes one to start from")
     else:
         raise unknown_name("study", study, shipped())
+    config = _with_model_folders(config)
     config = _with_plugins(config.with_plugins_from(path.parent), plugins or (), trusted=trust_plugins)
     return _quick(config) if quick else config
 
 
-def checked_plan(config: StudyConfig) -> Plan:
-    """The plan of a study, with all that it names known: settings, methods, parameters and signals."""
+def checked_plan(config: StudyConfig, *, yes: bool = False) -> Plan:
+    """The plan of a study, with all that it names known: settings, methods, parameters and signals.
+
+    Args:
+        config: The study file.
+        yes: The user knows that there are very many runs.
+    """
     from gatespace.config import ObjectiveConfig
     from gatespace.gating.configured import build_objective
-    from gatespace.study.plan import check, objective
+    from gatespace.study.plan import check, least_runs, objective
 
+    if not yes:
+        _check_size(least_runs(config), "at least ")  # before so many are planned
     plan = check(config)
+    if not yes:
+        _check_size(len(plan.runs))
     for point in plan.points.values():
         path = "points." if point.method is None else "axes.published."
         build_objective(ObjectiveConfig(**objective(point, lam=0.5)), path=path)
     return plan
+
+
+def _check_size(runs: int, about: str = "") -> None:
+    if runs > MANY_RUNS:
+        raise UsageError(
+            "this study has very many runs", got=f"{about}{runs:,}", instead=f"--yes, to have more than {MANY_RUNS:,}"
+        )
 
 
 def support(plan: Plan) -> Reach:
@@ -135,6 +156,26 @@ def _with_plugins(config: StudyConfig, named: Sequence[str], *, trusted: bool) -
     plugins = [*own.values(), *(plugin for digest, plugin in added.items() if digest not in own)]
     load_plugins(plugins)
     return config.model_copy(update={"plugins": tuple(plugins)}).with_plugins_from(Path())
+
+
+def _with_model_folders(config: StudyConfig) -> StudyConfig:
+    """The study with a model's folder in place of that of the run which made it, as `train` has it."""
+    from gatespace.cli.found_model import model_folder
+
+    def found(settings: dict[str, Any], *keys: str) -> dict[str, Any]:
+        return {
+            key: model_folder(value) if key in keys and isinstance(value, str) else value
+            for key, value in settings.items()
+        }
+
+    def trained(settings: dict[str, Any]) -> dict[str, Any]:
+        pair = settings.get("pair")
+        return settings | {"pair": found(pair, "student", "teacher")} if isinstance(pair, dict) else settings
+
+    tasks = {name: task.model_copy(update={"train": trained(task.train)}) for name, task in config.tasks.items()}
+    made = {role: found(given, "model") for role in ("teacher", "student") if (given := getattr(config.teach, role))}
+    teach = config.teach.model_copy(update=made)
+    return config.model_copy(update={"train": trained(config.train), "tasks": tasks, "teach": teach})
 
 
 def _quick(config: StudyConfig) -> StudyConfig:

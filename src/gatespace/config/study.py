@@ -261,6 +261,8 @@ class StudyConfig(Section):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> StudyConfig:
+        if self.name == ".." or Path(self.name).name != self.name or "\\" in self.name or not self.name.isprintable():
+            raise Fault("name", "is also the name of a folder", instead="a name without / and \\")
         for name in self.tasks:
             if not all(char.isalnum() or char in "_." for char in name):
                 raise Fault("tasks", f"{name!r} stands in ids and folders", instead="letters, digits, _ and .")

@@ -64,6 +64,12 @@ class Model:
         """The number of ids the tokenizer has. The head may have more rows; they are padding."""
         return max(self.tokenizer.get_vocab().values()) + 1
 
+    @property
+    def window(self) -> int | None:
+        """The most tokens of prompt and response that it was made for; None where its configuration does not say."""
+        found = getattr(self.network.config.get_text_config(), "max_position_embeddings", None)
+        return found if isinstance(found, int) and found > 0 else None
+
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
         """The ids that end a response, in rising order."""
@@ -291,15 +297,20 @@ def located(
         _check_folder(folder)
         origin = read_record(folder).get("source")
         return str(folder), {"local_files_only": True}, f"{folder} (from {origin})" if origin else str(folder)
-    hub_name = name.removeprefix("hub:")
-    if not _HUB_NAME.fullmatch(hub_name) or hub_name.startswith("."):
+    return hub_name(name), {"local_files_only": not hub_reachable(), "revision": revision or "main"}, None
+
+
+def hub_name(name: str) -> str:
+    """The Hub id that `name` stands for; an error where it can be none. Whether there is such a model is not asked."""
+    found = name.removeprefix("hub:")
+    if not _HUB_NAME.fullmatch(found) or found.startswith("."):
         raise UsageError(
             "no such model",
             got=repr(name),
             why="it is neither an existing folder nor a Hub id",
             instead="a folder, smollm2, or org/name",
         )
-    return hub_name, {"local_files_only": not hub_reachable(), "revision": revision or "main"}, None
+    return found
 
 
 def _commit(name: str, revision: str) -> str:

@@ -189,8 +189,8 @@ class StudyFolder:
     def _check_owner(self, config: StudyConfig) -> None:
         from gatespace.config.text import read_yaml
 
-        if not self.exists:
-            return
+        if not self.exists or not any(self.path.glob("*/*/done")):
+            return  # nothing is done in it that could be of another study: the file that is given now counts
         other = read_yaml(self.study_file.read_text("utf-8"), where=self.study_file.name)
         name = other.get("name") if isinstance(other, dict) else None
         if name != config.name:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from gatespace.config import StudyConfig
 from gatespace.errors import RunError
 from gatespace.runs import StudyFolder
-from gatespace.study.jobs import Job, Outcome, Perform, execute, failed, perform
+from gatespace.study.jobs import Job, Outcome, Perform, check, execute, failed, perform
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -129,6 +129,21 @@ class LocalEngine:
         self._threads, self._perform, self._retries, self._note = threads, perform, retries, note
         self._workers: list[_Worker] = []
 
+    def check(self, job: Job) -> list[str]:
+        """Have a worker look at the study of `job`; its notes. Raises what is wrong with it."""
+        worker = self._spawn()
+        self._workers.append(worker)  # the first job finds it with its libraries loaded
+        worker.pipe.send({"do": "check", **job})
+        try:
+            outcome = worker.pipe.recv()
+        except (EOFError, OSError):
+            worker.process.join()
+            self._workers.remove(worker)
+            return [f"the study could not be checked: {_death(worker.process.exitcode)}"]
+        if outcome["state"] == "failed":
+            raise outcome["raised"]
+        return list(outcome["notes"])
+
     def start(self, name: str, job: Job) -> None:
         self._start(name, job, losses=0)
 
@@ -203,7 +218,7 @@ def _serve(pipe: connection.Connection, perform: Perform) -> None:
             job = pipe.recv()
         except (EOFError, OSError):
             return
-        outcome = execute(job, perform)
+        outcome = check(job) if job["do"] == "check" else execute(job, perform)
         with suppress(OSError):
             pipe.send(outcome)
 

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gatespace.config import TeachConfig, TrainConfig, parse_config
+from gatespace.config import StudyConfig, TeachConfig, TrainConfig, parse_config
 from gatespace.config.address import is_address
 from gatespace.errors import GatespaceError
 from gatespace.plugins import load_plugins
@@ -51,6 +51,18 @@ def execute(job: Job, perform: Perform = perform) -> Outcome:
     finally:
         gc.collect()  # the next job of this process needs the memory
     return {"state": "done"}
+
+
+def check(job: Job) -> Outcome:
+    """Look at the study of a job before it is run; the outcome holds notes, or the error itself."""
+    from gatespace.study.check import check_study
+
+    try:
+        return {"state": "done", "notes": check_study(parse_config(StudyConfig, job["config"]), job["made"])}
+    except GatespaceError as error:
+        return failed(str(error)) | {"raised": error}
+    except Exception as error:  # the runs will say more
+        return {"state": "done", "notes": [f"the study could not be checked: {type(error).__name__}: {error}"]}
 
 
 class Reads:

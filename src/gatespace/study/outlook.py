@@ -130,6 +130,19 @@ def outline(folder: StudyFolder, config: StudyConfig, threads: int | None = None
     return plan, work
 
 
+def check_job(folder: StudyFolder, config: StudyConfig) -> Job | None:
+    """What is looked at before a study is run; None where nothing of it is left to do."""
+    _, work = outline(folder, config)
+    if all(one.folder.state == "done" for one in work):
+        return None
+    done = {one.name for one in work if one.folder.state == "done"}
+    made: dict[str, dict[str, str]] = {}
+    for task in dict.fromkeys(one.task for one in work):
+        names = {role: model_name(config, task, role) for role in ROLES}
+        made[task] = {role: str(folder.model(name).model) for role, name in names.items() if name and name in done}
+    return {"config": dump_config(config), "made": made}
+
+
 def _models_and_baselines(folder: StudyFolder, config: StudyConfig, task: str, threads: int | None) -> list[Work]:
     """Models to be made for a task, and the evaluation of both models before anything is distilled."""
     common = train_config(config, task, config.seeds[0], {}, models=_models(folder, config, task), threads=threads)

@@ -113,6 +113,13 @@ def make_plan(config: StudyConfig, bases: Mapping[str, str] | None = None) -> Pl
     return Plan(config, runs, tuple(comparisons), points, known)
 
 
+def least_runs(config: StudyConfig) -> int:
+    """A number of runs that the plan does not stay below, without making the plan: its points at its seeds."""
+    points = {name: config.points if task.points is None else task.points for name, task in config.tasks.items()}
+    swept = [len(points[name]) for name, task in config.tasks.items() if task.sweep and points[name] != "paper"]
+    return len(config.seeds) * sum(swept)
+
+
 class _TaskPlanner:
     """Runs and comparisons of one task."""
 

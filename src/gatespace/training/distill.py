@@ -77,6 +77,7 @@ class Distillation(Job):
                 **options,
             )
         self.encoder = encoder_for(self.data, self.model, self.splits, share=config.engine.share_prefix)
+        self.check(student=self.model, **({} if local is None else {"teacher": local}))
         self.cache = _open_cache(config, progress)
         if self.cache is not None:
             stack.enter_context(self.cache)

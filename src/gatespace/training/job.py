@@ -21,6 +21,7 @@ from gatespace.rollout import Answer
 from gatespace.runs import RunFolder
 from gatespace.training.clock import Clock
 from gatespace.training.environment import environment
+from gatespace.training.fit import check_fit
 from gatespace.training.optimizer import Optimizer, Update
 from gatespace.training.processes import Processes
 from gatespace.training.progress import Progress
@@ -81,6 +82,11 @@ class Job(ABC):
         self.place = placement(config.engine, processes)
         self.about = {}
         self.splits = (*config.evaluation.final, config.evaluation.split)
+
+    def check(self, **models: Model) -> None:
+        """Raise where the run does not fit its models."""
+        for note in check_fit(self.config, self.data, self.encoder, **models):
+            self.progress.note(note)
 
     def begin(self) -> dict[str, Any] | None:
         """Make the folder this run's, or see that it already is; the summary if the run is done."""

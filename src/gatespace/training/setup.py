@@ -10,10 +10,10 @@ import torch
 
 from gatespace.config import LoraConfig, TaskConfig, TeachEngineConfig, in_setting
 from gatespace.config.address import is_address
-from gatespace.errors import UsageError
+from gatespace.errors import UsageError, missing_extra
 from gatespace.models import Model, build_tiny, load_model, with_lora
 from gatespace.models.encode import Encoder
-from gatespace.models.load import TINY
+from gatespace.models.load import TINY, located
 from gatespace.seeding import stream
 from gatespace.tasks import Example, Prompt, Task
 from gatespace.tasks.configured import configured_prompt, configured_rows, load_configured_task
@@ -102,10 +102,7 @@ def open_model(
                 why="a teacher that is a service scores responses and does nothing else",
                 instead="the folder of the model",
             )
-        folder = name
-        if name in TINY:
-            pair = build_tiny(task)
-            folder = str(getattr(pair, name.removeprefix("tiny-") if name != "tiny" else role))
+        folder = _built(name, role, task)
         model = load_model(
             folder,
             dtype=dtype,
@@ -125,6 +122,41 @@ def open_model(
             seed=stream(seed, "lora"),
         )
     return model
+
+
+def outline_model(
+    name: str,
+    setting: str,
+    *,
+    role: str,
+    task: Task,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    report: Callable[[str], None] | None = None,
+) -> Model:
+    """A model by name without its weights: shapes and tokenizer."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise missing_extra("loading a model", module="transformers", extra="train") from error
+    with in_setting(setting):
+        where, options, source = located(_built(name, role, task), revision, report)
+        options |= {"trust_remote_code": trust_remote_code}
+        try:
+            config = transformers.AutoConfig.from_pretrained(where, **options)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
+            with torch.device("meta"):
+                network = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{name} could not be read", got=str(error).strip().splitlines()[0]) from error
+    return Model(network, tokenizer, name, source or where)
+
+
+def _built(name: str, role: str, task: Task) -> str:
+    """The folder of a tiny model, built for the task in the size of its role; any other name as it is."""
+    if name not in TINY:
+        return name
+    return str(getattr(build_tiny(task), name.removeprefix("tiny-") if name != "tiny" else role))
 
 
 def encoder_for(material: Material, model: Model, splits: tuple[str, ...], *, share: bool) -> Encoder:

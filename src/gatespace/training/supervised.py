@@ -92,6 +92,8 @@ class Supervised(Job):
                 seed=config.seed,
                 report=progress.note,
             )
+        self.encoder = encoder_for(self.data, self.model, self.splits, share=config.engine.share_prefix)
+        self.check(model=self.model)
         self.content = {
             "task": self.data.task.digest,
             "model": self.model.fingerprint(),
@@ -102,7 +104,6 @@ class Supervised(Job):
         """Make what training needs beside the model."""
         super().prepare()
         config = self.config
-        self.encoder = encoder_for(self.data, self.model, self.splits, share=config.engine.share_prefix)
         self.body = body_of(self.model, packed=config.engine.packed)
         self._batches = Batches(self.data.rows, self.encoder, batch_size=config.batch_size, seed=config.seed)
         self._micro_tokens = micro_tokens(self.model, config.engine.micro_tokens)

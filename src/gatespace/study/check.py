@@ -1,0 +1,102 @@
+"""A study looked at before anything of it is run: data, models and lengths, as far as they are on this machine.
+
+What would fail in the first step of every run is found here once. A model that comes from the Hugging Face Hub is left
+to the run that fetches it, and a teacher that is a service to the service.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+
+from gatespace.config import ObjectiveConfig, StudyConfig, TeachConfig, TrainConfig, in_setting
+from gatespace.config.address import is_address
+from gatespace.errors import missing_extra
+from gatespace.models import Model, check_pair
+from gatespace.models.load import SMOLLM2, TINY, hub_name
+from gatespace.plugins import load_plugins, provided
+from gatespace.study.plan import ROLES, teach_config, train_config
+from gatespace.tasks import Task
+from gatespace.training.fit import check_fit, check_top_k
+from gatespace.training.setup import encoder_for, material, outline_model
+
+
+def check_study(study: StudyConfig, made: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Raise what the study's runs would fail with; what is worth a note.
+
+    Args:
+        study: The study file.
+        made: Task that has runs → role → folder of a model that the study has made already.
+    """
+    load_plugins(study.plugins)
+    notes: dict[str, None] = {}
+    for task, models in made.items():
+        with in_setting(f"{study.name}: {task}"):
+            notes.update(dict.fromkeys(_check_task(study, task, models)))
+    return [*notes]
+
+
+def _check_task(study: StudyConfig, task: str, made: Mapping[str, str]) -> list[str]:
+    notes: list[str] = []
+    models = dict(made)
+    for role in ROLES:
+        teach = teach_config(study, task, role)
+        if teach is None or role in made:
+            continue
+        _check_packages(teach)
+        models[role] = teach.model
+        with in_setting(f"teach.{role}"):
+            data = material(teach.task, "teacher")
+            model = _outline(teach.model, "model", role, data.task, teach.revision, teach.trust_remote_code)
+            if model is not None:
+                encoder = encoder_for(data, model, (*teach.evaluation.final, teach.evaluation.split), share=False)
+                notes += check_fit(teach, data, encoder, model=model)
+    config = train_config(study, task, study.seeds[0], {}, models=models)
+    return notes + _check_runs(study, config)
+
+
+def _check_runs(study: StudyConfig, config: TrainConfig) -> list[str]:
+    pair, data = config.pair, material(config.task, "distill")
+    _check_packages(config)
+    code = pair.trust_remote_code
+    student = _outline(pair.student, "pair.student", "student", data.task, pair.student_revision, code)
+    teacher = _outline(pair.teacher, "pair.teacher", "teacher", data.task, pair.teacher_revision, code)
+    if student is None:
+        return []
+    found = {"student": student}
+    if teacher is not None:
+        found["teacher"] = teacher
+        check_pair(student, teacher)
+    for method in study.axes.published:
+        goal = ObjectiveConfig(method=method.method, params=method.params)
+        check_top_k(goal, student.vocab_size, f"axes.published.{method.point}")
+    encoder = encoder_for(data, student, (*config.evaluation.final, config.evaluation.split), share=False)
+    return check_fit(config, data, encoder, **found)
+
+
+def _outline(
+    name: str, setting: str, role: str, task: Task, revision: str | None, trust_remote_code: bool
+) -> Model | None:
+    """The model without its weights; None where it is not on this machine."""
+    if is_address(name):
+        return None
+    if name not in (*TINY, SMOLLM2) and not Path(name).expanduser().is_dir():
+        with in_setting(setting):
+            hub_name(name)
+        return None
+    return outline_model(name, setting, role=role, task=task, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def _check_packages(config: TrainConfig | TeachConfig) -> None:
+    """Raise where an optional package is not installed that loading data and models does not ask for."""
+    wanted = {
+        extra: (f"the tracker {name}", extra)
+        for name in config.trace.trackers
+        for extra in provided("trackers")[name].extras
+    }  # called as its package
+    if (config.pair.lora if isinstance(config, TrainConfig) else config.lora) is not None:
+        wanted["peft"] = ("LoRA", "lora")
+    for module, (feature, extra) in wanted.items():
+        if importlib.util.find_spec(module) is None:
+            raise missing_extra(feature, module=module, extra=extra)

@@ -1,0 +1,99 @@
+"""Whether a run fits its models: K into the vocabulary, prompts and responses into the context window.
+
+It is looked at before the first step, of a run by `train` and `teach` and of a whole study before anything is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gatespace.config import ObjectiveConfig, TeachConfig, TrainConfig
+from gatespace.errors import UsageError
+from gatespace.models import Model
+from gatespace.models.encode import Encoder
+from gatespace.tasks import Example
+from gatespace.training.setup import Material
+
+_MUCH = 16
+"""A response may be so many times as long as the longest right one before that is worth a note."""
+
+
+class Demand(NamedTuple):
+    """The longest that some texts and the responses to them become."""
+
+    setting: str
+    """Where the length of the responses is set; "" where it is that of the right ones."""
+    rows: Sequence[Example]
+    new_tokens: int
+    models: dict[str, Model]
+    """Setting → model that reads both."""
+
+
+def check_fit(config: TrainConfig | TeachConfig, data: Material, encoder: Encoder, **models: Model) -> list[str]:
+    """Raise where a run cannot be right; what it says is worth a note.
+
+    Args:
+        config: The run.
+        data: Its task.
+        encoder: The task in the tokens of the model that learns.
+        models: By setting: `model`, or `student` and, where it is in this process, `teacher`.
+    """
+    learner = models.get("model") or models["student"]
+    longest = max(len(encoder.gold(label, learner.turn_end)) for label in data.prompt.labels)
+    splits = dict.fromkeys((*config.evaluation.final, config.evaluation.split))
+    held_out = [row for split in splits for row in data.task.rows(split)[: config.evaluation.limit]]
+    named = {name if name == "model" else f"pair.{name}": model for name, model in models.items()}
+    own = {name: model for name, model in named.items() if model is learner}
+    demands = [Demand("evaluation.max_new_tokens", held_out, config.evaluation.max_new_tokens, own)]
+    if isinstance(config, TrainConfig):
+        check_top_k(config.objective, learner.vocab_size)
+        if config.teacher.payload == "top_k":
+            _check_k("teacher.k", config.teacher.k, learner.vocab_size)
+        demands.append(Demand("rollout.max_new_tokens", data.rows, config.rollout.max_new_tokens, named))
+    else:
+        demands.append(Demand("", data.rows, longest, named))
+    notes = []
+    for demand in demands:
+        _check_window(demand, encoder, longest)
+        if demand.new_tokens > _MUCH * longest:
+            notes.append(
+                f"{demand.setting} is {demand.new_tokens}, and the longest right response has {longest} tokens: one "
+                "that does not end costs all of it"
+            )
+    return notes
+
+
+def check_top_k(objective: ObjectiveConfig, vocab_size: int, where: str = "objective") -> None:
+    """Raise where a K is larger than the vocabulary."""
+    for name, k in (("top_k", objective.top_k), ("support_k", objective.support_k)):
+        _check_k(f"{where}.{name}", k, vocab_size)
+    _check_k(f"{where}.params.top_k", objective.params.get("top_k"), vocab_size)
+
+
+def _check_k(setting: str, k: object, vocab_size: int) -> None:
+    if isinstance(k, int) and k > vocab_size:
+        raise UsageError(
+            f"{setting}: there are not so many tokens",
+            got=f"{k}, of a vocabulary of {vocab_size}",
+            instead=f"at most {vocab_size}",
+        )
+
+
+def _check_window(demand: Demand, encoder: Encoder, right: int) -> None:
+    setting, new = demand.setting, demand.new_tokens
+    lengths = [len(encoder.prefix) + len(encoder.suffix(row.text)) for row in demand.rows]
+    longest = max(lengths, default=0)
+    for role, model in demand.models.items():
+        if model.window is None or longest + new <= model.window:
+            continue
+        room = model.window - longest
+        over = sum(length + new > model.window for length in lengths)
+        instead = f"{setting}: {room} or less" if room >= right else ""
+        raise UsageError(
+            f"{setting + ': ' if setting else ''}prompt and response do not fit into the context window of {role}",
+            got=f"{longest} tokens of the longest prompt and {new} of a response, of {model.window} ({model.name}); "
+            f"{over} of {len(lengths)} prompts are too long for it",
+            why="a model's numbers mean nothing beyond the positions that it was made for",
+            instead=instead or "shorter texts, or a model with a longer context window",
+        )
