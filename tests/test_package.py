@@ -54,6 +54,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+def test_the_core_has_the_numpy_without_which_torch_warns(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as files:
+        (about,) = (name for name in files.namelist() if name.endswith(".dist-info/METADATA"))
+        assert re.search(r"^Requires-Dist: numpy[^;]*$", files.read(about).decode(), re.MULTILINE)
+
+
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = ROOT / "src"
