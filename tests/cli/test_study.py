@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 
 from gatespace.cli.app import app
 from gatespace.cli.study_file import checked_plan, load_study, shipped
+from gatespace.cli.study_view import StudyView
 from gatespace.errors import UsageError
 from gatespace.plugins import plugin_hash
 from gatespace.runs import StudyFolder
+from gatespace.study.outlook import look
 from gatespace.study.plan import make_plan
 
 
@@ -151,6 +153,30 @@ def test_ray_is_asked_for_before_anything_is_written(cli, tmp_path, monkeypatch)
     assert result.exit_code == 2
     assert "--set resources.gpus=1" in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_report_needs_is_asked_for_at_the_start(cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "jinja2", None)  # as where it is not installed
+    result = cli("run", "demo")
+    assert result.exit_code == 2
+    assert "gatespace[study]" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_line_about_running_work_has_no_empty_brackets(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("gatespace.cli.study_view._SECONDS_BETWEEN_LINES", 0)
+    folder = StudyFolder(tmp_path)
+    folder.begin(load_study("demo"), workers=1, threads=1)
+    outlook = look(folder)
+    outlook.states.update(dict.fromkeys([work.name for work in outlook.work[:5]], "running"))
+    with StudyView(1) as view:
+        view.update(outlook)
+        view.update(outlook)
+    heard = capsys.readouterr().err
+    assert "evaluate the teacher of messages, " in heard
+    assert "messages G2 seed 42 (0/30)" in heard
+    assert "()" not in heard
 
 
 def test_help_teaches(cli):
