@@ -19,19 +19,21 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Two workers with one thread each: more threads than cores make the tests slower, and sums depend on thread count.
 TEST_ARGS ?= -n 2 --dist worksteal -m "not long" --durations=20 --durations-min=1
 DEMO_ARGS ?=
-DEMO_DIR  := build/demo$(if $(findstring --quick,$(DEMO_ARGS)),-quick)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-web test-engines test-trl test-verl test-ray test-vllm lint format web docs wheel clean
-.PHONY: bench bench-step bench-ladder bench-sweep bench-service bench-explorer
+.PHONY: help demo shell test test-long test-web test-engines test-trl test-verl test-ray test-vllm lint format web docs wheel clean
+.PHONY: bench bench-step bench-ladder bench-sweep bench-service bench-explorer bench-kills
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY) ## a whole study of a tiny pair, with its report (minutes; DEMO_ARGS=--quick: about one)
-	@$(BIN)/gatespace run demo --output $(DEMO_DIR) $(DEMO_ARGS)
+	@$(BIN)/gatespace run demo $(DEMO_ARGS)
+
+shell: $(READY) ## a shell in which `gatespace` is a command; leave it with `exit`
+	@VIRTUAL_ENV="$(abspath $(VENV))" PATH="$(abspath $(BIN)):$$PATH" "$${SHELL:-/bin/sh}"
 
 test: $(READY) ## run the tests and docstring examples
 	@$(ONE_THREAD) $(BIN)/python -m pytest $(TEST_ARGS)
@@ -84,6 +86,9 @@ bench-service: $(READY) $(VLLM_READY) ## tokens scored per second in this proces
 
 bench-explorer: $(READY) ## frames per second of the explorer in Chromium
 	@$(BIN)/python benchmarks/explorer.py $(BENCH_ARGS)
+
+bench-kills: $(TRL_READY) ## runs killed at random and resumed, beside TRL's trainer: same loss, same bytes?
+	@$(ONE_THREAD) $(TRL_VENV)/bin/python benchmarks/kills.py $(BENCH_ARGS)
 
 web: test-web ## build the pages of the front end into the package (needs Node 20; the built files are committed)
 	@cd web && npm run --silent build

@@ -175,3 +175,13 @@ def test_service_benchmark_measures_every_side_on_the_same_work(tmp_path: Path) 
         pairs = zip(walls[f"local-{payload}"], walls[f"zmq-{payload}"], strict=True)
         ratio = sum(local / remote for local, remote in pairs) / 2
         assert found["ratios"][f"zmq-{payload} / local-{payload}"] == pytest.approx(ratio)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_killed_runs_end_as_if_nobody_had_killed_them(tmp_path: Path) -> None:
+    found = _run("kills.py", cache=tmp_path)["results"]
+    ours = found["gatespace"]
+    assert ours["repeats"]
+    assert ours["kills"] == ours["resumed"] == ours["same_loss"] == ours["same_bytes"] == 2
+    assert "cannot be imported" in found["trl"].get("unavailable", "") or found["trl"]["kills"] == 2

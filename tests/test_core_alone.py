@@ -62,7 +62,13 @@ def test_the_core_s_tests_pass(core: Path) -> None:
     """All but those of the installed package and of benchmark scripts, which are about the whole."""
     ignored = [
         f"--ignore=tests/{name}"
-        for name in ("test_package.py", "test_benchmarks.py", "test_core_alone.py", "test_project.py")
+        for name in (
+            "test_package.py",
+            "test_benchmarks.py",
+            "test_core_alone.py",
+            "test_notebook.py",
+            "test_project.py",
+        )
     ]
     options = ["-n", "2", "-q", "-p", "no:cacheprovider", "-m", "not long and not slow"]
     done = run(core, "-m", "pytest", "tests", *ignored, *options)

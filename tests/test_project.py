@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import os
+import pkgutil
 import re
 import shlex
 import subprocess
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +96,35 @@ def test_services_are_commands_of_ours(name: str) -> None:
         if words:
             command.make_context(command.name, words)  # an unknown option or a missing argument raises
     assert set(service.get("depends_on", {})) <= set(COMPOSE["services"])
+
+
+def test_make_shell_has_the_command(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "gatespace").symlink_to(Path(sysconfig.get_path("scripts")) / "gatespace")
+    done = subprocess.run(
+        ["make", f"--old-file={tmp_path}/.ready", f"VENV={tmp_path}", "shell"],  # nothing is installed
+        cwd=ROOT,
+        env=os.environ | {"PATH": "/usr/bin:/bin", "SHELL": "/bin/sh"},
+        input="command -v gatespace\n",
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.splitlines()[-1] == f"{tmp_path}/bin/gatespace", done.stderr
+
+
+def test_the_reference_has_every_public_name() -> None:
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "reference").glob("*.md"))
+    there = set(re.findall(r"^::: ([\w.]+)", pages, re.MULTILINE))
+    missing = set()
+    for found in pkgutil.iter_modules(gatespace.__path__, "gatespace."):
+        if not found.ispkg or found.name == "gatespace.integrations":  # which needs the engines; see below
+            continue
+        package = importlib.import_module(found.name)
+        for name in getattr(package, "__all__", ()):
+            value = getattr(package, name)
+            if inspect.isclass(value) or inspect.isfunction(value):
+                home = value.__module__
+                missing |= set() if {home, f"{home}.{name}"} & there else {f"{home}.{name}"}
+    assert not missing
+    for add_on in pkgutil.iter_modules([str(ROOT / "src" / "gatespace" / "addons")]):
+        assert f"::: gatespace.addons.{add_on.name}" in pages

@@ -1,0 +1,32 @@
+"""The notebook runs from top to bottom, and is kept without its outputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NOTEBOOK = Path(__file__).resolve().parents[1] / "notebooks" / "gatespace.ipynb"
+
+
+def _read() -> Any:
+    return pytest.importorskip("nbformat").read(NOTEBOOK, as_version=4)
+
+
+def test_the_notebook_is_kept_without_outputs() -> None:
+    cells = [cell for cell in _read().cells if cell.cell_type == "code"]
+    assert cells
+    assert all(not cell.outputs and cell.execution_count is None for cell in cells)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    client = pytest.importorskip("nbclient")
+    notebook = client.execute(_read(), cwd=str(tmp_path), timeout=1800)  # an error in a cell raises
+    loss, study, records, explorer = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+    assert loss[0].text.startswith("loss ")
+    assert "G5" in "".join(output.get("text", "") for output in study)
+    assert records[0].text.count("step ") == 5
+    assert "<iframe srcdoc=" in explorer[-1].data["text/html"]
