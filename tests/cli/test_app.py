@@ -124,6 +124,19 @@ def test_interrupt_is_quiet():
     assert (result.exit_code, result.output) == (130, "")
 
 
+def test_sigterm_says_so(python):
+    """Whatever a command is at."""
+    script = (
+        "import gatespace.cli.app as a, os, signal, sys\n"
+        "def stop(*_, **__): os.kill(os.getpid(), signal.SIGTERM)\n"
+        "a.app.command('stop')(lambda: stop())\n"
+        "sys.argv = ['gatespace', 'stop']\n"
+        "a.main()"
+    )
+    result = python("-c", script)
+    assert (result.returncode, result.stdout, result.stderr) == (143, "", "stopped by SIGTERM\n")
+
+
 def test_a_bug_keeps_its_traceback(python):
     script = (
         "import gatespace.cli.gate as g, gatespace.cli.app as a, sys\n"

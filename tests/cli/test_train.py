@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from gatespace.cli.console import stop_on_sigterm
 from gatespace.config import TrainConfig, load_config
 
 
@@ -153,18 +154,24 @@ def test_an_interrupted_run_resumes_with_the_same_command(cli, distil, tmp_path)
     words = [*distil, "--steps", "15", "--set", "checkpoint.every=2"]
     folder = tmp_path / "stopped"
 
-    def stop():
-        while len(list(folder.glob("checkpoints/step-0*"))) == 0:
+    def stop(number, before):
+        while set(folder.glob("checkpoints/step-0*")) <= before:
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
-    thread = threading.Thread(target=stop, daemon=True)
-    thread.start()
-    result = cli(*words, "--output", folder)
-    assert result.exit_code == 130
-    assert re.search(r"^stopped: the same command resumes from step \d+$", result.stderr, re.M)
-    assert "Traceback" not in result.stderr
-    assert not (folder / "done").exists()
+    before = signal.getsignal(signal.SIGTERM)
+    stop_on_sigterm()
+    try:
+        for number, code, how in ((signal.SIGINT, 130, "stopped"), (signal.SIGTERM, 143, "stopped by SIGTERM")):
+            there = set(folder.glob("checkpoints/step-0*"))
+            threading.Thread(target=stop, args=(number, there), daemon=True).start()
+            result = cli(*words, "--output", folder)
+            assert result.exit_code == code
+            assert re.search(rf"^{how}: the same command resumes from step \d+$", result.stderr, re.M)
+            assert "Traceback" not in result.stderr
+            assert not (folder / "done").exists()
+    finally:
+        signal.signal(signal.SIGTERM, before)
     again, straight = cli(*words, "--output", folder, "--json"), cli(*words, "--output", tmp_path / "other", "--json")
     assert re.search(r"^note: resuming from step \d+ of 15$", again.stderr, re.M)
     assert json.loads(again.stdout)["fingerprint"] == json.loads(straight.stdout)["fingerprint"]

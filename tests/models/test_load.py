@@ -258,6 +258,18 @@ def test_damaged_weights(tiny: TinyPair, tmp_path: Path) -> None:
         load_model(str(folder))
 
 
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"])
+def test_weights_that_are_not_finite_are_named(name: str, tiny: TinyPair, tmp_path: Path) -> None:
+    folder = copied(tiny.teacher, tmp_path / "broken")
+    weights = load_file(folder / "model.safetensors")
+    weights[name][0, 3] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UsageError, match="computes numbers that are not finite") as error:
+        load_model(str(folder))
+    assert f"1 of {weights[name].numel()} values of {name} are not finite" in str(error.value)
+    assert "architecture" not in str(error.value)
+
+
 def test_missing_weights_are_not_made_up(tiny: TinyPair, tmp_path: Path) -> None:
     folder = copied(tiny.student, tmp_path / "model")
     weights = load_file(folder / "model.safetensors")

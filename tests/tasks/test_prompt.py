@@ -150,6 +150,21 @@ def test_thinking_is_left_alone_where_the_template_does_not_know_it() -> None:
     assert named.decode(Prompt.of(TASK).render(named, "x")).endswith(f"</think>\n\n{PREFILL}")
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ range(10**9) | list }}",
+        "{{ raise_exception('no users') }}",
+        "{{ 1 / 0 }}",
+        "{%",
+    ],
+)
+def test_a_template_that_the_sandbox_stops(template: str) -> None:
+    with pytest.raises(UsageError, match="chat template cannot be used"):
+        Prompt.of(TASK).render(real(template), "x")
+
+
 @pytest.mark.parametrize("template", [CHAT, None])
 @pytest.mark.parametrize("prefill", [PREFILL, ""])
 def test_every_text_begins_with_the_prefix(make: Any, template: str | None, prefill: str) -> None:

@@ -391,6 +391,12 @@ def test_the_micro_batch_that_failed_is_saved(train_config: Make, poisoned: Path
     assert not (folder / "done").exists()
 
 
+def test_a_teacher_that_is_not_finite_is_named(train_config: Make, poisoned: Path) -> None:
+    config = train_config(pair={"teacher": str(poisoned)}, batch_size=40, teacher={"cache": None})
+    with pytest.raises(RunError, match=r"step 1 failed: .*teacher.*not finite"):
+        train(config)
+
+
 def test_the_weights_before_a_failure_are_kept(train_config: Make, tiny: TinyPair, poisoned: Path) -> None:
     """Steps before the word comes up are sound, and so is what they have left behind."""
     config = train_config(pair={"student": str(poisoned)}, batch_size=1, steps=40, checkpoint={"every": 1, "keep": 2})

@@ -13,12 +13,10 @@ import typer
 from typer.core import TyperGroup
 
 from gatespace.cli import doctor, evaluate, gate, init, plan, predict, report, run, status, teach, train
-from gatespace.cli.console import gatespace_version, print_error
+from gatespace.cli.console import gatespace_version, print_error, stop_on_sigterm, stopped
 from gatespace.errors import GatespaceError, unknown_name
 from gatespace.plugins import provided
 from gatespace.training.processes import is_first
-
-_EXIT_INTERRUPTED = 130
 
 
 class _Group(TyperGroup):
@@ -31,8 +29,8 @@ class _Group(TyperGroup):
             if is_first() or error.raised_by is None:
                 print_error(error)
             raise typer.Exit(error.exit_code) from None
-        except KeyboardInterrupt:
-            raise typer.Exit(_EXIT_INTERRUPTED) from None
+        except KeyboardInterrupt as interrupt:
+            raise typer.Exit(stopped(interrupt)) from None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name = args[0]
@@ -114,6 +112,7 @@ def main() -> None:
         if hasattr(stream, "reconfigure") and (stream.encoding or "").lower().replace("-", "") != "utf8":
             stream.reconfigure(errors="replace")
     try:
+        stop_on_sigterm()
         app(prog_name="gatespace")
-    except KeyboardInterrupt:
-        sys.exit(_EXIT_INTERRUPTED)
+    except KeyboardInterrupt as interrupt:
+        sys.exit(stopped(interrupt))

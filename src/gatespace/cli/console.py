@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,28 @@ def gatespace_version() -> str:
         return metadata.version("gatespace")
     except metadata.PackageNotFoundError:
         return str(getattr(gatespace, "__version__", "unknown"))
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which stops a command as Ctrl-C does."""
+
+
+def stop_on_sigterm() -> None:
+    """Make SIGTERM raise `Terminated`, once: a second one ends the process. For the main thread."""
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, stop)
+
+
+def stopped(interrupt: KeyboardInterrupt, then: str = "") -> int:
+    """Say that a command was stopped, and what then; its exit code."""
+    terminated = isinstance(interrupt, Terminated)
+    if terminated or then:
+        sys.stderr.write(f"stopped{' by SIGTERM' if terminated else ''}{then}\n")
+    return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +10,7 @@ import typer
 
 from gatespace.cli import run_options as options
 from gatespace.cli import study_file
+from gatespace.cli.console import stopped
 from gatespace.errors import UsageError, missing_extra
 from gatespace.plugins import provider
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from gatespace.runs import StudyFolder
     from gatespace.study.engines import Engine, EngineSpec, Results
     from gatespace.study.outlook import Outlook
-
-_INTERRUPTED = 130
 
 
 def run(
@@ -67,7 +65,7 @@ def run(
     gatespace run my.yaml --engine ray --address auto --results s3://bucket/my
 
     Exit code 0: all runs are done; 1: some failed; 2: a mistake in the call;
-    130: stopped by Ctrl-C.
+    130 or 143: stopped by Ctrl-C or SIGTERM.
     """
     from gatespace.cli.study_view import StudyView
     from gatespace.study.engines import EngineSpec, LocalEngine, SharedFolder
@@ -108,10 +106,9 @@ def run(
                     watch=view.update,
                     note=view.note,
                 )
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         also = f", and so does: gatespace run {folder}" if engine == "local" and results is None else ""
-        sys.stderr.write(f"stopped; the same command resumes{also}\n")
-        raise typer.Exit(_INTERRUPTED) from None
+        raise typer.Exit(stopped(interrupt, f"; the same command resumes{also}")) from None
     _finish(folder, outlook, report=report, as_json=as_json, quiet=quiet)
     if outlook.count("done") < len(outlook.work):
         raise typer.Exit(1)

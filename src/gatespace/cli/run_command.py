@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 import tempfile
 import textwrap
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import typer
 
-from gatespace.cli.console import console, print_json, print_warnings
+from gatespace.cli.console import console, print_json, print_warnings, stopped
 from gatespace.cli.evaluate import curve, results_table
 from gatespace.cli.found_model import model_folder, run_settings
 from gatespace.cli.progress import RunProgress
@@ -24,7 +23,6 @@ from gatespace.plugins import load_plugins, provider
 from gatespace.runs import RunFolder
 from gatespace.training.processes import is_first
 
-_INTERRUPTED = 130
 _CHECKPOINT = re.compile(r"step-(\d+)")
 
 
@@ -56,10 +54,8 @@ def execute(
                 summary = train(config, progress)
             else:
                 summary = teach(config, progress)
-    except KeyboardInterrupt:
-        if is_first():
-            sys.stderr.write(f"stopped: {_how_to_resume(folder)}\n")
-        raise typer.Exit(_INTERRUPTED) from None
+    except KeyboardInterrupt as interrupt:
+        raise typer.Exit(stopped(interrupt, f": {_how_to_resume(folder)}" if is_first() else "")) from None
     if is_first():
         _report(config, folder, summary, as_json=as_json)
 

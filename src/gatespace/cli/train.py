@@ -66,7 +66,8 @@ def train(
     gatespace train --settings         every setting of a file or of --set
 
     Exit code 0: trained; 1: the run failed; 2: wrong usage or settings;
-    130: stopped by Ctrl-C. With --json, standard output is the summary alone.
+    130 or 143: stopped by Ctrl-C or SIGTERM. With --json, standard output is
+    the summary alone.
     """
     from gatespace.cli.run_command import execute, list_settings
     from gatespace.config import TrainConfig

@@ -257,10 +257,14 @@ def check_network(model: Model) -> None:
         projection = Projection(flat, head, rows)
         rebuilt = projection.into(logits_buffer(flat, len(flat), rows, projection.dtype), slice(None), 0, rows)
     tolerance = torch.finfo(hidden.dtype).eps ** 0.5
-    if not bool(hidden.isfinite().all()):
-        raise UsageError(
-            f"{model.name} computes numbers that are not finite", why="some of its weights are damaged, or not finite"
-        )
+    for what, values in (("hidden states", hidden), ("logits", logits)):
+        if bool((values.isnan() | (values.abs() == torch.inf)).any()):
+            raise UsageError(
+                f"{model.name} computes numbers that are not finite",
+                got=f"its {what}: {_not_finite(network)}",
+                why="no loss or response can be computed from them",
+                instead="weights of a training that did not diverge, loaded whole; fp32 or bf16 in place of float16",
+            )
     if not _close(hidden[0, :2], hidden[1, :2], tolerance):
         raise UsageError(
             "not a causal language model",
@@ -385,6 +389,14 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     ids: list[int] = tokenizer.encode(tail, add_special_tokens=False) if tail else []
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     return ids[0] if ids and ids[0] in special else None
+
+
+def _not_finite(network: nn.Module) -> str:
+    """Where numbers that are not finite come from."""
+    for name, tensor in network.state_dict().items():
+        if count := int(tensor.isfinite().logical_not().sum()):
+            return f"{count} of {tensor.numel()} values of {name} are not finite"
+    return f"all weights are finite, so the computation overflows in {next(network.parameters()).dtype}"
 
 
 def _close(left: Tensor, right: Tensor, tolerance: float) -> bool:

@@ -104,7 +104,15 @@ class Prompt:
             closed = len(ids) > 1 and ids[-1] == getattr(chat, "eos_token_id", None)
             return ids[:-1] if closed else ids
         options = {"enable_thinking": False} if "enable_thinking" in template else {}
-        opened: str = chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        try:
+            opened: str = chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        except Exception as error:  # a template is a program in a sandbox, and may raise anything
+            raise UsageError(
+                "the model's chat template cannot be used",
+                got=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+                why="it comes with the tokenizer, and transformers runs it in a sandbox",
+                instead="a model whose template takes one turn of a user; or correct chat_template.jinja beside it",
+            ) from None
         # The template has written the special tokens already.
         return list(tokenizer.encode(opened + self.prefill, add_special_tokens=False))
 

@@ -414,6 +414,12 @@ def test_without_the_token_nothing(study):
             assert ask(address, f"{path}?token={token}")[0] == (404 if path == "/other" else 200)
 
 
+@pytest.mark.parametrize("target", ["//[", "//[v1.x]?token=1", "/%", "?", "*", "//evil.example:x/"])
+def test_an_odd_address_gets_a_reply(target, study):
+    with served(study) as watch:
+        assert ask(watch.server.server_address, target)[0] in (400, 403)
+
+
 def test_other_names_of_this_machine_are_refused_even_with_the_token(study):
     with served(study) as watch:
         address, path = watch.server.server_address, f"/snapshot?token={watch.token}"

@@ -111,8 +111,11 @@ def watch_server(folder: Path, *, port: int | None = None, new_address: bool = F
 
 def _replies(watcher: Watcher, token: str) -> Callable[[str], Reply]:
     def reply(target: str) -> Reply:
-        parts = urlsplit(target)
-        query = parse_qs(parts.query)
+        try:
+            parts = urlsplit(target)
+            query = parse_qs(parts.query)
+        except ValueError:  # e.g. //[
+            return Reply(HTTPStatus.BAD_REQUEST, "not an address\n")
         given = query.get("token", [""])[-1]
         # Without the token not even what there is can be learned. How long the comparison takes says nothing either.
         if not hmac.compare_digest(given.encode("utf-8", "surrogatepass"), token.encode()):

@@ -320,7 +320,7 @@ class TeacherServer(Closing):
         pending = len(self._schedule.pending)
         if self._deadline is None:
             self._deadline = time.monotonic() + self.limits.drain
-            self._report(f"ending: {pending} requests are pending, new ones are refused")
+            self._report(f"asked to end: {pending} requests are pending, new ones are refused")
             for identity, session in list(self._schedule.sessions.items()):
                 self._send(identity, wire.Draining(self.instance, len(session.pending)))
         if not pending and not self._preparing and not self._scoring:
