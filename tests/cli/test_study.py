@@ -240,9 +240,10 @@ def test_a_study_of_ones_own_data_and_models(cli, own):
     found = json.loads(again.stdout)
     assert (again.exit_code, found["failed"], len(found["done"])) == (0, {}, 4)
     # Neither model was taught anything, and two steps change nothing.
-    assert found["warnings"][0].startswith("tickets: On test the teacher is right in 0.0 %, and the untouched student")
+    assert found["warnings"][0].startswith("tickets: The teacher: 8 of 8 answers on val have no legal label. ")
+    assert any("On test the teacher is right in 0.0 %, and the untouched student" in text for text in found["warnings"])
     assert any(text.startswith("tickets, no label: G5 (seed 1); twin(G5) (seed 1). ") for text in found["warnings"])
-    assert shown.stdout.count("warning: ") == len(found["warnings"]) == 4
+    assert shown.stdout.count("warning: ") == len(found["warnings"]) == 6
     assert "4 of 4 done" in cli("status", folder).stdout
 
 

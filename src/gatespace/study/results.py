@@ -143,8 +143,11 @@ def _warnings(
     runs: Mapping[str, RunResult], baselines: Mapping[str, TaskBaseline]
 ) -> Iterator[tuple[str, list[Concern]]]:
     for task, known in baselines.items():
+        found = concerns({split: score.metrics for split, score in known.teacher.items()})
+        about = [concern._replace(seen=f"The teacher: {concern.seen}") for concern in found]
         if (split := "test") in known.start and split in known.teacher:
-            yield task, of_teacher(split, known.teacher[split].accuracy, known.start[split].accuracy)
+            about += of_teacher(split, known.teacher[split].accuracy, known.start[split].accuracy)
+        yield task, about
     for result in runs.values():
         if result.state == "done":
             begun = baselines[result.spec.task].start if result.spec.task in baselines else {}

@@ -53,7 +53,7 @@ def check_fit(config: TrainConfig | TeachConfig, data: Material, encoder: Encode
         demands.append(Demand("rollout.max_new_tokens", data.rows, config.rollout.max_new_tokens, named))
     else:
         demands.append(Demand("", data.rows, longest, named))
-    notes = []
+    notes = list(data.task.notes)
     for demand in demands:
         _check_window(demand, encoder, longest)
         if demand.new_tokens > _MUCH * longest:

@@ -91,8 +91,6 @@ class Job(ABC):
     def begin(self) -> dict[str, Any] | None:
         """Make the folder this run's, or see that it already is; the summary if the run is done."""
         config, processes = self.config, self.processes
-        for note in self.data.task.notes:
-            self.progress.note(note)
         content = {**self.content, **processes.content}
         if config.plugins:
             content["plugins"] = plugins_digest(config.plugins)
