@@ -61,7 +61,7 @@ def folder(tmp_path) -> Path:
         timing = {"step": 1, "wall": {"all": 1.0}, "cpu": {"all": 1.0}, "teacher_tokens": 3}
         files = {
             "summary.json": {"evaluation": scores, "run": stats, "fingerprint": f"print{number}"},
-            "identity.json": {"content": {"gate": str(gate)}},
+            "identity.json": {"identity": "0", "content": {"gate": str(gate)}},
             "environment.json": {"gatespace": "0", "commit": "abc", "python": "3.11", "packages": {"torch": "2"}},
             "metrics.jsonl": record,
             "timings.jsonl": timing,
