@@ -153,3 +153,9 @@ def test_mistakes_are_said_in_the_words_of_the_call(cli, tmp_path, words, messag
     assert result.exit_code == 2
     assert result.stderr.startswith(message)
     assert result.stdout == ""
+
+
+def test_the_next_command_names_what_a_table_was_given(tmp_path):
+    config = load_config(TeachConfig, None, ["model=tiny", "task.table={source: tickets.csv, labels: [a, b]}"])
+    command = _next_command(config, RunFolder(tmp_path))
+    assert """ --set 'task.table={"source": "tickets.csv", "labels": ["a", "b"]}' """ in command

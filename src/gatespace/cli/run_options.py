@@ -131,6 +131,9 @@ def task_command(task: TaskConfig) -> list[str]:
             words += ["--task" if key == "name" else "--root", str(value)]
         elif key == "brief":
             words.append("--brief")
+        elif task.table is not None and key == "table":
+            given = task.table.model_dump(mode="json", exclude_defaults=True)
+            words += ["--set", f"task.table={json.dumps(given, ensure_ascii=False)}"]
         else:
             words += ["--set", f"task.{key}={json.dumps(value, ensure_ascii=False)}"]
     return words
