@@ -129,24 +129,25 @@ def test_no_file_handles(nursery: Nursery, log: IO[bytes], tiny: TinyPair, model
         return log.read().count(b"new connections have to wait: Too many open files")
 
     assert notes() == 0
-    with RawClient(service.address, model) as early, RawClient(service.address, model) as late:
+    with RawClient(service.address, model) as early:
         assert isinstance(early.hello(), wire.Welcome)
         resource.prlimit(service.pid, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{service.pid}/fd")), hard))
         place = service_address(service.address)
         lines = [socket.create_connection((place.host, place.port), timeout=600) for _ in range(50)]
         until(notes)
         early.score(QUESTIONS[:1])
-        for line in lines:
-            line.close()
-        resource.prlimit(service.pid, resource.RLIMIT_NOFILE, (hard, hard))
-        assert isinstance(late.hello(), wire.Welcome)
-        late.score(QUESTIONS[:1])
+        with RawClient(service.address, model) as late:
+            for line in lines:
+                line.close()
+            resource.prlimit(service.pid, resource.RLIMIT_NOFILE, (hard, hard))
+            assert isinstance(late.hello(), wire.Welcome)
+            late.score(QUESTIONS[:1])
     assert notes() == 1
     service.end()
 
 
 @pytest.fixture
-def front(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Front, socket.socket, list[str]]]:
+def front() -> Iterator[tuple[Front, socket.socket, list[str]]]:
     """A front without ZeroMQ: the socket behind it is a plain one, for whoever wants to look."""
     notes: list[str] = []
     found = Front(Address("zmq", "127.0.0.1", 0), connections=4, report=notes.append)
