@@ -15,7 +15,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -27,9 +27,9 @@ __all__ = [
     "JsonLines",
     "Mark",
     "atomic_write",
+    "check_claim",
     "claim",
     "encode",
-    "holds",
     "is_claimed",
     "read",
     "sync_folder",
@@ -74,7 +74,7 @@ def sync_folder(folder: Path) -> None:
 def claim(folder: Path) -> Iterator[int]:
     """Hold a run folder, made if it is not there; an error where another process holds it.
 
-    The hold ends with the process, however that ends. What is yielded is for `holds`.
+    The hold ends with the process, however that ends. What is yielded is for `check_claim`.
     """
     folder = Path(folder)
     with _io(folder):
@@ -101,12 +101,19 @@ def claim(folder: Path) -> Iterator[int]:
         os.close(handle)
 
 
-def holds(folder: Path, handle: int) -> bool:
-    """Whether `folder` is still the one that was claimed, and was not deleted, moved or replaced."""
-    try:
-        return os.path.samestat(os.stat(folder / _LOCK), os.fstat(handle))
-    except FileNotFoundError:
-        return False
+def check_claim(folder: Path, handle: int | None) -> None:
+    """An error where the folder that was claimed is gone: a write would make half a folder. None: it was not."""
+    if handle is None:
+        return
+    with suppress(FileNotFoundError):
+        if os.path.samestat(os.stat(folder / _LOCK), os.fstat(handle)):
+            return
+    raise RunError(
+        "the output folder was deleted, moved or replaced while this was writing to it",
+        got=folder,
+        why="what was written is no longer there",
+        instead="the same command starts again, from the beginning",
+    )
 
 
 def is_claimed(folder: Path) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gatespace.errors import UsageError
+from gatespace.errors import RunError, UsageError
 from gatespace.runs import RunFolder, StudyFolder
 from gatespace.study.engines import LocalEngine
 from gatespace.study.outlook import look
@@ -400,3 +400,19 @@ def _runs_ended(folder: Path) -> int:
 def _work_seen(folder: Path) -> int:
     """Records of steps that were ever written: it changes when a run has begun to work."""
     return sum(path.stat().st_size for path in folder.glob("*/*/metrics.jsonl"))
+
+
+def test_a_folder_that_is_deleted_is_not_made_again(tmp_path):
+    folder = StudyFolder(tmp_path / "study")
+
+    class Deleting(InlineEngine):
+        def start(self, name, job):
+            shutil.rmtree(folder.path)
+
+        def wait(self, seconds):
+            return [("messages-teacher", {"state": "failed", "error": "x", "details": ""})]
+
+    folder.begin(study(), workers=1, threads=1)
+    with pytest.raises(RunError, match="deleted, moved or replaced while this was writing"):
+        run_study(study(), folder, Deleting(), threads=1)
+    assert not folder.path.exists()

@@ -104,7 +104,7 @@ def test_an_output_folder_that_is_gone_is_noticed_at_the_next_write(
             seen.append(step)
             super().step(step, steps, record, timing)
 
-    with pytest.raises(RunError, match="deleted, moved or replaced while the run was writing") as error:
+    with pytest.raises(RunError, match="deleted, moved or replaced while this was writing") as error:
         train(config, Watching(1, act))
     assert error.value.exit_code == 1
     assert seen == [1]

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gatespace.errors import RunError, UsageError
-from gatespace.files import JsonLines, Mark, atomic_write, claim, holds, is_claimed, read
+from gatespace.files import JsonLines, Mark, atomic_write, check_claim, claim, is_claimed, read
 
 if TYPE_CHECKING:
     from gatespace.config import TeachConfig, TrainConfig
@@ -231,14 +231,8 @@ class RunFolder:
                 self._claim = None
 
     def check_claim(self) -> None:
-        """An error where the folder that this process holds is gone: a write would make half a folder."""
-        if self._claim is not None and not holds(self.path, self._claim):
-            raise RunError(
-                "the output folder was deleted, moved or replaced while the run was writing to it",
-                got=self.path,
-                why="what the run wrote is no longer there",
-                instead="the same command starts the run again, from the beginning",
-            )
+        """An error where the folder that this process holds is gone."""
+        check_claim(self.path, self._claim)
 
     def begin(
         self, config: TrainConfig | TeachConfig, content: Mapping[str, str], environment: Mapping[str, Any]

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gatespace.errors import UsageError
-from gatespace.files import atomic_write, claim, is_claimed
+from gatespace.files import atomic_write, check_claim, claim, is_claimed
 from gatespace.plugins import plugin_hash
 from gatespace.runs.run_folder import RunFolder
 
@@ -47,6 +47,7 @@ class StudyFolder:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).expanduser().absolute()
+        self._claim: int | None = None
 
     @classmethod
     def open(cls, path: Path | str) -> StudyFolder:
@@ -154,8 +155,15 @@ class StudyFolder:
     @contextmanager
     def claim(self) -> Iterator[StudyFolder]:
         """Hold the folder, made if it is not there; an error where another process holds it."""
-        with claim(self.path):
-            yield self
+        with claim(self.path) as self._claim:
+            try:
+                yield self
+            finally:
+                self._claim = None
+
+    def check_claim(self) -> None:
+        """An error where the folder that this process holds is gone."""
+        check_claim(self.path, self._claim)
 
     def begin(self, config: StudyConfig, *, workers: int, threads: int | None, usual: int | None = None) -> int:
         """Make the folder this study's, and return the threads of each run, see `threads_of_runs`."""
@@ -218,4 +226,5 @@ class StudyFolder:
 
     def now_running(self, names: Iterable[str]) -> None:
         """Write down what is being run."""
+        self.check_claim()
         atomic_write(self.path / "running.json", json.dumps(dict.fromkeys(sorted(names), True)) + "\n")

@@ -74,6 +74,7 @@ class _Runner:
             self._look()
         written: set[str] | None = None
         while True:
+            self.folder.check_claim()
             if self._choose_bases():
                 self._look()
             hopeless = blocked(self.work, self.states)
@@ -100,6 +101,7 @@ class _Runner:
         for name, outcome in self.engine.wait(0.5):
             self.running.discard(name)
             if outcome["state"] == "failed":
+                self.folder.check_claim()
                 work_of[name].folder.fail(outcome["error"], outcome["details"])
                 self.note(f"{name} failed: {outcome['error'].splitlines()[0]}")
             self.states[name] = work_of[name].folder.state
