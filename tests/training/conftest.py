@@ -111,7 +111,7 @@ def train_config(taught: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
             "teacher": {"cache": str(tmp_path / "scores")},
             "optimizer": {"lr": 2e-3},
             "engine": {"precision": "fp32", "threads": 1},
-            "evaluation": {"limit": 12, "max_new_tokens": 12, "final": ["val"]},
+            "evaluation": {"every": 0, "limit": 12, "max_new_tokens": 12, "final": ["val"]},
             "checkpoint": {"every": 2},
             "trace": {"tokens_every": 2, "rollouts": 2},
             "output": str(tmp_path / "train"),

@@ -45,7 +45,7 @@ def settings(kind: str, teacher: Path, tiny: TinyPair, output: Path, parallel: s
         "engine": {"precision": "fp32", "threads": 1, "parallel": parallel},
         "teacher": {"cache": None},
         "optimizer": {"lr": 1e-3, "weight_decay": 0.1},
-        "evaluation": {"final": ["val"], "limit": 51, "max_new_tokens": 8},
+        "evaluation": {"every": 0, "final": ["val"], "limit": 51, "max_new_tokens": 8},
         "trace": {"tokens_every": 2},
         "steps": 4,
         "batch_size": 6,

@@ -105,7 +105,7 @@ def test_a_step_with_teacher_and_rollouts_by_vllm(served, vllm_python, smollm2, 
             pair={"student": str(smollm2), "teacher": served.address},
             rollout={"engine": "vllm", "options": {"server": vllm_python}, "max_new_tokens": 6},
             engine={"precision": "fp32"},
-            evaluation={"final": []},
+            evaluation={"every": 0, "final": []},
             optimizer={"lr": 1e-5},
             steps=2,
             batch_size=4,
@@ -152,7 +152,7 @@ def tiny_run(taught: Path, learner: Path, server: str, output: Path, **changes: 
         "teacher": {"cache": None},
         "engine": {"precision": "fp32"},
         "optimizer": {"lr": 1e-3},
-        "evaluation": {"final": []},
+        "evaluation": {"every": 0, "final": []},
         "checkpoint": {"every": 1},
         "steps": 4,
         "batch_size": 4,
@@ -169,7 +169,7 @@ def test_a_run_samples_and_evaluates_by_a_server_that_gets_its_weights(
     taught: Path, learner: Path, tmp_path: Path
 ) -> None:
     """A scripted server responds as the student itself would: greedily, so that no random numbers are needed."""
-    evaluation = {"final": ["test"], "limit": 10, "max_new_tokens": 8}
+    evaluation = {"every": 0, "final": ["test"], "limit": 10, "max_new_tokens": 8}
     with Scripted(load_model(str(learner)), all_rows=True, weights=True) as server:
         runs = {}
         for engine, options in {"native": {}, "vllm": {"server": server.address}}.items():
