@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { Book, type Payload, type RunRecord } from "../src/explorer/data.ts";
 import { gateOf } from "../src/explorer/gate.ts";
-import { fromLink, initial, outcome, pages, selected, tokensOf, toLink } from "../src/explorer/state.ts";
+import { fromLink, initial, opening, outcome, pages, selected, tokensOf, toLink } from "../src/explorer/state.ts";
 
 const run = (id: string, task: string, abcd: number[] | null): RunRecord => ({
   id, label: id, task, kind: "point", seed: 1, gate: abcd === null ? null : { abcd, extra: {} }, top_k: 8, entropy: "top_k", steps: 3, done: true,
@@ -70,6 +70,13 @@ test("a link has what was changed, and brings it back", () => {
   };
   assert.deepEqual(fromLink(`#${toLink(changed, start, book)}`, start, book), changed);
   assert.deepEqual(fromLink(toLink({ ...changed, run: -1, b: null }, start, book), start, book), { ...changed, run: -1, b: null });
+});
+
+test("a page opens on the token where the models differ most", () => {
+  const apart = new Book({ ...payload, tokens: { ...payload.tokens, forward_kl: [1, 9, 2, 1, 3], reverse_kl: [1, 1, 1, 1, null] } });
+  assert.equal(opening(apart, { ...start, run: -1, task: "" }), 1);
+  assert.equal(opening(apart, { ...start, run: 1 }), 3);
+  assert.equal(opening(apart, { ...start, run: -1, task: "", gold: "none" }), -1);
 });
 
 test("a link that this page cannot follow changes nothing", () => {

@@ -160,6 +160,17 @@ def test_each_token_has_the_tint_of_its_own_lam(visit, page_url, recorded):
     assert all(later >= sooner - 2 for sooner, later in itertools.pairwise(ordered))  # neighbours may round alike
 
 
+def test_it_opens_on_the_token_where_the_models_differ_most(visit, page_url, recorded):
+    page = visit(page_url)
+    shown = page.locator("button.token").evaluate_all("(all) => all.map((e) => Number(e.dataset.token))")
+    apart = [forward + reverse for forward, reverse in zip(recorded["forward_kl"], recorded["reverse_kl"], strict=True)]
+    token = page.evaluate("explorer.state().token")
+    assert token in shown
+    assert apart[token] == pytest.approx(max(apart[one] for one in shown), abs=1e-6)
+    assert page.locator("button.token[aria-current]").get_attribute("data-token") == str(token)
+    assert "λ in training" in page.locator(".inspector").inner_text()
+
+
 def test_the_inspector_shows_a_token(visit, page_url, gated):
     page = visit(page_url)
     line = records(gated)[0]
@@ -238,6 +249,10 @@ def test_the_keyboard_is_enough(visit, page_url):
         page.keyboard.press("Tab")
         if page.evaluate("document.activeElement.classList.contains('token')"):
             break
+    page.keyboard.press("Home")
+    for _ in range(12):
+        page.keyboard.press("ArrowUp")
+    settle(page)
     first = page.evaluate("explorer.state().token")
     page.keyboard.press("ArrowRight")
     settle(page)

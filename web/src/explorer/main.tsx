@@ -21,17 +21,20 @@ import { Inspector } from "./Inspector.tsx";
 import { Plane } from "./Plane.tsx";
 import { Course, Points } from "./Points.tsx";
 import { Rollouts } from "./Rollouts.tsx";
-import { fromLink, initial, pages, selected, type State, toLink } from "./state.ts";
+import { fromLink, initial, opening, pages, selected, type State, toLink } from "./state.ts";
 
 const book = new Book(embedded<Payload>(SCHEMA));
 const start = initial(book);
 const deriver = new Deriver(book);
 const store = new Store<State>(opened(location.hash));
 
-/** The state of a link. A token that it names is shown even where the link has another page of responses. */
+/**
+ * The state of a link. A token that it names is shown even where the link has another page of responses; without one a
+ * token is explained at once, but for narrow windows, where the panel would cover what it is about.
+ */
 function opened(hash: string): State {
   const state = fromLink(hash, start, book);
-  if (state.token < 0) return state;
+  if (state.token < 0) return matchMedia("(max-width: 56rem)").matches ? state : { ...state, token: opening(book, state) };
   const responses = selected(book, state);
   const place = responses.indexOf(book.responseOf[state.token]);
   return place < 0 ? state : { ...state, page: pages(book, responses).findLastIndex((first) => first <= place) };
