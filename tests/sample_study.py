@@ -77,8 +77,11 @@ def sample_results(
     failed: Mapping[str, str] | None = None,
     waiting: Sequence[str] = (),
     duplicates: int = 7,
+    start: float = 0.42,
+    collapsed: Mapping[str, float] | None = None,
     name: str = "sample",
     about: str = "",
+    text: str = "text",
 ) -> StudyResults:
     """A whole study in `folder`, with the files that a report reads.
 
@@ -100,8 +103,11 @@ def sample_results(
         failed: ``task-point-s<seed>`` or ``point`` → the error of a run that failed.
         waiting: The same keys, of runs that have not begun.
         duplicates: Test rows whose text stands in train.
+        start: Accuracy of the student before training.
+        collapsed: Point → the percentage points by which it is worse than it would be.
         name: Of the study.
         about: What it asks.
+        text: The beginning of every text.
     """
     named = tasks if isinstance(tasks, Mapping) else {task: SAMPLE_TASKS[task] for task in tasks}
     failed = failed or {}
@@ -125,13 +131,14 @@ def sample_results(
             comparisons += [_replicated(pair) for pair in pairs if (pair.left, pair.right) in wanted]
 
     runs: dict[str, RunResult] = {}
-    draws = {task: _Draws(seed, task, labels, rows, duplicates) for task, (_, labels) in named.items()}
+    draws = {task: _Draws(seed, task, labels, rows, duplicates, text) for task, (_, labels) in named.items()}
     for spec in specs:
         keys = (f"{spec.task}-{spec.point}-s{spec.seed}", spec.point)
         state = "failed" if any(k in failed for k in keys) else "waiting" if any(k in waiting for k in keys) else "done"
         place = Path(folder) / "runs" / spec.id
         if state == "done":
-            runs[spec.id] = _run(spec, place, draws[spec.task], effect=effect, noise=noise, steps=steps)
+            gain = (effect if spec.kind == "point" else 0.0) - (collapsed or {}).get(spec.point, 0.0)
+            runs[spec.id] = _run(spec, place, draws[spec.task], effect=gain, noise=noise, steps=steps)
             continue
         error = next((failed[k] for k in keys if k in failed), "")
         runs[spec.id] = RunResult(spec, state, place, error=error)
@@ -145,12 +152,15 @@ def sample_results(
     baselines = {}
     reads = []
     for task, (data, _) in named.items():
-        baselines[task] = TaskBaseline(
-            data,
-            hashlib.sha256(data.encode()).hexdigest()[:16],
-            {split: draws[task].score(split, 0.42, "start") for split in ("val", "test")},
-            {split: draws[task].score(split, 0.86, "teacher") for split in ("val", "test")},
-        )
+        scores = {}
+        for who, accuracy in (("start", start), ("teacher", 0.86)):
+            said = {split: draws[task].predictions(split, accuracy, who) for split in ("val", "test")}
+            scores[who] = {split: draws[task].scored(split, labels) for split, labels in said.items()}
+            for split, labels in said.items():
+                draws[task].write(Path(folder) / "baselines" / f"{task}-{who}", split, labels)
+        folders = {who: Path(folder) / "baselines" / f"{task}-{who}" for who in scores}
+        digest = hashlib.sha256(data.encode()).hexdigest()[:16]
+        baselines[task] = TaskBaseline(data, digest, scores["start"], scores["teacher"], folders)
         reads += [SplitRead(f"{task}-{who}", task, rows, "baseline", 1) for who in ("start", "teacher")]
     reads += [
         SplitRead(r.spec.id, r.spec.task, rows, "result", 1 + (i == 3))
@@ -251,8 +261,8 @@ def _replicated(pair: Comparison) -> Comparison:
 class _Draws:
     """The rows of a task, how hard they are, and what a run says about them."""
 
-    def __init__(self, seed: int, task: str, labels: tuple[str, ...], rows: int, duplicates: int) -> None:
-        self.seed, self.task, self.labels, self.duplicates = seed, task, labels, duplicates
+    def __init__(self, seed: int, task: str, labels: tuple[str, ...], rows: int, duplicates: int, text: str) -> None:
+        self.seed, self.task, self.labels, self.duplicates, self.text = seed, task, labels, duplicates, text
         self.rng = self.generator("rows")
         weights = np.array([1 / (i + 1) for i in range(len(labels))])
         self.gold = {
@@ -277,8 +287,15 @@ class _Draws:
             said.append(gold if correct else wrong)
         return said
 
-    def score(self, split: str, accuracy: float, *names: object) -> Score:
-        return self.scored(split, self.predictions(split, accuracy, *names))
+    def write(self, folder: Path, split: str, said: Sequence[str | None]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_lines(
+            RunFolder(folder).predictions_file(split),
+            [
+                {"index": i, "text": f"{self.text} {i}", "gold": gold, "label": label, "raw": str(label), "ended": True}
+                for i, (gold, label) in enumerate(zip(self.gold[split], said, strict=True))
+            ],
+        )
 
     def scored(self, split: str, said: Sequence[str | None]) -> Score:
         gold, skip = self.gold[split], self.duplicates if split == "test" else 0
@@ -294,18 +311,12 @@ def _run(spec: RunSpec, folder: Path, draws: _Draws, *, effect: float, noise: fl
     folder.mkdir(parents=True, exist_ok=True)
     own = draws.generator("run", spec.point, spec.seed)
     luck = draws.generator("seed", spec.seed).normal(scale=noise)
-    accuracy = 0.74 + (luck + own.normal(scale=noise) + (effect if spec.kind == "point" else 0.0)) / 100
+    accuracy = 0.74 + (luck + own.normal(scale=noise) + effect) / 100
     scores = {}
     for split in ("val", "test"):
         said = draws.predictions(split, accuracy, spec.point, spec.seed)
         scores[split] = draws.scored(split, said)
-        _write_lines(
-            RunFolder(folder).predictions_file(split),
-            [
-                {"index": i, "text": f"text {i}", "gold": gold, "label": label, "answer": str(label), "ended": True}
-                for i, (gold, label) in enumerate(zip(draws.gold[split], said, strict=True))
-            ],
-        )
+        draws.write(folder, split, said)
     lam = _lam(spec, draws)
     _write_lines(RunFolder(folder).log_file("metrics"), _curve(lam, steps, own))
     way = [0, steps // 2, steps]

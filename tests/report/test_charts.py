@@ -6,6 +6,7 @@ import re
 from statistics import fmean
 
 import pytest
+from scipy import stats
 
 from gatespace.evidence.analysis import analyse
 from gatespace.report.charts import all_charts
@@ -51,14 +52,37 @@ def test_a_forest_has_every_comparison_and_its_seeds(whole, charts):
         assert row["fresh"] == pytest.approx(fmean(each[1:]))
 
 
-def test_the_grid_has_the_points_without_a_gap_coefficient(charts):
-    assert [row["point"] for row in cells(charts["abc-emotion"])] == ["G1", "G2", "G3", "G4", "G5"]
+def test_a_ranking_goes_from_the_best_down(whole, charts):
+    rows = cells(charts["ranking-hate"])
+    shares = [row["accuracy"] for row in rows]
+    assert shares == sorted(shares, reverse=True)
+    found = {row["point"]: row for row in rows}
+    runs = [whole.results.run("hate", "H1", seed).scores["test"].accuracy for seed in (42, 2, 3)]
+    assert found["H1"]["accuracy"] == pytest.approx(fmean(runs))
+    low, high = stats.t.interval(0.95, 2, fmean(runs), stats.sem(runs))
+    assert (found["H1"]["low"], found["H1"]["high"]) == pytest.approx((max(0, low), min(1, high)))
+    kinds = [found[p]["kind"] for p in ("H1", "todi", "twin(H1)", "start", "teacher")]
+    assert kinds == ["family", "published method", "mean-matched twin", "untouched student", "teacher"]
 
 
-def test_a_restriction_that_cannot_be_is_not_missing(charts):
-    rows = {row["point"]: row for row in cells(charts["restrictions-hate"])}
-    assert rows["G4"]["entropy-only"] == rows["G4"]["gap-only"] == "N/A"
-    assert isinstance(rows["H1"]["gap-only"], float)
+def test_accuracy_stands_against_the_mean_of_lambda(whole, charts):
+    rows = {row["point"]: row for row in cells(charts["against-lambda-hate"])}
+    assert "todi" not in rows  # it has no gate
+    stats_of = [whole.results.run("hate", "G5", seed).lam_stats.mean for seed in (42, 2, 3)]
+    assert rows["G5"]["lam"] == pytest.approx(fmean(stats_of))
+
+
+def test_validation_goes_from_the_untouched_student_to_the_end(whole, charts):
+    row = next(r for r in cells(charts["curves-hate"]) if (r["point"], r["what"][:8]) == ("G5", "accuracy"))
+    assert row["first"] == pytest.approx(42.0, abs=10)
+    runs = [whole.results.run("hate", "G5", seed).scores["val"].accuracy for seed in (42, 2, 3, 7, 8)]
+    assert row["last"] == pytest.approx(100 * fmean(runs))
+
+
+def test_figures_are_drawn_for_pages_and_for_phones(whole):
+    for figure in parse(whole.html).all("figure"):
+        boxes = {svg.attributes["class"]: svg.attributes["viewbox"].split() for svg in figure.all("svg")}
+        assert [boxes[f"chart {form}"][2] for form in ("wide", "narrow")] == ["720", "360"]
 
 
 def test_curves_are_means_over_seeds(whole, charts):

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from statistics import median
+
+import pytest
+
 from gatespace.evidence.analysis import analyse
 from gatespace.report.findings import find
+from gatespace.report.tables import file_tables
 from gatespace.report.view import View
 from tests.sample_study import sample_results
 
@@ -98,3 +103,37 @@ def test_what_cannot_be_compared_is_not_called_missing(tmp_path):
     found, _ = findings(tmp_path, points=("G4", "G5"))
     assert "gap-only" not in {claim.restriction for claim in found.claims}
     assert "missing" not in {claim.verdict for claim in found.claims}
+
+
+def test_a_point_below_its_start_is_named_with_how_sure_that_is(tmp_path):
+    options = {"published": ("todi", "akl", "eopd"), "rows": 200, "points": ("G2", "G5"), "start": 0.6}
+    found, view = findings(tmp_path / "a", collapsed={"eopd": 35.0}, **options)
+    assert found.notable[0].startswith("emotion: eopd (published method) ends below its start")
+    assert "Beyond noise" in found.notable[0]
+    claim = next(claim for claim in found.claims if claim.axis == "published")
+    assert claim.decisive == "eopd"
+    rest = view.analysis.group("published").decisive.without
+    assert f"{rest.mean:+.2f} pp".replace("-", "−") in found.notable[1]
+    assert "Published methods: one point decides the mean" in found.notable[1]
+    none, _ = findings(tmp_path / "b", **options)
+    assert none.notable == ()
+    one, _ = findings(tmp_path / "c", collapsed={"eopd": 35.0}, seeds=(1,), **options)
+    assert "With one seed, noise is not known" in one.notable[0]
+
+
+def test_a_claim_that_one_point_decides_is_not_supported(tmp_path):
+    options = {"seeds": tuple(range(1, 10)), "noise": 0.3, "published": ("todi", "akl", "eopd")}
+    found, _ = findings(tmp_path, collapsed={"eopd": 30.0}, **options)
+    claim = next(claim for claim in found.claims if claim.axis == "published")
+    assert (claim.verdict, claim.decisive) == ("lead", "eopd")
+    assert "eopd decides the mean" in claim.why
+
+
+def test_there_is_one_detectable_difference(tmp_path):
+    found, view = findings(tmp_path)
+    number = median(c.all.mde for c in view.analysis.comparisons if c.all is not None)
+    assert view.analysis.detectable["all"].pp == pytest.approx(number)
+    assert [text for text in found.limits if f"a detectable difference of {number:.1f} pp" in text]
+    table = next(table for table in file_tables(view) if table.name == "power")
+    keys = [column.key for column in table.columns]
+    assert [row[keys.index("pp")] for row in table.rows] == [view.analysis.detectable["emotion"].pp]

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from gatespace.report import build_report
+from gatespace.report.findings import VERDICTS
+from gatespace.report.table import shown
 from tests.sample_study import sample_results
 
 from .conftest import made, parse, sentences
@@ -74,8 +76,56 @@ def test_the_first_screen_is_first_and_complete(whole, page):
     assert section.attributes["id"] == "findings"
     words = sentences(section).replace("\u00a0", " ")
     found = whole.files.findings
-    for text in (found.headline, found.state, *found.training, *found.limits, *(claim.text for claim in found.claims)):
+    for text in (found.headline, *found.notable, *found.training, *found.limits):
         assert text in words
+    table = section.all("table")[-1]
+    rows = [sentences(row) for row in table.all("tbody")[0].all("tr")]
+    assert len(rows) == len(found.claims)
+    for claim, row in zip(found.claims, rows, strict=True):
+        for text in (claim.about, VERDICTS[claim.verdict], shown(claim.claim.mean, "signed_pp").replace("-", "−")):
+            assert text in row
+
+
+def test_the_ranking_is_before_every_sentence(whole):
+    """One plot per task with all points, start, teacher and best constant; then what means hide; then the claims."""
+    section = parse(whole.html).all("section")[0]
+    for task in whole.results.tasks:
+        figure = next(n for n in section.all("figure") if n.attributes["id"] == f"figure-ranking-{task}")
+        rows = [row.children[0].text for row in figure.all("tbody")[0].all("tr")]
+        assert set(rows) == {*whole.results.points(task), "start", "teacher", "best constant"}
+    text = whole.html
+    places = [text.index(part) for part in ("<figure", "What the comparisons support</h3>", "What limits it")]
+    assert places == sorted(places)
+
+
+def test_what_means_hide_stands_before_the_claims(tmp_path):
+    built = made(
+        tmp_path, points=("G5",), rows=100, steps=4, twins=(), shuffled=(), start=0.6,
+        published=("todi", "akl", "eopd"), collapsed={"eopd": 35.0},
+    )  # fmt: skip
+    section = parse(built.html).all("section")[0]
+    words = sentences(section)
+    assert "eopd (published method) ends below its start" in words
+    assert words.index("ends below its start") < words.index("What the comparisons support")
+    assert "; eopd decides it" in words
+
+
+def test_a_section_without_content_is_not_there(tmp_path):
+    """Neither on the page nor in its contents; the glossary is called that."""
+    options = {"twins": (), "shuffled": (), "published": (), "duplicates": 0}
+    built = made(tmp_path, points=("G5",), rows=40, steps=4, seeds=(1, 2), **options)
+    page = parse(built.html)
+    titles = [node.text for node in page.all("h2")]
+    assert "Replication on fresh seeds" not in titles
+    assert "Glossary" in titles
+    tables = [details for details in page.all("details") if details.attributes.get("class") == "table"]
+    assert tables
+    assert all(table.all("td") for table in tables)
+    assert "table-duplicates" not in built.html
+    for section in page.all("section"):
+        assert (
+            section.all("figure") + section.all("details") + section.all("ul") + section.all("ol") + section.all("dl")
+        )
 
 
 def test_every_run_has_an_anchor(whole, page):
@@ -87,13 +137,15 @@ def test_text_of_users_is_text(tmp_path):
     tasks = {"mine": ("own/<b>data</b>", (NASTY, "-other", "=cmd|x"))}
     built = made(
         tmp_path, tasks=tasks, points=("G2", "G5", "H1"), rows=60, steps=4, seeds=(1, 2), name=NASTY, about=NASTY,
-        failed={"H1": f"RunError: {NASTY}\n  got: {{% raw %}}"},
+        text=NASTY, failed={"H1": f"RunError: {NASTY}\n  got: {{% raw %}}"},
     )  # fmt: skip
     page = parse(built.html)
     assert not page.all("script") + page.all("b")
     assert NASTY in page.all("h1")[0].text
     assert NASTY in page.all("title")[0].text
     assert NASTY in sentences(page)
+    wrong = next(node for node in page.all("details") if node.attributes.get("id") == "table-wrong-texts")
+    assert NASTY in sentences(wrong)
     assert "49" not in page.all("h1")[0].text
     assert "{% raw %}" in built.html
     for path in built.files.figures:
@@ -171,7 +223,8 @@ window.addEventListener("load", () => {
     if (box.right > page.clientWidth + 1 && !one.closest(".scroll") && !one.closest("svg") && !one.closest("caption"))
       out.push(one.tagName + "." + one.className);
   });
-  const small = [...document.querySelectorAll("svg.chart text")].map(one => {
+  const seen = [...document.querySelectorAll("svg.chart text")].filter(one => one.getBoundingClientRect().width);
+  const small = seen.map(one => {
     const size = parseFloat(getComputedStyle(one).fontSize), svg = one.ownerSVGElement;
     return size * svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
   });

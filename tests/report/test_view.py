@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from statistics import fmean, variance
+from statistics import fmean
 
 import pytest
 
@@ -34,17 +34,6 @@ def test_the_sweep_leaves_out_the_seeds_of_the_replication(view):
     assert [*view.scores("hate", "H1")] == [42, 2, 3, 7, 8]
     assert [*view.sweep("hate", "H1")] == [42, 2, 3]
     assert [*view.scores("hate", "H2")] == [42, 2, 3]
-
-
-def test_spread_pools_variances_by_their_degrees_of_freedom(view):
-    squares = freedom = 0.0
-    for found in view.comparisons("isolation", "emotion"):
-        left, right = (accuracies(view, "emotion", point) for point in (found.left, found.right))
-        differences = [100 * (left[seed] - right[seed]) for seed in left if seed in right]
-        squares += variance(differences) * (len(differences) - 1)
-        freedom += len(differences) - 1
-    assert freedom > 2 * 26  # the replicated one has five seeds
-    assert view.spread("isolation", "emotion") == pytest.approx(math.sqrt(squares / freedom))
 
 
 def test_sampling_error_is_binomial(view):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gatespace.cli.console import console, print_json
+from gatespace.cli.console import console, print_json, print_warnings
 
 if TYPE_CHECKING:
     from gatespace.report.page import ReportFiles
@@ -40,6 +40,8 @@ def report(folder: Folder, output: Output = None, as_json: AsJson = False, no_pn
             "partial": written.partial,
             "headline": found.headline,
             "state": found.state,
+            "notable": list(found.notable),
+            "warnings": list(found.warnings),
             "training": list(found.training),
             "claims": [
                 {"axis": c.axis, "restriction": c.restriction, "verdict": c.verdict, "text": c.text}
@@ -68,6 +70,9 @@ def _print(written: ReportFiles) -> None:
     from gatespace.report.findings import VERDICTS
 
     out, found = console(), written.findings
+    for text in found.notable:
+        out.print(text, style="bold yellow")
+    print_warnings(found.warnings)
     out.print(found.headline, style="bold")
     for text in (found.state, *found.training):
         out.print(text)

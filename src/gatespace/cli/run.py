@@ -133,6 +133,7 @@ def _finish(folder: StudyFolder, outlook: Outlook, *, report: bool, as_json: boo
     """Write the report, and say how the study has ended."""
     from gatespace.cli.console import console, print_json, print_warnings
     from gatespace.cli.study_view import headline
+    from gatespace.study.results import read_results
 
     failed, done = outlook.errors(), outlook.of("done")
     written: Any = None
@@ -140,7 +141,7 @@ def _finish(folder: StudyFolder, outlook: Outlook, *, report: bool, as_json: boo
         from gatespace.cli.report import write_report
 
         written = write_report(folder.path, quiet=quiet or as_json)
-    warnings = _warnings(folder) if done else []
+    warnings = read_results(folder.path).warning_lines() if done else []
     if as_json:
         print_json(
             {
@@ -159,27 +160,7 @@ def _finish(folder: StudyFolder, outlook: Outlook, *, report: bool, as_json: boo
         out.print(f"{name}: {error}", soft_wrap=True)
     for reason in dict.fromkeys(outlook.blocked.values()):
         out.print(f"not done, because {reason}", soft_wrap=True)
-    print_warnings(warnings)
+    if written is None or quiet:  # a report that is printed has them
+        print_warnings(warnings)
     if failed:
         out.print("to try again: the same command with --retry", soft_wrap=True)
-
-
-def _warnings(folder: StudyFolder) -> list[str]:
-    """What is wrong with results that are there: a line for each teacher, and one for each kind with its points."""
-    from gatespace.study.results import read_results
-
-    results = read_results(folder.path)
-    found: list[str] = []
-    points: dict[tuple[str, str, str], dict[str, list[int]]] = {}
-    for name, concerns in results.warnings.items():
-        if name not in results.runs:
-            found += [f"{name}: {concern}" for concern in concerns]
-            continue
-        spec = results.runs[name].spec
-        for concern in concerns:
-            seeds = points.setdefault((spec.task, concern.kind, concern.helps), {}).setdefault(spec.point, [])
-            seeds.append(spec.seed)
-    for (task, kind, helps), where in points.items():
-        runs = "; ".join(f"{point} (seed {', '.join(map(str, seeds))})" for point, seeds in where.items())
-        found.append(f"{task}, {kind}: {runs}. {helps}")
-    return found

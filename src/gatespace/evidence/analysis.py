@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean
+from statistics import fmean, median, median_low
 from typing import Any, Literal
 
 import numpy as np
 
 from gatespace.evidence.counts import Cell, win_count
 from gatespace.evidence.examples import Resampler, mcnemar
-from gatespace.evidence.groups import Difference, anova, block_claim, mixed
-from gatespace.evidence.paired import bh, holm, paired
+from gatespace.evidence.groups import Difference, anova, block_claim, decisive, mixed
+from gatespace.evidence.paired import bh, holm, minimum_detectable, paired, summarise
 from gatespace.evidence.records import (
     ALL_TASKS,
     BaselineEvidence,
+    BelowStart,
     Choice,
     ComparisonEvidence,
+    Detectable,
     GroupEvidence,
     Interval,
     McNemar,
@@ -57,6 +59,11 @@ def analyse(results: StudyResults) -> StudyAnalysis:
         groups=tuple(_groups(comparisons, results.selection_seed)),
         selection={task: _selection(task, results, done) for task in results.tasks},
         baselines={task: _baseline(task, results, done) for task in results.tasks},
+        below_start=tuple(_below_start(results, accuracies)),
+        detectable={
+            task: _detectable([c for c in comparisons if task in (ALL_TASKS, c.task)])
+            for task in (ALL_TASKS, *results.tasks)
+        },
     )
 
 
@@ -211,6 +218,7 @@ def _group(
         cells.append(Cell(c.all.mean, left, right))
     generator = np.random.default_rng(stream(_STREAM, "win count", axis, restriction or "", task))
     pooled = task == ALL_TASKS and restriction is None
+    whole = block_claim(differences)
     return GroupEvidence(
         axis=axis,
         restriction=restriction,
@@ -219,11 +227,12 @@ def _group(
         not_applicable=sum(c.status == "n/a" for c in members),
         missing=sum(c.status == "missing" for c in members),
         mean=fmean(cell.difference for cell in cells) if cells else None,
-        all=block_claim(differences),
+        all=whole,
         fresh=block_claim(differences, exclude_seed=selection_seed),
         wins=win_count(cells, generator=generator),
         holm=None,
         mixed=mixed(differences) if pooled else NotApplicable("only for all tasks of an axis together"),
+        decisive=decisive(differences, whole),
     )
 
 
@@ -298,3 +307,29 @@ def _baseline(task: str, results: StudyResults, done: _Done) -> BaselineEvidence
         rows=any_score.count if any_score else None,
         duplicates=any_score.duplicates if any_score else None,
     )
+
+
+def _below_start(
+    results: StudyResults, accuracies: Mapping[str, Mapping[str, Mapping[int, float]]]
+) -> Iterable[BelowStart]:
+    found = []
+    for task, points in accuracies.items():
+        known = results.baselines.get(task)
+        start = known.start.get(SPLIT) if known else None
+        if start is None:
+            continue
+        for point, by_seed in points.items():
+            gain = summarise([value - 100.0 * start.correct / start.count for value in by_seed.values()])
+            if gain.mean < 0:
+                shares = tuple(value / 100.0 for value in by_seed.values())
+                found.append(BelowStart(task, point, start.accuracy, shares, gain))
+    return sorted(found, key=lambda one: one.gain.mean)
+
+
+def _detectable(comparisons: Sequence[ComparisonEvidence]) -> Detectable | NotApplicable:
+    known = [(c.all.sd, c.all.n) for c in comparisons if c.all is not None and c.all.sd is not None]
+    if not known:
+        return NotApplicable("no comparison has two seeds")
+    # The median: one method that collapses on some seeds must not speak for the others.
+    sd, seeds = median(sd for sd, _ in known), median_low(n for _, n in known)
+    return Detectable(minimum_detectable(sd, seeds), sd, seeds, len(known))

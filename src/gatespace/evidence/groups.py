@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy import stats  # type: ignore[import-untyped]
 
 from gatespace.evidence.paired import summarise
 from gatespace.evidence.reach import whole_cells
-from gatespace.evidence.records import Anova, Block, BlockClaim, Mixed
+from gatespace.evidence.records import Anova, Block, BlockClaim, Decisive, Mixed
 from gatespace.gating.coefficients import NotApplicable
 
 _LEAST_RESIDUAL = 1e-6
@@ -96,10 +97,20 @@ def block_claim(
         return NotApplicable(
             "no comparable runs" if not differences else "no seed but the one that choices were made on"
         )
+    blocks, used, total = _blocks(kept)
+    if not blocks:
+        return NotApplicable("no cell was run at every seed of its task")
+    note = f"over the {used} of {total} cells that have every seed of their task" if used < total else ""
+    summary = summarise([block.mean for block in blocks], confidence=confidence, unit="block", note=note)
+    return BlockClaim(**vars(summary), blocks=tuple(blocks), excluded_seed=exclude_seed)
+
+
+def _blocks(differences: Sequence[Difference]) -> tuple[list[Block], int, int]:
+    """The blocks, the number of cells that they are means of, and the number of all cells."""
     blocks: list[Block] = []
     used = total = 0
-    for task in dict.fromkeys(found.task for found in kept):
-        mine = [found for found in kept if found.task == task]
+    for task in dict.fromkeys(found.task for found in differences):
+        mine = [found for found in differences if found.task == task]
         by_cell: dict[Hashable, dict[int, float]] = {}
         for found in mine:
             by_cell.setdefault((found.left, found.right), {})[found.seed] = found.value
@@ -108,11 +119,37 @@ def block_claim(
         used, total = used + len(whole), total + len(by_cell)
         if whole:
             blocks += [Block(task, s, math.fsum(v[s] for v in whole) / len(whole), len(whole)) for s in seeds]
-    if not blocks:
-        return NotApplicable("no cell was run at every seed of its task")
-    note = f"over the {used} of {total} cells that have every seed of their task" if used < total else ""
-    summary = summarise([block.mean for block in blocks], confidence=confidence, unit="block", note=note)
-    return BlockClaim(**vars(summary), blocks=tuple(blocks), excluded_seed=exclude_seed)
+    return blocks, used, total
+
+
+def decisive(differences: Sequence[Difference], claim: BlockClaim | NotApplicable) -> Decisive | None:
+    """The point that decides a claim alone: leaving its cells out changes the sign of the mean or whether the interval
+    leaves out 0, and the mean with it lies outside the interval without it. The last keeps out the signs of means that
+    are next to 0, which any point can change.
+
+    Args:
+        differences: What the claim was made from.
+        claim: Of all of them.
+    """
+    if isinstance(claim, NotApplicable) or claim.low is None or claim.high is None:
+        return None
+    farthest, chosen = 0.0, None
+    for point in dict.fromkeys(label for d in differences for label in (d.right, d.left)):
+        rest = [d for d in differences if point not in (d.left, d.right)]
+        means = [block.mean for block in _blocks(rest)[0]]
+        if len(means) < 2 or np.ptp(means) == 0:
+            continue
+        mean, reach = float(np.mean(means)), float(stats.t.ppf((1 + claim.confidence) / 2, len(means) - 1))
+        reach *= float(np.std(means, ddof=1)) / math.sqrt(len(means))
+        turns = claim.mean * mean < 0 or (claim.low * claim.high > 0) != (abs(mean) > reach)
+        shift = abs(claim.mean - mean)
+        if turns and shift > max(reach, farthest):
+            farthest, chosen = shift, (point, rest)
+    if chosen is None:
+        return None
+    without = block_claim(chosen[1], confidence=claim.confidence)
+    assert isinstance(without, BlockClaim)
+    return Decisive(chosen[0], without)
 
 
 def mixed(differences: Sequence[Difference], *, confidence: float = 0.95) -> Mixed | NotApplicable:
@@ -120,7 +157,7 @@ def mixed(differences: Sequence[Difference], *, confidence: float = 0.95) -> Mix
 
     A second look: it is anticonservative with the few blocks that a study has.
     """
-    from scipy import optimize, stats  # type: ignore[import-untyped]
+    from scipy import optimize
 
     n = len(differences)
     columns = {

@@ -6,7 +6,7 @@ Differences are left minus right, in the caller's unit; in a study, percentage p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from gatespace.gating.coefficients import NotApplicable
@@ -29,7 +29,8 @@ class Summary:
         high: Its upper end.
         sign_flip_p: Two-sided and exact: the share of all assignments of signs that give a mean as far from 0.
         sign_flip_floor: 2 / 2ⁿ. The sign-flip p cannot be smaller, whatever the data.
-        mde: The smallest true difference that a t-test at .05 with this SD and n finds in 80 % of all repetitions.
+        mde: The detectable difference: the smallest true one that a t-test at .05 with this SD and n finds in 80 % of
+            all repetitions.
         wins: Differences above 0.
         ties: Differences equal to 0.
         losses: Differences below 0.
@@ -250,6 +251,14 @@ class ComparisonEvidence:
         return self.fresh if self.fresh is not None and self.fresh.n > 1 else self.all
 
 
+class Decisive(NamedTuple):
+    """A point that decides a claim about a group: see `gatespace.evidence.groups.decisive`."""
+
+    point: str
+    without: BlockClaim
+    """The claim over the cells that it is not in."""
+
+
 @dataclass(frozen=True)
 class GroupEvidence:
     """All comparisons of an axis on a task, or on all tasks.
@@ -267,6 +276,7 @@ class GroupEvidence:
         wins: Cells won, tied and lost by their mean over seeds.
         holm: p of `judged`, adjusted over the axes; pooled groups only.
         mixed: The mixed model, as a second look.
+        decisive: The point that decides the claim alone, and the claim without it; None where there is no such point.
     """
 
     axis: str
@@ -281,6 +291,7 @@ class GroupEvidence:
     wins: WinCount | NotApplicable
     holm: float | None
     mixed: Mixed | NotApplicable
+    decisive: Decisive | None = None
 
     @property
     def judged(self) -> BlockClaim | None:
@@ -365,15 +376,58 @@ class BaselineEvidence:
     duplicates: int | None
 
 
+class BelowStart(NamedTuple):
+    """A point whose mean accuracy over seeds is below that of the untouched student: training has done harm."""
+
+    task: str
+    point: str
+    start: float
+    """Accuracy of the student before training, as a share."""
+    shares: tuple[float, ...]
+    """Accuracies of the runs, one per seed."""
+    gain: Summary
+    """Accuracy minus start over seeds, in pp; its mean is below 0."""
+
+    @property
+    def beyond_noise(self) -> bool:
+        """Whether the interval over seeds leaves out the start."""
+        return self.gain.high is not None and self.gain.high < 0
+
+
+class Detectable(NamedTuple):
+    """The detectable difference of a study: of a typical comparison of two of its points.
+
+    The smallest true difference that a two-sided paired t-test at .05 finds in 80 % of all repetitions, with the
+    median SD and the median number of seeds of the comparisons.
+    """
+
+    pp: float
+    sd: float
+    seeds: int
+    comparisons: int
+
+
 @dataclass(frozen=True)
 class StudyAnalysis:
-    """The statistics of a study."""
+    """The statistics of a study.
+
+    Args:
+        comparisons: Of two points each.
+        anova: Per task.
+        groups: Claims about groups of comparisons.
+        selection: Per task, the best points.
+        baselines: Per task.
+        below_start: Points that end below their start, the lowest first.
+        detectable: Per task and for `ALL_TASKS`: what a typical comparison can show.
+    """
 
     comparisons: tuple[ComparisonEvidence, ...]
     anova: Mapping[str, Anova | NotApplicable]
     groups: tuple[GroupEvidence, ...]
     selection: Mapping[str, Selection]
     baselines: Mapping[str, BaselineEvidence]
+    below_start: tuple[BelowStart, ...] = ()
+    detectable: Mapping[str, Detectable | NotApplicable] = field(default_factory=dict)
 
     def group(self, axis: str, *, task: str = ALL_TASKS, restriction: str | None = None) -> GroupEvidence | None:
         """The group of an axis, or None."""

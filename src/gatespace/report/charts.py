@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import log
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from gatespace.evidence.paired import minimum_detectable
-from gatespace.evidence.records import ALL_TASKS, BlockClaim, ComparisonEvidence, Summary
+from gatespace.evidence.accuracy import accuracy_interval
+from gatespace.evidence.records import ALL_TASKS, BlockClaim, Choice, ComparisonEvidence, Summary
 from gatespace.report.drawing import (
-    AMBER,
     BAND,
     BLUE,
     GREEN,
@@ -22,27 +20,28 @@ from gatespace.report.drawing import (
     PINK,
     SKY,
     SMALL,
-    WIDTH,
     Chart,
     canvas,
     draw_key,
+    is_wide,
     key_height,
     panel,
     rows_figure,
     short,
+    width,
 )
-from gatespace.report.table import Column, Record, Table, count, lam, percent, pp, shown, signed_pp, text
+from gatespace.report.table import Column, Record, Table, count, lam, percent, shown, signed_pp, text
 from gatespace.report.tables import (
     NO_LABEL,
     POINT,
     confusion,
     confusion_models,
     confusion_records,
-    costs,
     lam_records,
+    point_records,
 )
-from gatespace.report.view import AXES, KINDS, View, leaves_out_zero, mean_of
-from gatespace.study.records import Score
+from gatespace.report.view import AXES, KINDS, View, leaves_out_zero
+from gatespace.study.records import RunResult, Score
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,22 +50,28 @@ if TYPE_CHECKING:
 _FORESTS = ("restriction", "static", "published", "control")
 _CURVE_POINTS = 60
 """Steps of a training curve; a line shows no more."""
-_CURVES = (("loss", "loss"), ("lam_mean", "mean λ"), ("forward_kl", "forward KL"), ("reverse_kl", "reverse KL"))
-_CURVE_GROUPS = {"family, d = 0": BLUE, "family, d > 0": ORANGE, "family, d < 0": GREEN, "restrictions": PINK}
-_SEED_COUNTS = (2, 3, 4, 5, 6, 8, 10, 14, 20, 28, 40)
+_CURVES = {"loss": "loss", "lam_mean": "mean λ", "forward_kl": "forward KL", "reverse_kl": "reverse KL"}
 _MOST_LABELS = 12
 """Labels up to which a confusion matrix can be drawn legibly."""
+_BESIDE = "beside"
+"""The kind of start, teacher and best constant in a ranking."""
+_LOOKS: Mapping[str, tuple[str, str, str, str]] = {
+    "point": ("family", "●", "o", BLUE),
+    "published": ("published methods", "◆", "D", ORANGE),
+    "restriction": ("restrictions", "▲", "^", GREEN),
+    **dict.fromkeys(("static", "twin", "control"), ("controls (constant, shuffled)", "■", "s", PINK)),
+    _BESIDE: ("start, teacher, best constant", "✕", "X", INK),
+}
+"""Kind of a point → its words, its mark in a key and in a drawing, and its colour."""
 
 
 def all_charts(view: View) -> list[Chart]:
     """Every figure that the study has data for, in the order of the page."""
-    charts = [_overview(view)]
+    charts = [*(_ranking(view, task) for task in view.results.tasks), _overview(view)]
     for task in view.results.tasks:
         charts += [_isolation(view, task), _gap(view, task), *(_forest(view, task, axis) for axis in _FORESTS)]
     for task in view.results.tasks:
-        charts += [_grid(view, task), _restrictions(view, task), _lam(view, task)]
-        charts += [_curves(view, task), _confusion(view, task)]
-    charts += [_cost(view), _power(view)]
+        charts += [_against_lam(view, task), _lam(view, task), _curves(view, task), _confusion(view, task)]
     return [chart for chart in charts if chart.data.rows]
 
 
@@ -282,104 +287,159 @@ def _rings(axes: Axes, values: Sequence[float], place: int, marker: str = "o", *
 # ---------------------------------------------------------------------------------------------------- accuracies
 
 
-def _grid(view: View, task: str) -> Chart:
-    """The points without a gap coefficient."""
-    columns = (POINT, text("gate", "a,b,c,d"), percent("mean", "mean, %"), text("each", "each seed, %"))
-    gates = {point: view.gate(task, point) for point in view.points(task, "point")}
-    found = {
-        point: {seed: score.accuracy for seed, score in view.sweep(task, point).items()}
-        for point, gate in gates.items()
-        if gate is not None and gate.d == 0
-    }
-    means = {point: fmean(shares.values()) for point, shares in found.items() if shares}
-    records = []
-    for point, mean in means.items():
-        each = ", ".join(f"s{seed} {shown(share, 'percent')}" for seed, share in found[point].items())
-        records.append({"point": point, "gate": str(gates[point]), "mean": mean, "each": each})
-    se = view.sampling_se(task)
-    finding = ""
-    if means:
-        low, high = min(means.values()), max(means.values())
-        best = max(means, key=lambda p: means[p])
-        finding = (
-            f"Mean test accuracy of the points with d = 0 spans {100 * (high - low):.2f} pp, from {100 * low:.2f} % to "
-            f"{100 * high:.2f} % ({best})."
-        )
-        if se:
-            finding += f" The sampling SE of one model is {se:.2f} pp (grey band about the grid's mean)."
-
-    def draw() -> Figure:
-        labels = [f"{point}  ({str(gates[point]).removesuffix(',0')})" for point in means]
-        key = [("● mean", BLUE), ("○ one seed", MUTED)]
-        figure, axes = rows_figure(labels, key, row=0.205, top=0.32, rest=0.46, bottom=0.45)
-        middle = 100 * fmean(means.values())
-        if se:
-            axes.axvspan(middle - se, middle + se, color=BAND, linewidth=0, zorder=0)
-        for place, (point, mean) in enumerate(means.items()):
-            if len(found[point]) > 1:
-                _rings(axes, [100 * share for share in found[point].values()], place, markersize=4)
-            axes.plot([100 * mean], [place], "o", markersize=6.5, color=BLUE, markeredgecolor=PAPER)
-        _accuracy_axis(axes)
-        return figure
-
-    data = Table.of(f"abc-{task}", "abc grid", columns, records)
-    return Chart(f"abc-{task}", f"{task}: the abc grid", finding, data, draw, task)
-
-
-def _restrictions(view: View, task: str) -> Chart:
-    """Family and matched restrictions, point by point."""
+def _ranking(view: View, task: str) -> Chart:
+    """All points and what stands beside them, the best first."""
+    rows = [{**record, "look": _LOOKS[view.kind(task, record["point"])]} for record in point_records(view, task)]
+    rows = [*(row for row in rows if row["accuracy"] is not None), *_standing_beside(view, task)]
+    rows.sort(key=lambda row: -row["accuracy"])
     columns = (
-        POINT, percent("family", "family, mean %"), percent("entropy-only", "entropy-only, mean %"),
-        percent("gap-only", "gap-only, mean %"),
+        POINT, text("kind"), count("seeds"), percent("accuracy", "accuracy, mean %"), percent("low", "95 % from"),
+        percent("high", "to"), text("every", "each seed, %"),
     )  # fmt: skip
-    records: dict[str, dict[str, Any]] = {}
-    for found in view.comparisons("restriction", task, comparable=False):
-        record = records.setdefault(found.left, {"point": found.left, "family": _mean(view, task, found.left)})
-        if found.restriction not in record:
-            record[str(found.restriction)] = "N/A" if found.status == "n/a" else _mean(view, task, found.right)
-    order = [point for point in view.points(task, "point") if point in records]
-    rows = [records[point] for point in order if any(isinstance(cell, float) for cell in records[point].values())]
-    cuts = ("entropy-only", "gap-only")
-    others = [(row["family"], row.get(cut)) for row in rows for cut in cuts]
-    leads = [own - other for own, other in others if isinstance(own, float) and isinstance(other, float)]
-    finding = (
-        f"By the mean over seeds the family is ahead in {sum(x > 0 for x in leads)} of {len(leads)} cells, behind in "
-        f"{sum(x < 0 for x in leads)}; cells share runs, so this is a count and no test."
-        if leads
-        else "No pair is done yet."
-    )
+    for row in rows:
+        row["every"] = ", ".join(shown(share, "percent") for share in row["each"]) or None
+    trained = [row for row in rows if row["each"]]
+    finding = ""
+    if trained:
+        best, last = trained[0], trained[-1]
+        finding = (
+            f"{len(trained)} points, from {best['point']} with {100 * best['accuracy']:.1f} % on average down to "
+            f"{last['point']} with {100 * last['accuracy']:.1f} %. {_overlapping(trained)}"
+        )
 
     def draw() -> Figure:
-        key = [("● family", BLUE), ("◆ entropy-only", ORANGE), ("▲ gap-only", GREEN)]
-        if se := view.sampling_se(task):
-            key.append((f"± one model's sampling SE: {se:.1f} pp", MUTED))
-        labels = [row["point"] for row in rows]
-        figure, axes = rows_figure(labels, key, row=0.205, top=key_height(key, 0.14), rest=0.48, right=0.9)
-        styles = {"family": ("o", BLUE, 6.5), "entropy-only": ("D", ORANGE, 5), "gap-only": ("^", GREEN, 6)}
-        for place, row in enumerate(rows):
-            marks = {side: 100 * row[side] for side in styles if isinstance(row.get(side), float)}
-            if len(marks) > 1:
-                ends = [min(marks.values()), max(marks.values())]
-                axes.plot(ends, [place, place], color=MUTED, linewidth=0.8, zorder=2)
-            for side, x in reversed(marks.items()):
-                marker, colour, size = styles[side]
-                axes.plot([x], [place], marker, markersize=size, color=colour, markeredgecolor=PAPER, zorder=4)
-            none = [cut.removesuffix("-only") for cut in cuts if row.get(cut) == "N/A"]
-            if none:
-                _beside(axes, place, "both N/A" if len(none) == 2 else f"{none[0]} N/A", x=1.02, color=MUTED)
+        there = {row["look"] for row in rows}
+        looks = dict.fromkeys(look for look in _LOOKS.values() if look in there)
+        key = [(f"{mark} {words}", colour) for words, mark, _, colour in looks]
+        key += [("○ one seed", MUTED), ("— 95 % interval", BLUE)]
+        labels, tall = [row["point"] for row in rows], 0.2 if len(rows) > 25 else 0.24
+        figure, axes = rows_figure(labels, key, row=tall, right=2.75 if is_wide() else 0.62)
+        for row in rows:
+            if row["point"] in ("start", "teacher"):
+                axes.axvline(100 * row["accuracy"], color=INK, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
+        for place, (row, label) in enumerate(zip(rows, axes.get_yticklabels(), strict=True)):
+            _, _, marker, colour = row["look"]
+            if not row["each"]:
+                label.set_fontweight("bold")
+            if row["low"] is not None:
+                axes.plot([100 * row["low"], 100 * row["high"]], [place, place], color=colour, linewidth=1.4, zorder=2)
+            if len(row["each"]) > 1:
+                _rings(axes, [100 * share for share in row["each"]], place, markersize=3.6)
+            axes.plot(
+                [100 * row["accuracy"]], [place], marker, markersize=6.5, color=colour, markeredgecolor=PAPER, zorder=5
+            )
+            words = [f"{100 * row['accuracy']:.1f} %"]
+            if is_wide():
+                words.append(f"{100 * row['low']:.1f} – {100 * row['high']:.1f}" if row["low"] is not None else "")
+                words.append(row["kind"])
+            for inches, part in zip((0.08, 0.58, 1.34), words, strict=False):
+                _beside(axes, place, part, inches, color=MUTED if inches > 0.5 else INK)
         _accuracy_axis(axes)
         return figure
 
-    title = f"{task}: family and its matched restrictions"
-    return _chart(f"restrictions-{task}", title, finding, columns, rows, draw, task)
+    return _chart(f"ranking-{task}", f"{task}: all points by test accuracy", finding, columns, rows, draw, task)
 
 
-def _mean(view: View, task: str, point: str) -> float | None:
-    return mean_of([score.accuracy for score in view.sweep(task, point).values()])
+def _standing_beside(view: View, task: str) -> Iterator[dict[str, Any]]:
+    """Start, teacher and best constant as rows of a ranking."""
+    known = view.results.baselines.get(task)
+    scores = {} if known is None else {"start": known.start.get("test"), "teacher": known.teacher.get("test")}
+    words = {"start": "untouched student", "teacher": "teacher"}
+    shared: dict[str, Any] = {"each": [], "seeds": None, "look": _LOOKS[_BESIDE]}
+    for point, score in scores.items():
+        if score is not None:
+            low, high = accuracy_interval([score]) or (None, None)
+            yield {"point": point, "kind": words[point], "accuracy": score.accuracy, "low": low, "high": high, **shared}
+    beside = view.analysis.baselines[task]
+    if beside.best_constant is not None:
+        yield {
+            "point": "best constant", "kind": f"always {short(str(beside.best_constant_label), 16)}",
+            "accuracy": beside.best_constant, "low": None, "high": None, **shared,
+        }  # fmt: skip
 
 
-def _beside(axes: Axes, place: float, words: str, *, x: float, **look: Any) -> None:
-    """Words on the right of a row."""
+def _overlapping(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How many intervals hold the mean of the best."""
+    best = rows[0]["accuracy"]
+    known = [row for row in rows[1:] if row["low"] is not None]
+    held = sum(row["low"] <= best <= row["high"] for row in known)
+    return f"The best mean lies in the intervals of {held} of the {len(known)} others." if known else ""
+
+
+def _against_lam(view: View, task: str) -> Chart:
+    """Accuracy against the mean of λ: is it the mean that counts?"""
+    rows = [row for row in point_records(view, task) if row["accuracy"] is not None and row["lam"] is not None]
+    rows.sort(key=lambda row: row["lam"])
+    columns = (
+        POINT, text("kind"), lam("lam", "E[λ]"), percent("accuracy", "accuracy, mean %"), percent("low", "95 % from"),
+        percent("high", "to"),
+    )  # fmt: skip
+    finding = ""
+    if rows:
+        part = max(1, len(rows) // 3)
+        few, many = (100 * fmean(row["accuracy"] for row in side) for side in (rows[:part], rows[-part:]))
+        finding = (
+            f"E[λ] runs from {rows[0]['lam']:.2f} to {rows[-1]['lam']:.2f} over {len(rows)} points. The {part} with "
+            f"the least are at {few:.1f} % on average, the {part} with the greatest at {many:.1f} %."
+        )
+
+    def draw() -> Figure:
+        shown_kinds = [kind for kind in _LOOKS if any(row["kind"] == KINDS.get(kind) for row in rows)]
+        key = list(dict.fromkeys((f"{_LOOKS[kind][1]} {_LOOKS[kind][0]}", _LOOKS[kind][3]) for kind in shown_kinds))
+        high = key_height([*key, ("— 95 % interval", MUTED)])
+        figure = canvas(high + (3.4 if is_wide() else 2.9))
+        draw_key(figure, [*key, ("— 95 % interval", MUTED)])
+        axes = panel(figure, left=0.55, right=0.75, top=high, bottom=0.45)
+        axes.grid(color=BAND, linewidth=0.6)
+        for row in rows:
+            _, _, marker, colour = _LOOKS[view.kind(task, row["point"])]
+            x, y = row["lam"], 100 * row["accuracy"]
+            if row["low"] is not None:
+                axes.plot([x, x], [100 * row["low"], 100 * row["high"]], color=colour, linewidth=0.8, alpha=0.6)
+            axes.plot([x], [y], marker, markersize=6.5, color=colour, markeredgecolor=PAPER, zorder=3)
+        beside = view.analysis.baselines[task]
+        lines = {"start": beside.start, "teacher": beside.teacher}
+        for name, share in lines.items():
+            if share is not None:
+                axes.axhline(100 * share, color=INK, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
+                _beside(axes, 100 * share, name, 0.06)
+        # Intervals of few seeds run on beyond the panel: it is the means that are to be told apart.
+        means = [100 * share for share in (*lines.values(), *(row["accuracy"] for row in rows)) if share is not None]
+        margin = max(1.0, 0.12 * (max(means) - min(means)))
+        axes.set_ylim(min(means) - margin, max(means) + margin)
+        _name_points(axes, [(row["lam"], 100 * row["accuracy"], row["point"]) for row in rows])
+        axes.set_xlim(-0.03, 1.03)
+        axes.set_xlabel("← forward KL  ·  E[λ] in training  ·  reverse KL →")
+        axes.set_ylabel("test accuracy, %")
+        return figure
+
+    title = f"{task}: accuracy against the mean of λ"
+    return _chart(f"against-lambda-{task}", title, finding, columns, rows, draw, task)
+
+
+def _name_points(axes: Axes, points: Sequence[tuple[float, float, str]]) -> None:
+    """Names beside points, where they do not cover a name that is there already."""
+    low, high = axes.get_ylim()
+    letters = 0.013 if is_wide() else 0.026
+    taken: list[tuple[float, float, float, float]] = []
+    for x, y, name in sorted(points, key=lambda point: abs(point[1] - fmean(p[1] for p in points)), reverse=True):
+        at = (y - low) / (high - low)
+        for right in (True, False):
+            start = x + 0.012 if right else x - 0.012 - letters * len(name)
+            box = (start, start + letters * len(name), at - 0.03, at + 0.03)
+            free = all(box[1] < b[0] or box[0] > b[1] or box[3] < b[2] or box[2] > b[3] for b in taken)
+            clear = all(
+                not (box[0] < px < box[1] and abs((py - low) / (high - low) - at) < 0.03) for px, py, _ in points
+            )
+            if free and clear and box[1] < 1.03 and box[0] > -0.03:
+                axes.text(start, y, name, fontsize=SMALL, va="center", zorder=4)
+                taken.append(box)
+                break
+
+
+def _beside(axes: Axes, place: float, words: str, inches: float, **look: Any) -> None:
+    """Words on the right of a row, so many inches from its end."""
+    x = 1 + inches / (axes.get_position().width * width())
     axes.text(x, place, words, transform=axes.get_yaxis_transform(), fontsize=SMALL, va="center", **look)
 
 
@@ -413,9 +473,9 @@ def _lam(view: View, task: str) -> Chart:
         labels = [record["point"] for record in records]
         figure, axes = rows_figure(labels, row=0.27, top=0.28, rest=0.47, right=1.2)
         axes.set_ylim(len(records) - 0.85, -0.95)
-        width, height = figure.get_size_inches()
-        for x, words in ((width - 1.12, "mean\u2003SD\u2003 sat."), (0.08, "▏ mean; height: share of tokens")):
-            figure.text(x / width, 1 - 0.1 / height, words, fontsize=SMALL, color=MUTED, va="top")
+        height = figure.get_size_inches()[1]
+        for x, words in ((width() - 1.12, "mean\u2003SD\u2003 sat."), (0.08, "▏ mean; height: share of tokens")):
+            figure.text(x / width(), 1 - 0.1 / height, words, fontsize=SMALL, color=MUTED, va="top")
         for place, record in enumerate(records):
             counts, mean = record["hist"], record["mean"]
             edges = [i / len(counts) for i in range(len(counts) + 1)]
@@ -424,7 +484,7 @@ def _lam(view: View, task: str) -> Chart:
             axes.stairs(tops, edges, baseline=place + 0.1, color=BLUE, linewidth=0.7, zorder=3)
             axes.plot([mean, mean], [place + 0.1, place - 0.7], color=INK, linewidth=1.1, zorder=4)
             words = f"{mean:.2f}\u2002{record['sd']:.2f}\u2002{100 * record['saturated']:.0f} %"
-            _beside(axes, place - 0.1, words, x=1.03)
+            _beside(axes, place - 0.1, words, 0.1)
         axes.set_xlim(0, 1)
         axes.set_xlabel("← forward KL  ·  λ  ·  reverse KL →")
         return figure
@@ -438,28 +498,25 @@ class Line:
     """A training curve: mean over the seeds of a point."""
 
     point: str
-    group: str
     steps: list[float]
     values: list[float]
 
 
 def _curves(view: View, task: str) -> Chart:
-    """Training curves, thinned out to what a line can show."""
+    """Validation accuracy and training curves; a few points stand out and are named, the others are grey."""
     columns = (POINT, text("what"), lam("first"), lam("last"))
-    panels = dict((*_CURVES, ("accuracy", "val accuracy, %")))
+    panels = {"accuracy": "accuracy on validation, %", **_CURVES}
     lines: dict[str, list[Line]] = {what: [] for what in panels}
-    for point in view.points(task, "point", "restriction"):
+    known = view.results.baselines.get(task)
+    start = known.start.get("val") if known is not None else None
+    for point in view.points(task):
         runs = list(view.done(task, point).values())
-        group = _curve_group(view, task, point)
-        curves = [run.curve() for run in runs]
-        for what, _ in _CURVES:
-            steps, values = _averaged(curves, what)
-            if steps:
-                lines[what].append(Line(point, group, steps, values))
-        checks = [[e for e in run.evaluations() if e.get("split") == "val"] for run in runs]
-        steps, values = _averaged(checks, "accuracy")
-        if len(steps) > 1:
-            lines["accuracy"].append(Line(point, group, steps, [100 * value for value in values]))
+        curves = {what: [run.curve() for run in runs] for what in _CURVES} if runs else {}
+        curves["accuracy"] = [_checks(run, start) for run in runs]
+        for what, found in curves.items():
+            steps, values = _averaged(found, what)
+            if len(steps) > 1:
+                lines[what].append(Line(point, steps, values))
     lines = {what: found for what, found in lines.items() if found}
     records = [
         {"point": line.point, "what": panels[what], "first": line.values[0], "last": line.values[-1]}
@@ -467,46 +524,95 @@ def _curves(view: View, task: str) -> Chart:
         for line in found
     ]
     finding = ""
+    if checks := lines.get("accuracy"):
+        ends = sorted(checks, key=lambda line: line.values[-1])
+        finding = (
+            f"On validation {len(checks)} points go from {checks[0].values[0]:.1f} % to between "
+            f"{ends[0].values[-1]:.1f} % ({ends[0].point}) and {ends[-1].values[-1]:.1f} % ({ends[-1].point}). "
+        )
     if losses := lines.get("loss"):
         first, last = fmean(line.values[0] for line in losses), fmean(line.values[-1] for line in losses)
-        finding = (
-            f"The loss goes from {first:.3f} to {last:.3f} on average over {len(losses)} points (losses of different "
-            "gates are different functions: compare a line with itself)."
+        finding += (
+            f"The loss goes from {first:.3f} to {last:.3f} on average (losses of different gates are different "
+            "functions: compare a line with itself)."
         )
 
     def draw() -> Figure:
-        drawn = {line.group for found in lines.values() for line in found}
-        key = [(f"— {group}", colour) for group, colour in _CURVE_GROUPS.items() if group in drawn]
-        high, tall, last_row = key_height(key), 1.45, (len(lines) - 1) // 2
-        figure = canvas(high + tall * (last_row + 1))
+        looks = _highlighted(view, task, lines.get("accuracy") or next(iter(lines.values())))
+        key = [(f"— {words}", colour) for words, colour, _ in looks.values()] + [("— other points", MUTED)]
+        small = [what for what in lines if what != "accuracy"]
+        across = 4 if is_wide() else 2
+        high, large, tall = key_height(key), 2.4 if "accuracy" in lines else 0.0, 1.75 if is_wide() else 1.45
+        figure = canvas(high + large - tall * (-len(small) // across))
         draw_key(figure, key)
-        for i, (what, found) in enumerate(lines.items()):
-            row, column = divmod(i, 2)
-            left = 0.48 + column * WIDTH / 2
+        whole = figure.get_size_inches()[1]
+        if large:
             axes = panel(
-                figure, left=left, right=WIDTH - left - (WIDTH / 2 - 0.62), top=high + 0.22 + tall * row,
-                bottom=0.33 + tall * (last_row - row),
-            )  # fmt: skip
-            for line in found:
-                style = "--" if line.group == "restrictions" else "-"
-                colour = _CURVE_GROUPS[line.group]
-                axes.plot(line.steps, line.values, color=colour, linewidth=0.9, linestyle=style, alpha=0.85)
-            axes.set_title(panels[what], loc="left", pad=3)
-            axes.tick_params(labelsize=SMALL)
-            axes.locator_params(nbins=5)
-            axes.grid(color=BAND, linewidth=0.6)
-            if i + 2 >= len(lines):
-                axes.set_xlabel("step", labelpad=1, fontsize=SMALL)
+                figure, left=0.48, right=1.5 if is_wide() else 1.1, top=high + 0.22, bottom=whole - high - large + 0.5
+            )
+            _draw_lines(axes, lines["accuracy"], looks, panels["accuracy"])
+            axes.set_xlabel("step", labelpad=1, fontsize=SMALL)
+            _name_ends(axes, [(line, looks[line.point][1]) for line in lines["accuracy"] if line.point in looks])
+        for i, what in enumerate(small):
+            row, column = divmod(i, across)
+            left, top = 0.48 + column * width() / across, high + large + 0.22 + tall * row
+            right = width() - left - (width() / across - 0.62)
+            axes = panel(figure, left=left, right=right, top=top, bottom=whole - top - tall + 0.6)
+            _draw_lines(axes, lines[what], looks, panels[what])
         return figure
 
     return _chart(f"curves-{task}", f"{task}: training curves", finding, columns, records, draw, task)
 
 
-def _curve_group(view: View, task: str, point: str) -> str:
-    gate = view.gate(task, point)
-    if view.kind(task, point) != "point":
-        return "restrictions"
-    return "family, d = 0" if gate is None or gate.d == 0 else "family, d > 0" if gate.d > 0 else "family, d < 0"
+def _checks(run: RunResult, start: Score | None) -> list[dict[str, Any]]:
+    """Accuracy on validation in %, from the untouched student over what was evaluated on the way to the end."""
+    found = {0: start.accuracy} if start is not None else {}
+    found |= {check["step"]: check["accuracy"] for check in run.evaluations() if check.get("split") == "val"}
+    if "val" in run.scores and run.cost is not None:
+        found[run.cost.steps] = run.scores["val"].accuracy
+    return [{"step": step, "accuracy": 100 * share} for step, share in found.items()]
+
+
+def _highlighted(view: View, task: str, lines: Sequence[Line]) -> dict[str, tuple[str, str, str]]:
+    """Point → its words, colour and dash: best of family and of published methods on validation, constant λ, lowest."""
+    sides = view.analysis.selection[task].sides
+    found: dict[str, tuple[str, str, str]] = {}
+    for side, words, colour, dash in (
+        ("family", "best of the family", BLUE, "-"),
+        ("published", "best published method", ORANGE, "--"),
+        ("static", "constant λ", GREEN, "-."),
+    ):
+        chosen = sides[side].chosen if side in sides else None
+        if isinstance(chosen, Choice):
+            found[chosen.label] = (f"{chosen.label}: {words}", colour, dash)
+    lowest = min(lines, key=lambda line: line.values[-1]).point
+    if lowest not in found:
+        found[lowest] = (f"{lowest}: lowest", PINK, ":")
+    return found
+
+
+def _draw_lines(axes: Axes, lines: Sequence[Line], looks: Mapping[str, tuple[str, str, str]], title: str) -> None:
+    for line in lines:
+        _, colour, dash = looks.get(line.point, ("", MUTED, "-"))
+        own = line.point in looks
+        axes.plot(
+            line.steps, line.values, color=colour, linestyle=dash, linewidth=1.7 if own else 0.7,
+            alpha=1.0 if own else 0.4, zorder=3 if own else 2,
+        )  # fmt: skip
+    axes.set_title(title, loc="left", pad=3)
+    axes.tick_params(labelsize=SMALL)
+    axes.locator_params(nbins=5)
+    axes.grid(color=BAND, linewidth=0.6)
+
+
+def _name_ends(axes: Axes, ends: Sequence[tuple[Line, str]]) -> None:
+    """Names at the ends of lines, pushed apart where lines meet."""
+    low, high = axes.get_ylim()
+    place = 2.0
+    for line, colour in sorted(ends, key=lambda end: -end[0].values[-1]):
+        place = min((line.values[-1] - low) / (high - low), place - 0.1)
+        words = f"{short(line.point, 16)} {line.values[-1]:.1f}"
+        axes.text(1.01, place, words, transform=axes.transAxes, fontsize=SMALL, va="center", color=colour)
 
 
 def _averaged(curves: Sequence[Sequence[dict[str, Any]]], key: str) -> tuple[list[float], list[float]]:
@@ -520,111 +626,6 @@ def _averaged(curves: Sequence[Sequence[dict[str, Any]]], key: str) -> tuple[lis
         every = (len(steps) - 1) / (_CURVE_POINTS - 1)
         steps = [steps[round(i * every)] for i in range(_CURVE_POINTS)]
     return [float(s) for s in steps], [fmean(curve[s] for curve in known) for s in steps]
-
-
-# ---------------------------------------------------------------------------------------------------- cost and power
-
-
-def _cost(view: View) -> Chart:
-    """The teacher's scores by kind of run."""
-    columns = (
-        text("kind"), count("runs"), count("asked", "scores needed"), count("cached", "of them from the cache"),
-        count("teacher", "tokens of the teacher's forward passes"),
-    )  # fmt: skip
-    found = {name: costs(view, kind) for kind, name in KINDS.items()}
-    records: list[dict[str, Any]] = [
-        {
-            "kind": kind,
-            "runs": len(mine),
-            "asked": sum(cost.scores_asked for cost in mine),
-            "cached": sum(cost.scores_cached for cost in mine),
-            "teacher": sum(cost.teacher_tokens for cost in mine),
-        }
-        for kind, mine in found.items()
-        if mine
-    ]
-    asked, cached = (sum(record[key] for record in records) for key in ("asked", "cached"))
-    finding = (
-        f"The runs needed the teacher's score of {asked:,} tokens; {100 * cached / asked:.1f} % of them came from "
-        "the cache."
-        if asked
-        else "No score was needed."
-    )
-
-    def draw() -> Figure:
-        labels = [f"{record['kind']} ({record['runs']})" for record in records]
-        key = [("■ from the cache", SKY), ("■ computed for this run", ORANGE)]
-        figure, axes = rows_figure(labels, key, row=0.27, top=0.32, rest=0.48, bottom=0.45, right=0.65)
-        most = max(record["asked"] for record in records)
-        scale, unit = 1.0, "tokens"
-        if most >= 2e3:
-            scale, unit = (1e6, "million tokens") if most >= 2e6 else (1e3, "thousand tokens")
-        for place, record in enumerate(records):
-            wanted, known = record["asked"] / scale, record["cached"] / scale
-            axes.barh([place], [known], color=SKY, height=0.62)
-            axes.barh([place], [wanted - known], left=[known], color=ORANGE, height=0.62)
-            share = f"{100 * known / wanted:.0f} %" if wanted else ""
-            axes.text(wanted, place, f" {share}", fontsize=SMALL, color=MUTED, va="center")
-        axes.set_xlabel(f"scores of response tokens, {unit}")
-        return figure
-
-    return _chart("cost", "The teacher's scores: computed, and from the cache", finding, columns, records, draw)
-
-
-def _power(view: View) -> Chart:
-    """Detectable difference against seeds, one line per axis."""
-    columns = (text("axis"), pp("sd", "SD, pp"), *(pp(f"n{n}", f"{n} seeds") for n in _SEED_COUNTS))
-    known = {axis: sd for axis in view.axes if (sd := view.spread(axis))}
-    lines = {axis: [minimum_detectable(sd, n) for n in _SEED_COUNTS] for axis, sd in known.items()}
-    records = [
-        {"axis": axis, "sd": known[axis], **{f"n{n}": value for n, value in zip(_SEED_COUNTS, values, strict=True)}}
-        for axis, values in lines.items()
-    ]
-    most = max((c.all.n for c in view.analysis.comparisons if c.all is not None), default=0)
-    finding = ""
-    if records and most > 1:
-        now = [minimum_detectable(sd, most) for sd in known.values()]
-        finding = (
-            f"With {most} seeds a single comparison shows only differences of at least {min(now):.1f} to "
-            f"{max(now):.1f} pp, depending on the axis (80 % power, two-sided .05)."
-        )
-
-    def draw() -> Figure:
-        colours = (BLUE, ORANGE, GREEN, PINK, AMBER, SKY)
-        dashes = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))
-        figure = canvas(3.0)
-        axes = panel(figure, left=0.5, right=1.35, top=0.15, bottom=0.45)
-        ends: list[tuple[float, str, dict[str, Any]]] = []
-        for (axis, values), colour, dash in zip(lines.items(), colours, dashes, strict=False):
-            look: dict[str, Any] = {"color": colour, "linestyle": dash, "linewidth": 1.5}
-            axes.plot(_SEED_COUNTS, values, **look)
-            ends.append((values[-1], f"{axis} ({known[axis]:.1f})", look))
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xticks(_SEED_COUNTS[::2], [str(n) for n in _SEED_COUNTS[::2]])
-        axes.minorticks_off()
-        ticks = [t for t in (0.25, 0.5, 1, 2, 5, 10, 20, 50) if axes.get_ylim()[0] <= t <= axes.get_ylim()[1]]
-        axes.set_yticks(ticks, [f"{t:g}" for t in ticks])
-        axes.grid(color=BAND, linewidth=0.6)
-        axes.axvline(most, color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
-        axes.text(most, 1.0, f" {most} seeds here", transform=axes.get_xaxis_transform(), fontsize=SMALL, va="top")
-        _label_ends(axes, ends)
-        axes.set_xlabel("paired seeds")
-        axes.set_ylabel("detectable difference, pp")
-        return figure
-
-    return _chart("power", "How small a difference one comparison can show", finding, columns, records, draw)
-
-
-def _label_ends(axes: Axes, ends: Sequence[tuple[float, str, dict[str, Any]]]) -> None:
-    """Names at the ends of lines, pushed apart where lines meet."""
-    axes.text(1.03, 1.0, "axis (SD, pp)", transform=axes.transAxes, fontsize=SMALL, color=MUTED, va="top")
-    low, high = axes.get_ylim()
-    place = -1.0
-    for value, words, look in sorted(ends, key=lambda end: end[:2]):
-        place = max(log(value / low) / log(high / low), place + 0.055)
-        axes.plot([1.02, 1.07], [place, place], transform=axes.transAxes, clip_on=False, **look)
-        axes.text(1.09, place, words, transform=axes.transAxes, fontsize=SMALL, va="center")
 
 
 # ---------------------------------------------------------------------------------------------------- confusions
@@ -655,8 +656,8 @@ def _draw_confusion(models: Sequence[tuple[str, tuple[Score, ...]]]) -> Figure:
     wide, longest = len(labels) + 1, max(map(len, labels))
     across = len(models) if len(labels) <= 5 else 1
     left = 0.2 + 0.07 * longest
-    side = (WIDTH - left - 0.1 - 0.15 * (across - 1)) / across
-    cell = min(side / wide, 0.4)
+    side = (width() - left - 0.1 - 0.15 * (across - 1)) / across
+    cell = min(side / wide, 0.58)
     slanted = max(0.35, 0.052 * max(longest, 6) + 0.1)
     tall = 0.3 + cell * len(labels) + slanted + 0.1
     height = 0.05 - (-len(models) // across) * tall
@@ -664,7 +665,7 @@ def _draw_confusion(models: Sequence[tuple[str, tuple[Score, ...]]]) -> Figure:
     for i, (model, scores) in enumerate(models):
         row, column = divmod(i, across)
         x, top = left + column * (cell * wide + 0.15), 0.25 + row * tall
-        axes = panel(figure, left=x, right=WIDTH - x - cell * wide, top=top, bottom=height - top - cell * len(labels))
+        axes = panel(figure, left=x, right=width() - x - cell * wide, top=top, bottom=height - top - cell * len(labels))
         axes.spines[:].set_visible(False)
         axes.set_xlim(0, wide)
         axes.set_ylim(len(labels), 0)

@@ -1,7 +1,8 @@
 """The look of figures, and their files: one drawing → SVG, PNG, and SVG inside the page.
 
-Every drawing is 360 units wide with letters of 8.5 to 9.5 units, so that it is legible at a phone's width.
-Inside the page its colours are the page's own variables, so that it follows light and dark.
+Every figure is drawn twice, with letters of 8.5 to 9.5 units: 720 units wide for the page and the files, and 360 for
+phones, so that it is legible on both. Inside the page its colours are the page's own variables, so that it follows
+light and dark.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
@@ -23,8 +25,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH = 5.0
-"""Inches; 360 units of SVG."""
+WIDE, NARROW = 10.0, 5.0
+"""Inches; 720 and 360 units of SVG."""
+_width: ContextVar[float] = ContextVar("width", default=WIDE)
 SMALL = 8.5
 FONT = 9.5
 INK, MUTED, GRID, PAPER, BAND = "#1b1d21", "#5c626b", "#d7dae0", "#ffffff", "#eceef2"
@@ -41,8 +44,6 @@ _KEY_ROW = 0.185
 """Inches of a line of a key."""
 _CHARACTER = 0.083
 """Inches that a character of a label takes, at most."""
-_LABEL = 26
-"""Characters of a label at most; the table below the figure has it in full."""
 
 Key = Sequence[tuple[str, str]]
 """(text, colour); the first character of a text is the mark, and has the colour."""
@@ -71,7 +72,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A chart as files, and as a part of the page."""
+    """A chart as files, and as a part of the page, for wide and for narrow windows."""
 
     chart: Chart
     svg: bytes
@@ -92,14 +93,21 @@ def render(charts: Sequence[Chart], *, png: bool = True) -> list[Rendered]:
 
 
 def _render(chart: Chart, *, png: bool) -> Rendered:
-    figure = chart.draw()
     about: dict[str, Any] = {"Title": chart.title, "Description": chart.finding}
-    vector, pixels = io.BytesIO(), io.BytesIO()
-    figure.savefig(vector, format="svg", metadata={**about, "Date": None, "Creator": "gatespace"})
-    svg = _described(vector.getvalue().decode(), chart)
-    if png:
-        figure.savefig(pixels, format="png", dpi=_DPI, metadata={**about, "Software": None})
-    return Rendered(chart, svg.encode(), pixels.getvalue() if png else None, _inline(svg, chart))
+    drawn: dict[float, str] = {}
+    pixels = io.BytesIO()
+    for inches in (WIDE, NARROW):
+        token = _width.set(inches)
+        try:
+            figure, vector = chart.draw(), io.BytesIO()
+        finally:
+            _width.reset(token)
+        figure.savefig(vector, format="svg", metadata={**about, "Date": None, "Creator": "gatespace"})
+        drawn[inches] = _described(vector.getvalue().decode(), chart)
+        if png and inches == WIDE:
+            figure.savefig(pixels, format="png", dpi=_DPI, metadata={**about, "Software": None})
+    inline = _inline(drawn[WIDE], chart, "wide") + _inline(drawn[NARROW], chart, "narrow")
+    return Rendered(chart, drawn[WIDE].encode(), pixels.getvalue() if png else None, inline)
 
 
 _STYLE: dict[Any, Any] = {
@@ -138,21 +146,31 @@ def _style() -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------------- canvas
 
 
+def width() -> float:
+    """Inches of the figure that is being drawn."""
+    return _width.get()
+
+
+def is_wide() -> bool:
+    """Whether the figure that is being drawn is the one for wide windows."""
+    return width() == WIDE
+
+
 def canvas(height: float) -> Figure:
     """An empty figure of the common width and `height` inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH, height))
+    figure = Figure(figsize=(width(), height))
     FigureCanvasAgg(figure)
     return figure
 
 
 def panel(figure: Figure, *, left: float, right: float, top: float, bottom: float) -> Axes:
     """Axes in a figure, with margins in inches."""
-    width, height = figure.get_size_inches()
+    across, height = figure.get_size_inches()
     axes = figure.add_axes(
-        (left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height)
+        (left / across, bottom / height, (across - left - right) / across, (height - top - bottom) / height)
     )
     axes.spines[["top", "right"]].set_visible(False)
     return axes
@@ -196,11 +214,11 @@ def rows_figure(
 
 def draw_key(figure: Figure, key: Key) -> None:
     """Write the key at the top, each text after its mark, so that no box of a legend is needed."""
-    width, height = figure.get_size_inches()
+    across, height = figure.get_size_inches()
     for text, colour, x, line in _flow(key):
         at = 1 - (_EDGE + _KEY_ROW * line) / height
-        figure.text(x / width, at, text[0], color=colour, fontsize=FONT - 0.5, va="top", ha="left")
-        figure.text((x + 0.14) / width, at, text[1:].strip(), fontsize=FONT - 0.5, va="top", ha="left")
+        figure.text(x / across, at, text[0], color=colour, fontsize=FONT - 0.5, va="top", ha="left")
+        figure.text((x + 0.14) / across, at, text[1:].strip(), fontsize=FONT - 0.5, va="top", ha="left")
 
 
 def key_height(key: Key, margin: float = 0.12) -> float:
@@ -212,16 +230,17 @@ def _flow(key: Key) -> list[tuple[str, str, float, int]]:
     """Text, colour, place in its line and line of every part of a key."""
     x, line, found = _EDGE, 0, []
     for text, colour in key:
-        length = 0.17 + 0.071 * len(text)
-        if x > _EDGE and x + length > WIDTH:
+        length = 0.17 + 0.068 * len(text)
+        if x > _EDGE and x + length > width():
             x, line = _EDGE, line + 1
         found.append((text, colour, x, line))
         x += length
     return found
 
 
-def short(label: str, most: int = _LABEL) -> str:
-    """A label that fits beside a row."""
+def short(label: str, most: int | None = None) -> str:
+    """A label that fits beside a row; the table below the figure has it in full."""
+    most = most or (40 if is_wide() else 26)
     line = " ".join(label.split())
     return line if len(line) <= most else line[: most - 1] + "…"
 
@@ -243,19 +262,19 @@ def _described(svg: str, chart: Chart) -> str:
     return svg.replace("<svg ", '<svg role="img" ', 1)
 
 
-def _inline(svg: str, chart: Chart) -> str:
+def _inline(svg: str, chart: Chart, form: str) -> str:
     """The drawing as an element of the page: its own ids, the page's colours and letters, no namespaces."""
-    root = ElementTree.fromstring(svg)
+    root, name = ElementTree.fromstring(svg), f"{chart.name}-{form}"
     used = set(_REFERENCE.findall(svg)) | {
         value[1:] for node in root.iter() for key, value in node.attrib.items() if key.endswith("href")
     }
     parts = [
-        f'<svg class="chart" role="img" viewBox="{root.attrib["viewBox"]}" '
-        f'aria-labelledby="{chart.name}-t {chart.name}-d"><title id="{chart.name}-t">{escape(chart.title)}</title>'
-        f'<desc id="{chart.name}-d">{escape(chart.finding)}</desc>'
+        f'<svg class="chart {form}" role="img" viewBox="{root.attrib["viewBox"]}" '
+        f'aria-labelledby="{name}-t {name}-d"><title id="{name}-t">{escape(chart.title)}</title>'
+        f'<desc id="{name}-d">{escape(chart.finding)}</desc>'
     ]
     for node in root:
-        _write(node, parts, chart.name, used)
+        _write(node, parts, name, used)
     return "".join(parts) + "</svg>"
 
 

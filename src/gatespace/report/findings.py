@@ -1,22 +1,23 @@
 """What a study supports and what it does not, in plain sentences that follow from its statistics.
 
 A group of comparisons counts as supported only where its interval leaves out 0 with and without the selection seed, p
-without that seed is below .05 after Holm's adjustment over all groups, and the exact sign-flip test, which needs six
-blocks to get there at all, agrees. Single cells are never claimed.
+without that seed is below .05 after Holm's adjustment over all groups, the exact sign-flip test, which needs six
+blocks to get there at all, agrees, and no single point decides it. Single cells are never claimed. What a mean would
+hide comes first: points that end below their start, and groups that one point decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean
 from typing import Literal
 
 from gatespace.evidence.paired import holm
-from gatespace.evidence.records import ALL_TASKS, BlockClaim, GroupEvidence, Summary, WinCount
+from gatespace.evidence.records import ALL_TASKS, BlockClaim, Detectable, GroupEvidence, Summary, WinCount
 from gatespace.gating.coefficients import NotApplicable
 from gatespace.report.table import shown
-from gatespace.report.view import View, axis_of, leaves_out_zero
+from gatespace.report.view import KINDS, View, axis_of, leaves_out_zero
 
 Verdict = Literal["supported", "lead", "none", "descriptive", "missing"]
 VERDICTS: Mapping[str, str] = {
@@ -39,6 +40,12 @@ class Finding:
     text: str
     scope: str = ""
     """The part of the comparisons that it is about, where it is not all."""
+    claim: BlockClaim | None = None
+    fresh: BlockClaim | None = None
+    why: str = ""
+    """What keeps a difference from being supported."""
+    decisive: str = ""
+    """The point that decides the mean, if one does."""
 
     @property
     def about(self) -> str:
@@ -52,8 +59,10 @@ class Findings:
     """The first screen.
 
     Args:
-        headline: The whole in one sentence.
+        headline: The verdicts in one sentence.
         state: How much of the study there is.
+        notable: What the means of groups would hide.
+        warnings: What is wrong with single runs, and what usually helps.
         training: Per task, where training got to.
         claims: One per group of comparisons.
         limits: Why no more can be claimed.
@@ -61,6 +70,8 @@ class Findings:
 
     headline: str
     state: str
+    notable: tuple[str, ...]
+    warnings: tuple[str, ...]
     training: tuple[str, ...]
     claims: tuple[Finding, ...]
     limits: tuple[str, ...]
@@ -69,7 +80,15 @@ class Findings:
 def find(view: View) -> Findings:
     """The sentences of the first screen."""
     claims = tuple(_claims(view))
-    return Findings(_headline(claims), _state(view), tuple(_training(view)), claims, tuple(_limits(view)))
+    return Findings(
+        headline=_headline(claims),
+        state=_state(view),
+        notable=(*_below_start(view), *_decided(view, claims)),
+        warnings=tuple(view.results.warning_lines()),
+        training=tuple(_training(view)),
+        claims=claims,
+        limits=tuple(_limits(view)),
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- the study
@@ -112,6 +131,40 @@ def _state(view: View) -> str:
     return f"{counts['done']} of {whole} runs are done ({missing}): this report is partial."
 
 
+def _below_start(view: View) -> Iterator[str]:
+    """Points that ended below the untouched student."""
+    for task, point, start, shares, gain in view.analysis.below_start:
+        kind = KINDS[view.kind(task, point)]
+        text = f"{task}: {point} ({kind}) ends below its start: {_percent(fmean(shares))}"
+        if len(shares) > 1:
+            text += f" on average over {len(shares)} seeds ({_percent(min(shares))} to {_percent(max(shares))})"
+        text += f", the untouched student {_percent(start)}"
+        if gain.low is None:
+            yield f"{text}. With one seed, noise is not known."
+            continue
+        where = "Beyond noise" if gain.high is not None and gain.high < 0 else "Within the noise of its seeds"
+        yield f"{text}. {where}: {_pp(gain.mean)}, {_interval(gain)}; {gain.losses} of {gain.n} runs are below."
+
+
+def _decided(view: View, claims: Sequence[Finding]) -> Iterator[str]:
+    """Groups whose mean one point decides."""
+    for claim in claims:
+        group = view.analysis.group(claim.axis, restriction=claim.restriction)
+        if group is not None and group.decisive is not None and claim.claim is not None:
+            yield f"{claim.about}: one point decides the mean. {_capital(_without(group))}"
+
+
+def _without(group: GroupEvidence) -> str:
+    """A group with and without the point that decides it."""
+    assert group.decisive is not None
+    assert isinstance(group.all, BlockClaim)
+    axis, (point, rest) = axis_of(group.axis, group.restriction), group.decisive
+    return (
+        f"{axis.left} minus {axis.right} is {_pp(group.all.mean)} with {point}, and {_pp(rest.mean)}, "
+        f"{_interval(rest)}, without it."
+    )
+
+
 def _training(view: View) -> list[str]:
     found = []
     for task, known in view.analysis.baselines.items():
@@ -149,25 +202,28 @@ def _claims(view: View) -> list[Finding]:
     adjusted = holm([None if group.judged is None else group.judged.p for group in groups])
     found = []
     for group, p in zip(groups, adjusted, strict=True):
-        verdict, text = _verdict(group, p, view.results.selection_seed)
-        found.append(Finding(verdict, group.axis, group.restriction, text, _scope(group)))
+        verdict, text, why = _verdict(group, p, view.results.selection_seed)
+        whole, fresh = (c if isinstance(c, BlockClaim) else None for c in (group.all, group.fresh))
+        decisive = group.decisive.point if group.decisive is not None else ""
+        about = (group.axis, group.restriction)
+        found.append(Finding(verdict, *about, text, _scope(group), whole, fresh, why, decisive))
     return found
 
 
-def _verdict(group: GroupEvidence, adjusted: float | None, seed: int) -> tuple[Verdict, str]:
-    """The verdict on a group and its sentence, from p adjusted over all groups and the selection seed."""
+def _verdict(group: GroupEvidence, adjusted: float | None, seed: int) -> tuple[Verdict, str, str]:
+    """The verdict on a group, its sentence and its doubts, from p adjusted over all groups and the selection seed."""
     axis = axis_of(group.axis, group.restriction)
     one, other = axis.left, axis.right
     whole, fresh = group.all, group.fresh if isinstance(group.fresh, BlockClaim) else None
     if not isinstance(whole, BlockClaim):
-        return "missing", f"{_capital(one)} against {other}: no pair of runs is done."
+        return "missing", f"{_capital(one)} against {other}: no pair of runs is done.", ""
     mean = f"{_capital(one)} minus {other}: {_pp(whole.mean)}"
     if len({block.seed for block in whole.blocks}) == 1:
         cells = f"{group.comparable} comparison{'s' * (group.comparable != 1)}"
         unknown = "What another seed would give is not known: no interval, no test."
-        return "descriptive", f"{mean} on average over {cells} at one seed. {unknown}"
+        return "descriptive", f"{mean} on average over {cells} at one seed. {unknown}", "one seed"
     if whole.low is None or whole.high is None:
-        return "none", f"{mean} in all {_blocks(whole)}: no variance to test it by."
+        return "none", f"{mean} in all {_blocks(whole)}: no variance to test it by.", "no variance"
     scope = _scope(group)
     part = f" for the {scope} that have all of them" if scope else ""
     numbers = f"mean {_pp(whole.mean)}, {_interval(whole)} over {_blocks(whole)}{part}"
@@ -176,20 +232,24 @@ def _verdict(group: GroupEvidence, adjusted: float | None, seed: int) -> tuple[V
         again = f" Without the selection seed {seed}: {_pp(fresh.mean)}"
         # Two blocks have an interval, of one degree of freedom: it says nothing but that there are two.
         again += f", {_interval(fresh)}." if fresh.low is not None and fresh.n > 2 else f" ({_blocks(fresh)})."
+    decided = f"{group.decisive.point} decides the mean: {_without(group)}" if group.decisive is not None else ""
     if not leaves_out_zero(whole) and not (fresh is not None and leaves_out_zero(fresh)):
         text = f"No detectable difference between {one} and {other}: {numbers}; with {_blocks(whole, brief=True)} only"
-        return "none", f"{text} gaps of ≥ {whole.mde:.1f} pp would show.{again}"
+        text += f" gaps of ≥ {whole.mde:.1f} pp would show.{again}"
+        return "none", f"{text} {decided}".rstrip(), decided
     ahead = f"{_capital(one)} is {'above' if whole.mean > 0 else 'below'} {other}"
     judged = group.judged
     doubts = [*_doubts(whole, fresh, judged, adjusted, seed)]
+    if decided:
+        doubts.append(decided.removesuffix("."))
     if doubts:
-        why = f"This is a lead and no finding: {'; '.join(doubts)}."
-        return "lead", f"{ahead} in these runs: {numbers}. {why}{again}"
+        why = f"{'; '.join(doubts)}."
+        return "lead", f"{ahead} in these runs: {numbers}. This is a lead and no finding: {why}{again}", why
     tests = (
         f"p = {shown(adjusted, 'p')} after Holm's adjustment for all these statements, "
         f"exact sign-flip p = {shown(judged.sign_flip_p, 'p') if judged else '–'}"
     )
-    return "supported", f"{ahead}: {numbers}; {tests}.{again}"
+    return "supported", f"{ahead}: {numbers}; {tests}.{again}", ""
 
 
 def _doubts(
@@ -223,13 +283,11 @@ def _limits(view: View) -> list[str]:
             "One seed: a difference between two trainings cannot be told from what another seed would do. Nothing is "
             "tested."
         )
-    elif most > 1:
-        least = [pair.mde for pair in pairs if pair.mde is not None]
-        if least:
-            found.append(
-                f"No single comparison is claimed. With at most {most} seeds a typical one shows only gaps of "
-                f"≥ {median(least):.1f} pp (80 % power)."
-            )
+    elif isinstance(least := view.analysis.detectable[ALL_TASKS], Detectable):
+        found.append(
+            f"No single comparison is claimed: a typical one, over {least.seeds} seeds, has a detectable difference of "
+            f"{least.pp:.1f} pp."
+        )
         floor = 2 / 2**most
         if floor >= _LEVEL:
             found.append(

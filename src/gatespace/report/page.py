@@ -30,8 +30,10 @@ _TOGETHER = (
     r"|(?<=%) (?=CI)|(?<=CI) (?=\[)|(?<=,) (?=[−\d.]+[\])])"
 )
 """Blanks at which a sentence must not break: between a number and its unit, and inside of an interval."""
-_WRAPPED = 60
+_WRAPPED = 40
 """Characters beyond which a cell may break into lines."""
+_OPEN = {"failures", "baselines", "best-observed", "wrong-texts", "cost", "power"}
+"""Tables that are shown; the others open on a click."""
 GLOSSARY: tuple[tuple[str, str], ...] = (
     ("gate", "λ = σ(a·h + b·u + c + d·gap), at every response token; λ weighs reverse KL and 1-λ forward KL."),
     ("h, u, gap", "The teacher's entropy at the token; at the first response token; one minus the student's probability of the teacher's top-1 token. Each in [0, 1]."),  # noqa: E501
@@ -44,7 +46,7 @@ GLOSSARY: tuple[tuple[str, str], ...] = (
     ("95 % CI", "An interval that holds the true mean in 95 of 100 repetitions of the study."),
     ("p", "How often a difference as large would come out if there were none. Adjusted (Holm, BH): for how many were looked at."),  # noqa: E501
     ("sign-flip", "An exact test without assumptions about the shape of errors. With n seeds its p is at least 2/2ⁿ, its floor."),  # noqa: E501
-    ("detectable", "The smallest true difference that the test finds in 80 % of repetitions with so many seeds."),
+    ("detectable", "The smallest true difference that a two-sided paired t-test at .05 finds in 80 % of repetitions, with so many seeds and as much as they differ. A group, a comparison and a typical comparison of the study have their own."),  # noqa: E501
     ("best constant", "The accuracy of giving the split's most frequent label to every text: to be had without reading any."),  # noqa: E501
     ("balanced accuracy", "The mean over labels of the share of their texts that are right. One label for all gives 1 / labels."),  # noqa: E501
     ("macro-F1", "The mean over labels of F1: a label that is rare counts as much as one that is frequent."),
@@ -139,7 +141,7 @@ def page(
         raise missing_extra("a report", module="jinja2", extra="study") from None
     place = resources.files("gatespace.report") / "templates"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {"show": _shown, "look": _look, "tail": _tail, "kept": _kept}
+    environment.filters |= {"show": _shown, "look": _look, "tail": _tail, "kept": _kept, "pp": _pp}
     template = environment.from_string((place / "report.html.j2").read_text(encoding="utf-8"))
     results = view.results
     if len(results.tasks) == 1:
@@ -150,10 +152,12 @@ def page(
         status=_status(view),
         partial=view.is_partial,
         findings=findings,
+        ranking=[one for one in drawn if one.chart.name.startswith("ranking-")],
         verdicts=VERDICTS,
         problems=_problems(view),
         sections=_sections(view, {table.name: table for table in (*tables, *extra)}, drawn),
         files={table.name for table in tables},
+        opened=_OPEN,
         glossary=GLOSSARY,
         css=(place / "report.css").read_text(encoding="utf-8"),
         version=_version(),
@@ -181,26 +185,26 @@ def _sections(view: View, tables: Mapping[str, Table], drawn: Sequence[Rendered]
         ]
 
     def section(id: str, title: str, names: Sequence[str], starts: Sequence[str] = (), text: str = "") -> Section:
-        return Section(id, title, figures(*starts), [tables[name] for name in names], text)
+        return Section(id, title, figures(*starts), [tables[name] for name in names if tables[name].rows], text)
 
-    found = [section("failures", "Runs that are not done", ["failures"])] if tables["failures"].rows else []
-    found.append(section("overview", "At a glance", ["baselines", "groups", "wins"], ["overview"]))
+    found = [
+        section("failures", "Runs that are not done", ["failures"]),
+        section("groups", "Groups of comparisons", ["groups", "wins"], ["overview"]),
+    ]
     for name in view.axes:
         axis = AXES[name]
         found.append(
             section(f"axis-{name}", axis.title, [*axis.tables, f"comparisons-{name}"], axis.figures, axis.text)
         )
-    errors = ["confusion", "duplicates", "examples"]
     found += [
         section("replication", "Replication on fresh seeds", ["replication"]),
-        section("points", "Points of the family", ["best-observed", "anova", "points", "per-seed"], ["abc-"]),
-        section("lambda", "λ: where the gates are", ["lambda"], ["lambda-"]),
+        section("points", "Points", ["baselines", "best-observed", "points", "per-seed", "anova"]),
+        section("lambda", "λ: where the gates are", ["lambda"], ["against-lambda-", "lambda-"]),
         section("training", "Training", [], ["curves-"]),
-        section("errors", "Errors by label, and texts seen in training", errors, ["confusion-"]),
-        section("power", "Power", ["power"], ["power"]),
-        section("cost", "Cost", ["cost"], ["cost"]),
-        section("test-reads", "Reads of the test split", ["test-reads"]),
-        section("provenance", "Provenance", ["runs", "provenance"]),
+        section("errors", "Errors", ["wrong-texts", "confusion", "duplicates", "examples"], ["confusion-"]),
+        section("cost", "Cost", ["cost"]),
+        section("power", "The detectable difference", ["power"]),
+        section("provenance", "Provenance", ["runs", "test-reads", "provenance"]),
     ]
     return [part for part in found if part.figures or part.tables]
 
@@ -234,6 +238,10 @@ def _version() -> str:
 def _tail(run: str) -> str:
     """The hash at the end of a run's id."""
     return run.rpartition("-")[2]
+
+
+def _pp(value: float | None) -> str:
+    return shown(value, "signed_pp").replace("-", "−")
 
 
 def _kept(text: str) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from gatespace.evidence.paired import minimum_detectable, seeds_needed
-from gatespace.evidence.records import ALL_TASKS, GroupEvidence, Paired
+from gatespace.evidence.accuracy import accuracy_interval
+from gatespace.evidence.paired import seeds_needed
+from gatespace.evidence.records import ALL_TASKS, Detectable, GroupEvidence, Paired
 from gatespace.gating.coefficients import Gate, NotApplicable
 from gatespace.report.table import (
     CSV_ONLY,
@@ -29,7 +30,7 @@ from gatespace.report.table import (
     text,
 )
 from gatespace.report.view import AXES, KINDS, View, mean_of, sd_of
-from gatespace.study.records import Cost, RunResult, Score
+from gatespace.study.records import Predicted, RunResult, Score
 
 TASK, POINT, AXIS, SEEDS = text("task"), text("point"), text("axis"), count("seeds")
 PAIR = (TASK, text("left"), text("right"))
@@ -37,6 +38,7 @@ NOTE = text("note", "note", NOT_IN_PRINT)
 RUN = Column("run", "run", "runs")
 RUNS = Column("runs", "runs", "runs", NOT_IN_PRINT)
 NO_LABEL = "(none)"
+_WRONG_TEXTS = 10
 _SIDES = ("family", "entropy-only", "gap-only", "static", "published")
 
 
@@ -46,9 +48,10 @@ def file_tables(view: View) -> list[Table]:
     A table without rows is among them, with the reason.
     """
     measured = (
-        _baselines, _points, _per_seed, _runs, _lam, _duplicates, _confusion, _reads, _provenance, _groups, _wins
+        _baselines, _points, _per_seed, _runs, _lam, _duplicates, _confusion, _wrong_texts, _reads, _provenance,
+        _groups, _wins,
     )  # fmt: skip
-    claimed = (_d_on_g2, _replication, _best, _anova, _power, _controls, _examples, _not_applicable)
+    claimed = (_d_on_g2, _replication, _best, _anova, _power, _examples, _not_applicable)
     return [
         *(build(view) for build in measured),
         *(_comparisons(view, axis) for axis in view.axes),
@@ -129,33 +132,42 @@ def _baselines(view: View) -> Iterator[Record]:
         yield _row(_cells(found), task=task, data=_get(known, "name"), base=chosen)
 
 
-@_table(
-    "points", "Points: accuracy over seeds, beside start, best constant and teacher",
-    (
-        TASK, POINT, text("kind"), text("gate", "a,b,c,d"), SEEDS, percent("accuracy", "accuracy, mean %"),
-        pp("sd", "SD, pp"), percent("macro_f1", "macro-F1, mean %"), percent("val_accuracy", "val, mean %"),
-        lam("lam", "E[λ]"), signed_pp("above_start", "over start, pp"),
-        signed_pp("above_constant", "over best constant, pp"), signed_pp("to_teacher", "to teacher, pp"), RUNS,
-    ),
-    stub=2,
-    note="Means and SDs over the seeds of the sweep, test split unless it says val. A point with one seed has no SD. "
-    "E[λ] is the mean over all response tokens of the training.",
-)  # fmt: skip
-def _points(view: View) -> Iterator[Record]:
-    for task, point in _task_points(view):
+def point_records(view: View, task: str, *kinds: str) -> Iterator[dict[str, Any]]:
+    """One record per point of these kinds, or of all: what was measured of it, over the seeds of the sweep."""
+    beside = view.analysis.baselines[task]
+    for point in view.points(task, *kinds):
         scores, kind, gate = view.sweep(task, point), view.kind(task, point), view.gate(task, point)
         shares = [score.accuracy for score in scores.values()]
-        mean, beside = mean_of(shares), view.analysis.baselines[task]
-        runs = [run for seed, run in view.done(task, point).items() if seed in scores]
+        low, high = accuracy_interval([*scores.values()]) or (None, None)
+        mean, runs = mean_of(shares), [run for seed, run in view.done(task, point).items() if seed in scores]
         yield _row(
             task=task, point=point, kind=KINDS[kind], seeds=len(shares), accuracy=mean, sd=_sd_pp(shares),
-            gate=None if gate is None or kind in ("static", "twin") else str(gate), runs=_ids(*runs),
+            low=low, high=high, each=shares, runs=_ids(*runs),
+            gate=None if gate is None or kind in ("static", "twin") else str(gate),
             macro_f1=mean_of([score.macro_f1 for score in scores.values()]),
             val_accuracy=mean_of([score.accuracy for score in view.sweep(task, point, "val").values()]),
             lam=mean_of([run.lam_stats.mean for run in runs if run.lam_stats is not None]),
             above_start=_difference(mean, beside.start), above_constant=_difference(mean, beside.best_constant),
             to_teacher=_difference(mean, beside.teacher),
         )  # fmt: skip
+
+
+@_table(
+    "points", "Points: accuracy over seeds, beside start, best constant and teacher",
+    (
+        TASK, POINT, text("kind"), text("gate", "a,b,c,d"), SEEDS, percent("accuracy", "accuracy, mean %"),
+        percent("low", "95 % from"), percent("high", "to"), pp("sd", "SD, pp"),
+        percent("macro_f1", "macro-F1, mean %"), percent("val_accuracy", "val, mean %"), lam("lam", "E[λ]"),
+        signed_pp("above_start", "over start, pp"), signed_pp("above_constant", "over best constant, pp"),
+        signed_pp("to_teacher", "to teacher, pp"), RUNS,
+    ),
+    stub=2,
+    note="Means over the seeds of the sweep, test split unless it says val. The interval is over seeds, or over texts "
+    "where there is one seed. E[λ] is the mean over all response tokens of the training.",
+)  # fmt: skip
+def _points(view: View) -> Iterator[Record]:
+    for task in view.results.tasks:
+        yield from point_records(view, task)
 
 
 def _difference(left: float | None, right: float | None) -> float | None:
@@ -193,12 +205,12 @@ def _with_sources(view: View, note: str, names: Iterable[str] | None = None) -> 
         TASK, POINT, SEEDS, count("rows", "test rows"), count("duplicates", "of them in train"),
         percent("accuracy", "all rows, %"), percent("without", "without those, %"), signed_pp("change", "change, pp"),
     ),
-    stub=2, note="Means over seeds.", empty="No run is done.",
+    stub=2, note="Means over seeds.", empty="No test text stands in train.",
 )  # fmt: skip
 def _duplicates(view: View) -> Iterator[Record]:
     for task, point in _task_points(view):
         scores = [score for score in view.scores(task, point).values() if score.without_duplicates is not None]
-        if scores:
+        if scores and scores[0].duplicates:
             whole = fmean(score.accuracy for score in scores)
             clean = fmean(s.without_duplicates.accuracy for s in scores if s.without_duplicates is not None)
             yield _row(
@@ -254,6 +266,61 @@ def confusion_records(view: View, task: str) -> Iterator[Record]:
 def _confusion(view: View) -> Iterator[Record]:
     for task in view.results.tasks:
         yield from confusion_records(view, task)
+
+
+def _wrong_texts(view: View) -> Table:
+    """Texts that the point chosen on validation has wrong at most of its seeds, with what the models said of them."""
+    records: list[Record] = []
+    counts = []
+    for task in view.results.tasks:
+        chosen, baseline = view.analysis.selection[task].chosen, view.results.baselines.get(task)
+        if isinstance(chosen, NotApplicable) or baseline is None:
+            continue
+        students = [run.predictions("test") for run in view.done(task, chosen.label).values()]
+        teacher, start = baseline.predictions("teacher"), baseline.predictions("start")
+        if not teacher or any(len(rows) != len(teacher) for rows in (start, *students)):
+            continue
+        wrong = [
+            (own, row, before, mine)
+            for row, before, *mine in zip(teacher, start, *students, strict=True)
+            if 2 * (own := sum(one.label != row.gold for one in mine)) > len(mine)
+        ]
+        wrong.sort(key=lambda found: -found[0])  # the order of the split where they are wrong as often
+        right = [found for found in wrong if found[1].label == found[1].gold]
+        both = [found for found in wrong if found[1].label != found[1].gold]
+        half = _WRONG_TEXTS // 2
+        shown = right[: max(half, _WRONG_TEXTS - len(both))]
+        shown += both[: _WRONG_TEXTS - len(shown)]
+        counts.append(
+            f"{task}: {chosen.label}, the family's best on validation, is wrong on {len(wrong)} of {len(teacher)} test "
+            f"texts at most of its {len(students)} seeds; so is the teacher on {len(both)} of these. Shown are those "
+            "that are wrong at most seeds, half of them with a teacher that is right."
+        )
+        records += [
+            _row(
+                task=task, text=_cut(row.text), gold=row.gold, teacher=row.label or NO_LABEL,
+                start=before.label or NO_LABEL, student=_said(mine),
+            )
+            for _, row, before, mine in shown
+        ]  # fmt: skip
+    columns = (
+        TASK, text("text"), text("gold", "gold label"), text("teacher", "teacher said"),
+        text("student", "student said (seeds)"), text("start", "before training"),
+    )  # fmt: skip
+    return Table.of(
+        "wrong-texts", "Ten texts that the trained student has wrong", columns, records, stub=2, note=" ".join(counts),
+        empty="Nothing was evaluated yet.",
+    )  # fmt: skip
+
+
+def _said(rows: Sequence[Predicted]) -> str:
+    """The labels of a text over seeds, the most frequent first."""
+    said = [row.label or NO_LABEL for row in rows]
+    return ", ".join(f"{label} ({said.count(label)})" for label in sorted(set(said), key=lambda x: (-said.count(x), x)))
+
+
+def _cut(text: str, most: int = 400) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 # ---------------------------------------------------------------------------------------------------- runs
@@ -364,33 +431,32 @@ def _failures(view: View) -> Iterator[Record]:
             yield _row(run=_ids(run), state=run.state, error=run.error or None)
 
 
-def costs(view: View, kind: str, task: str | None = None) -> list[Cost]:
-    """What the runs of a kind took, of one task or of all."""
-    runs = [run for run in view.results.done if run.spec.kind == kind and task in (None, run.spec.task)]
-    return [run.cost for run in runs if run.cost is not None]
-
-
 @_table(
-    "cost", "What the runs took",
+    "cost", "Accuracy and what it took, per run",
     (
-        TASK, text("kind"), count("runs"), number("seconds", "median s per run"), number("cpu_seconds", "CPU s, all"),
-        count("response_tokens", "response tokens, all"), count("teacher_tokens", "teacher tokens, all"),
+        TASK, POINT, text("kind"), percent("accuracy", "accuracy, mean %"), pp("sd", "SD, pp"),
+        number("seconds", "s per run, median"), number("cpu_seconds", "CPU s per run"), count("steps"),
+        count("response_tokens", "response tokens per run"), count("teacher_tokens", "teacher tokens per run"),
         percent("cached", "scores from cache, %"),
     ),
     stub=2, empty="No run is done.",
     note="Teacher tokens are those of the teacher's forward passes; a score that another step or run needed before "
-    "comes from the cache. Seconds belong to this machine and moment, and are in no file of tables/.",
+    "comes from the cache. Seconds belong to this machine and moment: the table is in no file of tables/.",
 )  # fmt: skip
 def _cost(view: View) -> Iterator[Record]:
-    for task, kind in [(task, kind) for task in view.results.tasks for kind in KINDS]:
-        if mine := costs(view, kind, task):
-            asked = sum(cost.scores_asked for cost in mine)
+    for task in view.results.tasks:
+        for record in point_records(view, task):
+            costs = [run.cost for run in view.done(task, record["point"]).values() if run.cost is not None]
+            if not costs:
+                continue
+            asked = sum(cost.scores_asked for cost in costs)
             yield _row(
-                task=task, kind=KINDS[kind], runs=len(mine), seconds=median(cost.seconds for cost in mine),
-                cpu_seconds=sum(cost.cpu_seconds for cost in mine),
-                response_tokens=sum(cost.response_tokens for cost in mine),
-                teacher_tokens=sum(cost.teacher_tokens for cost in mine),
-                cached=sum(cost.scores_cached for cost in mine) / asked if asked else None,
+                record, seconds=median(cost.seconds for cost in costs),
+                cached=sum(cost.scores_cached for cost in costs) / asked if asked else None,
+                **{
+                    key: round(fmean(getattr(cost, key) for cost in costs))
+                    for key in ("cpu_seconds", "steps", "response_tokens", "teacher_tokens")
+                },
             )  # fmt: skip
 
 
@@ -433,9 +499,9 @@ def _comparisons(view: View, axis: str) -> Table:
     return Table.of(
         f"comparisons-{axis}", f"{AXES[axis].title}: every comparison", columns, records, stub=3,
         empty="The study has no comparison on this axis.",
-        note="Accuracy on test, left minus right, paired within seed. Detectable: the smallest true difference that "
-        "would be found in 80 % of repetitions with this SD and so many seeds. Fresh leaves the selection seed "
-        f"({view.results.selection_seed}) out. The sign-flip p cannot fall below its floor.",
+        note="Accuracy on test, left minus right, paired within seed. Detectable: with the SD and seeds of that row. "
+        f"Fresh leaves the selection seed ({view.results.selection_seed}) out. The sign-flip p cannot fall below its "
+        "floor.",
     )  # fmt: skip
 
 
@@ -503,27 +569,6 @@ def _at(found: Paired | None, seed: int) -> float | None:
     if found is None or seed not in found.seeds:
         return None
     return found.differences[found.seeds.index(seed)]
-
-
-@_table(
-    "controls", "Controls: shuffled λ, and constants with the same mean",
-    (
-        *PAIR, *_summary_columns(), lam("left_lam", "E[λ] left"), lam("right_lam", "E[λ] right"),
-        lam("left_lam_sd", "SD left"), lam("right_lam_sd", "SD right"), RUNS,
-    ),
-    stub=3, empty="The study has no control.",
-    note="A shuffled control has the gate's values of λ at other tokens; a twin has their mean at all tokens. What the "
-    "gate gains over the first is due to where λ goes, over the second to λ varying at all.",
-)  # fmt: skip
-def _controls(view: View) -> Iterator[Record]:
-    for found in [*view.comparisons("control"), *view.comparisons("isolation")]:
-        record = _row(_cells(found), _summary(found.all), runs=Runs(found.run_ids))
-        for side in ("left", "right"):
-            runs = view.done(found.task, record[side]).values()
-            stats = [run.lam_stats for run in runs if run.lam_stats is not None]
-            record[f"{side}_lam"] = mean_of([one.mean for one in stats])
-            record[f"{side}_lam_sd"] = mean_of([one.sd for one in stats])
-        yield record
 
 
 @_table(
@@ -648,24 +693,18 @@ def _anova(view: View) -> Iterator[Record]:
 
 
 @_table(
-    "power", "What could have been seen, and how many seeds it takes",
+    "power", "The detectable difference, and how many seeds a smaller one takes",
     (
-        AXIS, TASK, count("pairs", "comparisons"), SEEDS, pp("sd", "SD of differences, pp"),
-        pp("mde", "detectable now, pp"), count("seeds_for_1", "seeds for 1 pp"), count("seeds_for_2", "for 2 pp"),
+        TASK, count("comparisons"), count("seeds"), pp("sd", "SD of differences, median pp"),
+        pp("pp", "detectable, pp"), count("seeds_for_1", "seeds for 1 pp"), count("seeds_for_2", "for 2 pp"),
         count("seeds_for_3", "for 3 pp"),
     ),
-    stub=2, empty="There is no comparison yet.",
-    note="For one comparison: two-sided paired t-test at .05 with 80 % power, with the pooled SD over seeds of the "
-    "axis' differences.",
+    empty="No comparison has two seeds.",
+    note="Of a typical comparison of two points: the smallest true difference that a two-sided paired t-test at .05 "
+    "finds in 80 % of all repetitions, with the median SD and number of seeds of the comparisons.",
 )  # fmt: skip
 def _power(view: View) -> Iterator[Record]:
-    for axis, task in [(axis, task) for axis in view.axes for task in view.results.tasks]:
-        pairs = [found.all for found in view.comparisons(axis, task) if found.all is not None]
-        if not pairs:
-            continue
-        n, sd = min(pair.n for pair in pairs), view.spread(axis, task)
-        power: dict[str, Any] = {OTHERS: NotApplicable("no SD over seeds")}
-        if sd:
-            power = {f"seeds_for_{gap}": seeds_needed(sd, float(gap)) for gap in (1, 2, 3)}
-            power["mde"] = minimum_detectable(sd, n) if n > 1 else None
-        yield _row(power, axis=axis, task=task, pairs=len(pairs), seeds=n, sd=sd)
+    for task, found in view.analysis.detectable.items():
+        if isinstance(found, Detectable) and (task != ALL_TASKS or len(view.results.tasks) > 1):
+            needed = {f"seeds_for_{gap}": seeds_needed(found.sd, float(gap)) for gap in (1, 2, 3)} if found.sd else {}
+            yield _row(found._asdict(), needed, task=task)

@@ -49,7 +49,7 @@ AXES: Mapping[str, Axis] = {
         text="Each point of the family against the points that keep one of its channels at the same magnitude: "
         "entropy-only (-|a|, 0, 0, 0) and gap-only (0, 0, 0, d). They share a direction with EOPD and ToDi and are not "
         "those methods.",
-        figures=("restrictions-", "forest-restriction-"),
+        figures=("forest-restriction-",),
         tables=("not-applicable",),
     ),
     "isolation": Axis(
@@ -72,7 +72,6 @@ AXES: Mapping[str, Axis] = {
         text="Each gate against a training with the same values of λ in every step, assigned to tokens at random: "
         "what remains is due to where the gate puts λ.",
         figures=("forest-control-",),
-        tables=("controls",),
     ),
     "static": Axis(
         title="Family against a constant λ",
@@ -263,13 +262,6 @@ class View:
         """The axes that the study has, in our order."""
         present = {comparison.axis for comparison in self.results.comparisons}
         return [axis for axis in AXES if axis in present]
-
-    def spread(self, axis: str, task: str | None = None) -> float | None:
-        """Pooled SD over seeds of an axis' paired differences, in pp; None where no pair has two seeds."""
-        pairs = [c.all for c in self.comparisons(axis, task) if c.all is not None]
-        known = [(pair.sd, pair.n - 1) for pair in pairs if pair.sd is not None and pair.n > 1]
-        freedom = sum(own for _, own in known)  # a variance weighs as much as it has degrees of freedom
-        return math.sqrt(sum(sd * sd * own for sd, own in known) / freedom) if freedom else None
 
     def sampling_se(self, task: str) -> float | None:
         """Binomial SE of one model's accuracy on the test split, in pp, at the mean accuracy of the family's runs."""

@@ -170,6 +170,12 @@ class Predicted(NamedTuple):
 
     gold: str
     label: str | None
+    text: str = ""
+
+
+def predictions(folder: Path, split: str) -> list[Predicted]:
+    """What a run or a baseline said of every row of a split, in the order of the rows."""
+    return [Predicted(row["gold"], row["label"], row.get("text", "")) for row in RunFolder(folder).predictions(split)]
 
 
 @dataclass(frozen=True)
@@ -193,7 +199,7 @@ class RunResult:
 
     def predictions(self, split: str) -> list[Predicted]:
         """The label of every row, in the order of the rows."""
-        return [Predicted(row["gold"], row["label"]) for row in RunFolder(self.folder).predictions(split)]
+        return predictions(self.folder, split)
 
     def curve(self) -> list[dict[str, Any]]:
         """One record per step: loss, lam_mean, lam_sd, h, u, gap, forward_kl, reverse_kl and more."""
@@ -214,6 +220,12 @@ class TaskBaseline:
     start: Mapping[str, Score]
     """The student before training, by split."""
     teacher: Mapping[str, Score]
+    folders: Mapping[str, Path] = field(default_factory=dict)
+    """``start`` and ``teacher`` → where its predictions are."""
+
+    def predictions(self, model: Literal["start", "teacher"], split: str = "test") -> list[Predicted]:
+        """What the model said of every row; none where it is not there."""
+        return predictions(self.folders[model], split) if model in self.folders else []
 
 
 class SplitRead(NamedTuple):
@@ -265,3 +277,20 @@ class StudyResults:
         """Labels of a task's points in the order of the plan."""
         specs = [result.spec for result in self.runs.values()]
         return list(dict.fromkeys(s.point for s in specs if s.task == task and kind in (None, s.kind)))
+
+    def warning_lines(self) -> list[str]:
+        """What is wrong with results that are there: a line for each teacher, and one for each kind with its points."""
+        found: list[str] = []
+        points: dict[tuple[str, str, str], dict[str, list[int]]] = {}
+        for name, concerns in self.warnings.items():
+            if name not in self.runs:
+                found += [f"{name}: {concern}" for concern in concerns]
+                continue
+            spec = self.runs[name].spec
+            for concern in concerns:
+                seeds = points.setdefault((spec.task, concern.kind, concern.helps), {}).setdefault(spec.point, [])
+                seeds.append(spec.seed)
+        for (task, kind, helps), where in points.items():
+            runs = "; ".join(f"{point} (seed {', '.join(map(str, seeds))})" for point, seeds in where.items())
+            found.append(f"{task}, {kind}: {runs}. {helps}")
+        return found

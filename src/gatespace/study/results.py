@@ -113,13 +113,15 @@ def _baselines(folder: StudyFolder, plan: Plan) -> dict[str, TaskBaseline]:
     for task in plan.config.tasks:
         scores: dict[str, dict[str, Score]] = {"student": {}, "teacher": {}}
         about: dict[str, Any] = {}
+        folders = {}
         for role in scores:
             baseline = folder.baseline(baseline_name(plan.config, task, role))
             if baseline.is_done:
                 about = baseline.baseline()
+                folders["start" if role == "student" else role] = baseline.path
                 scores[role] = {record["split"]: Score.from_json(record) for record in baseline.evaluations()}
         if about:
-            found[task] = TaskBaseline(about["task"], about["digest"], scores["student"], scores["teacher"])
+            found[task] = TaskBaseline(about["task"], about["digest"], scores["student"], scores["teacher"], folders)
     return found
 
 

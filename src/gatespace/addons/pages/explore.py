@@ -9,12 +9,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import NormalDist, fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import gatespace
 from gatespace.addons.pages.page import render
 from gatespace.errors import UsageError
+from gatespace.evidence.accuracy import accuracy_interval
 from gatespace.files import atomic_write
 from gatespace.gating.coefficients import SATURATION, Gate, named_points
 from gatespace.runs import RunFolder, StudyFolder
@@ -35,7 +36,6 @@ _NO_SIGNALS = frozenset({*_PAPER, *_OTHER, "loss", "tail_mass", "weight"})
 _COURSE = ("loss", "lam_mean", "lam_sd", "lam_saturated", "forward_kl", "reverse_kl", "h", "u", "gap", "grad_norm")
 _COURSE_POINTS = 240
 _NONE = -1
-_CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -308,24 +308,9 @@ def _lam_data(lam: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _score_data(score: Score) -> dict[str, Any]:
-    low, high = wilson(score.correct, score.count)
+    low, high = accuracy_interval([score]) or (None, None)
     names = ("accuracy", "correct", "count", "macro_f1", "best_constant")
     return {name: getattr(score, name) for name in names} | {"low": low, "high": high}
-
-
-def wilson(correct: int, count: int, *, confidence: float = _CONFIDENCE) -> tuple[float, float]:
-    """Wilson's interval of a share.
-
-    Example:
-        >>> [round(end, 3) for end in wilson(9, 20)]
-        [0.258, 0.658]
-    """
-    if count == 0:
-        return 0.0, 1.0
-    z, share = NormalDist().inv_cdf((1 + confidence) / 2), correct / count
-    centre = (share + z * z / (2 * count)) / (1 + z * z / count)
-    reach = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
-    return max(0.0, centre - reach), min(1.0, centre + reach)
 
 
 def _marks(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -349,23 +334,9 @@ def _accuracy(runs: Sequence[Run]) -> dict[str, Any]:
         return {"split": None, "accuracy": None, "low": None, "high": None, "interval": ""}
     scores = [run.scores[split] for run in done]
     shares = [score.accuracy for score in scores]
-    interval: tuple[float, float] | None
-    if len(scores) == 1:
-        interval, how = wilson(scores[0].correct, scores[0].count), f"over {scores[0].count} texts, one seed"
-    else:
-        interval, how = _t_interval(shares), f"over {len(shares)} seeds"
-    low, high = interval or (None, None)
+    how = f"over {len(scores)} seeds" if len(scores) > 1 else f"over {scores[0].count} texts, one seed"
+    low, high = accuracy_interval(scores) or (None, None)
     return {"split": split, "accuracy": fmean(shares), "low": low, "high": high, "interval": how}
-
-
-def _t_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Student's interval of a mean; None where scipy, which comes with studies, is not installed."""
-    try:
-        from scipy import stats  # type: ignore[import-untyped]
-    except ModuleNotFoundError:
-        return None
-    reach = float(stats.t.ppf((1 + _CONFIDENCE) / 2, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
-    return max(0.0, fmean(values) - reach), min(1.0, fmean(values) + reach)
 
 
 def _course(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
