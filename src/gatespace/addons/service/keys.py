@@ -229,7 +229,7 @@ def check_bind(bind: str, *, secured: bool) -> Address:
     """
     scheme, _, place = bind.partition("://")
     host, _, port = place.rpartition(":")
-    host = {"*": "0.0.0.0", "localhost": "127.0.0.1"}.get(host, host)  # ZeroMQ binds to numbers and to interfaces
+    host = {"*": "0.0.0.0", "localhost": "127.0.0.1"}.get(host, host)  # localhost may mean ::1
     any_port = port in ("0", "*")
     try:
         address = parse_address(f"zmq://{host}:{1 if any_port else port}")
