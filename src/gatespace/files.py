@@ -136,7 +136,7 @@ def encode(record: Mapping[str, Any]) -> bytes:
 
     A number that is not finite becomes null, which every reader of JSON can read.
 
-    Example:
+    Examples:
         >>> encode({"step": 1, "loss": float("nan"), "lam": 0.1})
         b'{"lam": 0.1, "loss": null, "step": 1}\\n'
     """

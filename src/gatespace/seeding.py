@@ -16,7 +16,7 @@ _PERSON = b"gatespace.seed.1"  # 16 bytes at most; to change it is to change eve
 def stream(seed: int, *names: str | int) -> int:
     """The seed of the named stream: an integer in [0, 2**64), the same in every process and every version.
 
-    Example:
+    Examples:
         >>> stream(42, "rollout", 7) == stream(42, "rollout", 7)
         True
         >>> stream(42, "rollout", 7) == stream(42, "rollout", "7")

@@ -398,7 +398,7 @@ def _span(value: Sequence[float]) -> str:
 def _number(value: float) -> str:
     """A number in few characters, and exact where it is small.
 
-    Example:
+    Examples:
         >>> _number(937.0), _number(134515008), _number(2.5e15)
         ('937', '134.5 M', '2.5e+15')
     """

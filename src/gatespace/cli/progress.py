@@ -178,7 +178,7 @@ def _joined(parts: Iterable[str]) -> str:
 def duration(seconds: float) -> str:
     """Seconds as text.
 
-    Example:
+    Examples:
         >>> duration(5), duration(200), duration(9000)
         ('5 s', '3 min 20 s', '2 h 30 min')
     """

@@ -40,7 +40,7 @@ def is_address(name: str) -> bool:
 def parse_address(name: str, field: str = "") -> Address:
     """The address in `name`; a `Fault` in `field` where it is none.
 
-    Example:
+    Examples:
         >>> parse_address("zmq://127.0.0.1:5555").tcp
         'tcp://127.0.0.1:5555'
     """

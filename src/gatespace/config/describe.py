@@ -29,7 +29,7 @@ class Setting(NamedTuple):
 def describe(cls: type[Section]) -> list[Setting]:
     """Every setting of a configuration, in order. A section that may be null has a line of its own before its settings.
 
-    Example:
+    Examples:
         >>> from gatespace.config import OptimizerConfig
         >>> describe(OptimizerConfig)[0]
         Setting(path='lr', type='number > 0', default='1e-06', doc='Learning rate.')

@@ -74,7 +74,7 @@ def identity(config: Section, *, content: Mapping[str, str] | None = None) -> st
             what auto became. It stands in place of those settings, so that a model has one identity in every folder,
             a point by every name, and another one when its content changes.
 
-    Example:
+    Examples:
         >>> from gatespace.config import PairConfig, TrainConfig
         >>> here, there = (TrainConfig(pair=PairConfig(teacher=place)) for place in ("here", "there"))
         >>> identity(here) == identity(there)

@@ -26,7 +26,7 @@ def load_config(cls: type[Config], path: str | Path | None = None, overrides: Se
             ``optimizer.clip=null``, ``rollout.from.teacher=0.5``. An override changes one value of what the file and
             the defaults would give; the last one of a path counts.
 
-    Example:
+    Examples:
         >>> from gatespace.config import TrainConfig
         >>> config = load_config(TrainConfig, overrides=["pair.teacher=runs/teach", "objective.gate=[4, 0, -1, 0]"])
         >>> config.objective.gate, config.steps

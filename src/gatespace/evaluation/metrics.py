@@ -90,7 +90,7 @@ def measure(gold: Sequence[str], predicted: Sequence[str | None], labels: Sequen
         predicted: The label the model gave, None where its answer has no legal one.
         labels: All labels of the task.
 
-    Example:
+    Examples:
         >>> found = measure(["joy", "joy", "anger"], ["joy", None, "joy"], ["anger", "joy", "sadness"])
         >>> found.correct, found.count, found.parse_failures, found.best_constant.label
         (1, 3, 1, 'joy')

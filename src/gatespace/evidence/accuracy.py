@@ -30,7 +30,7 @@ def accuracy_interval(scores: Sequence[Score]) -> tuple[float, float] | None:
 def wilson(correct: int, count: int, *, confidence: float = CONFIDENCE) -> tuple[float, float]:
     """Wilson's interval of a share.
 
-    Example:
+    Examples:
         >>> [round(end, 3) for end in wilson(9, 20)]
         [0.258, 0.658]
     """

@@ -82,7 +82,7 @@ def null_variance(cells: Sequence[Cell]) -> float:
     Two cells whose differences correlate by ρ are both won with probability 1/4 + arcsin(ρ)/2π. Two that share an arm
     on the same side have ρ = 1/2, hence a covariance of 1/12; on opposite sides -1/12; a cell with itself 1/4.
 
-    Example:
+    Examples:
         >>> cells = [Cell(1.0, ("G2",), ("E4",)), Cell(1.0, ("G5",), ("E4",))]
         >>> round(null_variance(cells) - (2 / 4 + 2 / 12), 12)
         0.0

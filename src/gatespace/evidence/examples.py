@@ -20,7 +20,7 @@ RESAMPLES = 2000
 def mcnemar(left_correct: Sequence[bool] | Any, right_correct: Sequence[bool] | Any) -> McNemar:
     """Exact McNemar test of two models on the same examples, in the same order.
 
-    Example:
+    Examples:
         >>> mcnemar([True, True, True, False], [False, False, True, False])
         McNemar(both=1, left_only=2, right_only=0, neither=1, p=0.5)
     """

@@ -36,7 +36,7 @@ def paired(
         right: Seed → value of the second.
         confidence: Of the interval.
 
-    Example:
+    Examples:
         >>> found = paired({42: 55.49, 2: 53.60, 3: 52.83}, {42: 51.28, 2: 53.50, 3: 51.95})
         >>> print(f"{found.mean:.2f} ± {found.sd:.2f}, p = {found.p:.2f}, [{found.low:.2f}, {found.high:.2f}]")
         1.73 ± 2.18, p = 0.30, [-3.69, 7.15]
@@ -155,7 +155,7 @@ def minimum_detectable(sd: float, n: int, power: float = POWER, alpha: float = A
         power: The share of repetitions that should find it.
         alpha: Level of the test.
 
-    Example:
+    Examples:
         >>> round(minimum_detectable(1.0, 3), 2), round(minimum_detectable(1.0, 10), 2)
         (3.26, 1.0)
     """
@@ -170,7 +170,7 @@ def minimum_detectable(sd: float, n: int, power: float = POWER, alpha: float = A
 def seeds_needed(sd: float, difference: float, power: float = POWER, alpha: float = ALPHA) -> int:
     """The number of paired seeds at which a two-sided paired t-test finds `difference` with this power.
 
-    Example:
+    Examples:
         >>> seeds_needed(1.0, 1.0), seeds_needed(1.5, 1.0), seeds_needed(2.0, 1.0)
         (10, 20, 34)
     """
@@ -210,7 +210,7 @@ def _check(*, power: float, alpha: float) -> None:
 def holm(ps: Sequence[float | None]) -> list[float | None]:
     """p adjusted after Holm: below .05, and the chance of even one false claim among all of them is below .05.
 
-    Example:
+    Examples:
         >>> holm([0.01, None, 0.04])
         [0.02, None, 0.04]
     """

@@ -25,7 +25,7 @@ def sign_flip_floor(n: int) -> float:
 def least_differences(family: int = 1, alpha: float = ALPHA) -> int:
     """The smallest n whose sign-flip p can be below `alpha` after Holm's adjustment over `family` tests.
 
-    Example:
+    Examples:
         >>> least_differences(), least_differences(9), least_differences(29)
         (6, 9, 11)
     """

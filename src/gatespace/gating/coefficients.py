@@ -69,7 +69,7 @@ class Gate:
         d: Weight of gap, one minus the student's probability of the teacher's most probable token.
         extra: Coefficients of further registered signals by name, e.g. ``{"student_entropy": 2}``.
 
-    Example:
+    Examples:
         >>> gate = Gate(a=4, b=0, c=-1, d=0)
         >>> gate == Gate.named("G5") == Gate.parse("4,0,-1,0")
         True
@@ -158,7 +158,7 @@ class Gate:
     def parse(cls, text: str) -> Gate:
         """Read a gate from text: a name, or four numbers, then ``signal=coefficient`` for further signals.
 
-        Example:
+        Examples:
             >>> Gate.parse("4, 0, -1, 0, student_entropy=2").extra
             {'student_entropy': 2.0}
         """
@@ -185,7 +185,7 @@ class Gate:
     def of(cls, value: object) -> Gate:
         """A gate as configurations spell it: text, four numbers, a mapping of coefficients and signals, or a gate.
 
-        Example:
+        Examples:
             >>> Gate.of({"a": 4, "c": -1}) == Gate.of("G5") == Gate.of([4, 0, -1, 0])
             True
         """

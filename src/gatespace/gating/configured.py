@@ -21,7 +21,7 @@ def build_gate(config: ObjectiveConfig, *, path: str = "objective.") -> Gate | N
         config: The section `objective`.
         path: Where that section stands, up to its last dot, for errors.
 
-    Example:
+    Examples:
         >>> build_gate(ObjectiveConfig(gate="G5")) == build_gate(ObjectiveConfig(gate={"a": 4, "c": -1}))
         True
     """
@@ -47,7 +47,7 @@ def build_objective(config: ObjectiveConfig, *, path: str = "objective.") -> Obj
             of the objective.
         path: Where that section stands, up to its last dot, for errors.
 
-    Example:
+    Examples:
         >>> build_objective(ObjectiveConfig(method="eopd", params={"tau": 0.5})).tau
         0.5
     """

@@ -71,7 +71,7 @@ def fused_gated_kl(
     Half-precision hidden states and heads are multiplied in half precision and accumulated in float32; the logits
     themselves are kept to float32.
 
-    Example:
+    Examples:
         >>> from gatespace import Gate, fused_gated_kl
         >>> hidden, head = torch.ones(1, 2, 4, requires_grad=True), torch.eye(8, 4)
         >>> out = fused_gated_kl(hidden, head, torch.zeros(1, 2, 6), torch.eye(8, 6), gate=Gate.static(0.5))

@@ -20,7 +20,7 @@ ENTROPIES = ("top_k", "full", "bucket")
 class LossInputs:
     """What a loss gets beside the numbers of both models and its objective. B samples, T response positions.
 
-    Example:
+    Examples:
         >>> from gatespace.gating import LossInputs, ToDi, distillation_loss
         >>> student, teacher = torch.zeros(1, 2, 8), torch.arange(8.0).expand(1, 2, 8)
         >>> inputs = LossInputs(mask=torch.tensor([[1, 0]]), temperature=2.0)

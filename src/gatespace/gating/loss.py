@@ -100,7 +100,7 @@ def gated_kl(
     Returns:
         `LossOutput`; an empty mask gives loss 0 and gradient 0.
 
-    Example:
+    Examples:
         >>> from gatespace import Gate, gated_kl
         >>> student = torch.zeros(1, 2, 4, requires_grad=True)
         >>> teacher = torch.tensor([[[2.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]])
@@ -128,7 +128,7 @@ def distillation_loss(
         objective: E.g. ``ToDi()`` or ``Gated(gate)``.
         inputs: Mask, temperature, sampled ids and whatever else the objective looks at.
 
-    Example:
+    Examples:
         >>> from gatespace.gating import ToDi, distillation_loss
         >>> student, teacher = torch.zeros(1, 1, 8), torch.arange(8.0).reshape(1, 1, 8)
         >>> out = distillation_loss(student, teacher, objective=ToDi())

@@ -172,7 +172,7 @@ def get(name: str) -> type[Objective]:
 def objective(name: str, **parameters: object) -> Objective:
     """An objective by its name, e.g. ``objective("todi", beta=1.0)``.
 
-    Example:
+    Examples:
         >>> objective("eopd").tau
         0.8
     """

@@ -193,7 +193,7 @@ def teacher_entropy(teacher_logits: Tensor, *, top_k: int = 8, entropy: str = "t
     Returns:
         (...) in [0, 1].
 
-    Example:
+    Examples:
         >>> tie = torch.tensor([0.0, 0.0, -30.0, -30.0, -30.0, -30.0, -30.0, -30.0])
         >>> round(teacher_entropy(tie).item(), 3)
         0.333

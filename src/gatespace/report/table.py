@@ -134,7 +134,7 @@ class Table:
 def shown(value: Value, kind: Kind) -> str:
     """A cell for readers, rounded.
 
-    Example:
+    Examples:
         >>> shown(0.77338, "percent"), shown(-0.004, "signed_pp"), shown(1.7, "signed_pp"), shown(0.0002, "p")
         ('77.34', '0.00', '+1.70', '<0.001')
     """

@@ -170,7 +170,7 @@ def split_rows(
         seed: The same rows, fractions and seed give the same parts.
         stratify: Divide the rows of each label by itself, so that all parts have the same mix of labels.
 
-    Example:
+    Examples:
         >>> rows = [Example(f"text {i}", "ab"[i % 2]) for i in range(10)]
         >>> parts = split_rows(rows, {"teacher": 0.6, "distill": 0.4}, seed=1)
         >>> len(parts["teacher"]), len(parts["distill"])

@@ -19,7 +19,7 @@ _registered: dict[str, Callable[[], Task]] = {}
 def register(name: str) -> Callable[[Callable[[], Task]], Callable[[], Task]]:
     """Make a function that returns a `Task` usable as ``task.name`` in a configuration.
 
-    Example:
+    Examples:
         >>> @register("mine")
         ... def mine() -> Task:
         ...     return synthetic_task(size=60)
@@ -45,7 +45,7 @@ def load_task(name: str, root: str | Path | None = None) -> Task:
             a plugin has registered, or an entry point of the group ``gatespace.tasks``.
         root: A TweetEval folder. None: $GATESPACE_TWEETEVAL, then the Hugging Face Hub.
 
-    Example:
+    Examples:
         >>> load_task("synthetic").labels
         ('good news', 'bad news', 'open question', 'open offer')
     """

@@ -21,7 +21,7 @@ _JSON = re.compile(r'"label"\s{0,20}:\s{0,20}("(?:[^"\\]|\\.){0,400}")', re.IGNO
 def label_key(label: str) -> str:
     """What all spellings of a label have in common.
 
-    Example:
+    Examples:
         >>> label_key("not-hate") == label_key("Not_Hate") == label_key(" not hate ")
         True
     """
@@ -39,7 +39,7 @@ def parse_label(text: str, labels: Sequence[str]) -> str | None:
         text: What the model wrote, with the prefill in front of it if there was one.
         labels: The legal labels. The answer is one of them, spelled as here.
 
-    Example:
+    Examples:
         >>> parse_label('{"label": "Not Hate"}', ["not-hate", "hate"])
         'not-hate'
         >>> parse_label("I would say: hate.", ["not-hate", "hate"])

@@ -108,7 +108,7 @@ def synthetic_task(seed: int = 0, size: int = 2400, *, ambiguity: float = 0.5) -
         size: Rows of train. Val has a sixth of it and test a third.
         ambiguity: The share of messages that mix the cues of two labels.
 
-    Example:
+    Examples:
         >>> task = synthetic_task(seed=0, size=600)
         >>> task.train[0]
         Example(text=..., label=...)

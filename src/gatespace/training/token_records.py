@@ -20,7 +20,7 @@ _VALUES = ("loss", "lam", "h", "u", "gap", "forward_kl", "reverse_kl", "tail_mas
 def due(step: int, *, every: int) -> bool:
     """Whether the step is one of those whose tokens are recorded: the first, and every so many after it.
 
-    Example:
+    Examples:
         >>> [step for step in range(1, 30) if due(step, every=10)]
         [1, 11, 21]
     """
@@ -92,7 +92,7 @@ def top_tokens(logits: Tensor | TeacherTopK, top: int = 5) -> list[list[tuple[in
         logits: (T, V), or a `TeacherTopK` of (T, K).
         top: How many.
 
-    Example:
+    Examples:
         >>> import torch
         >>> top_tokens(torch.tensor([[0.0, 1.0, 0.0]]).log(), 1)
         [[(1, 1.0)]]

@@ -46,7 +46,7 @@ class Trace:
     For every step: `begin`, `rollout` once, `add` per micro-batch, `row` for single rows where they are wanted,
     `record`.
 
-    Example:
+    Examples:
         >>> from gatespace import Gate, gated_kl
         >>> trace = Trace()
         >>> trace.begin(1)

@@ -111,7 +111,7 @@ def open_trackers(
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
     """The finite numbers of a record by name, without its step; nested names are joined by a slash.
 
-    Example:
+    Examples:
         >>> scalars({"step": 3, "loss": 0.5, "lam_mean": None, "lam_hist": [1, 2], "seconds": {"score": 1}})
         {'loss': 0.5, 'seconds/score': 1.0}
     """

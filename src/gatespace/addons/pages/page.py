@@ -68,7 +68,7 @@ def render(name: str, *, title: str, data: Any, connect: bool = False) -> str:
 def safe_json(data: Any) -> str:
     """`data` as JSON that means nothing to HTML, whatever its texts are.
 
-    Example:
+    Examples:
         >>> safe_json(["</script>"])
         '["\\\\u003c/script\\\\u003e"]'
     """

@@ -567,7 +567,7 @@ class Records:
 def thinned(values: Sequence[float], most: int, *, last: bool = False) -> list[float | None]:
     """`values` in at most `most` groups of equal size: the mean of each, or its last value.
 
-    Example:
+    Examples:
         >>> thinned([1.0, 3.0, float("nan"), 5.0, 7.0], 3)
         [2.0, 5.0, 7.0]
     """

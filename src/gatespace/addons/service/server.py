@@ -81,7 +81,7 @@ class TeacherServer(Closing):
         limits: How much is accepted.
         report: Called with a message when a client is refused, rows cannot be scored, or the server ends.
 
-    Example:
+    Examples:
         with TeacherServer(model, "tcp://127.0.0.1:0") as server:
             RemoteTeacher(server.address, ...)
     """

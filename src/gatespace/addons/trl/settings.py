@@ -25,7 +25,7 @@ class GatedDistillationConfig(DistillationConfig):  # type: ignore[misc]  # TRL 
     `top_k` and `temperature` are of TRL's sampler, `signal_top_k` and `loss_temperature` of the loss. A gate may also
     be given as a `Gate`, four numbers, or a mapping; it is kept as text.
 
-    Example:
+    Examples:
         >>> from gatespace import Gate
         >>> config = GatedDistillationConfig("runs/gated", gate=Gate(a=4, c=-1), use_cpu=True)
         >>> config.gate, config.objective().gate == Gate.named("G5")
