@@ -72,7 +72,7 @@ test("a link has what was changed, and brings it back", () => {
   assert.deepEqual(fromLink(toLink({ ...changed, run: -1, b: null }, start, book), start, book), { ...changed, run: -1, b: null });
 });
 
-test("a page opens on the token where the models differ most", () => {
+test("a page opens on the token of its first response where the models differ most", () => {
   const apart = new Book({ ...payload, tokens: { ...payload.tokens, forward_kl: [1, 9, 2, 1, 3], reverse_kl: [1, 1, 1, 1, null] } });
   assert.equal(opening(apart, { ...start, run: -1, task: "" }), 1);
   assert.equal(opening(apart, { ...start, run: 1 }), 3);

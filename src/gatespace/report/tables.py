@@ -435,7 +435,7 @@ def _failures(view: View) -> Iterator[Record]:
     "cost", "Accuracy and what it took, per run",
     (
         TASK, POINT, text("kind"), percent("accuracy", "accuracy, mean %"), pp("sd", "SD, pp"),
-        number("seconds", "s per run, median"), number("cpu_seconds", "CPU s per run"), count("steps"),
+        number("seconds", "s per run, median"), number("cpu_seconds", "CPU s, median"), count("steps"),
         count("response_tokens", "response tokens per run"), count("teacher_tokens", "teacher tokens per run"),
         percent("cached", "scores from cache, %"),
     ),
@@ -452,10 +452,11 @@ def _cost(view: View) -> Iterator[Record]:
             asked = sum(cost.scores_asked for cost in costs)
             yield _row(
                 record, seconds=median(cost.seconds for cost in costs),
+                cpu_seconds=median(cost.cpu_seconds for cost in costs),
                 cached=sum(cost.scores_cached for cost in costs) / asked if asked else None,
                 **{
                     key: round(fmean(getattr(cost, key) for cost in costs))
-                    for key in ("cpu_seconds", "steps", "response_tokens", "teacher_tokens")
+                    for key in ("steps", "response_tokens", "teacher_tokens")
                 },
             )  # fmt: skip
 

@@ -160,9 +160,10 @@ def test_each_token_has_the_tint_of_its_own_lam(visit, page_url, recorded):
     assert all(later >= sooner - 2 for sooner, later in itertools.pairwise(ordered))  # neighbours may round alike
 
 
-def test_it_opens_on_the_token_where_the_models_differ_most(visit, page_url, recorded):
+def test_it_opens_on_the_token_of_the_first_response_where_the_models_differ_most(visit, page_url, recorded):
     page = visit(page_url)
-    shown = page.locator("button.token").evaluate_all("(all) => all.map((e) => Number(e.dataset.token))")
+    first = page.locator(".response").first.locator("button.token")
+    shown = first.evaluate_all("(all) => all.map((e) => Number(e.dataset.token))")
     apart = [forward + reverse for forward, reverse in zip(recorded["forward_kl"], recorded["reverse_kl"], strict=True)]
     token = page.evaluate("explorer.state().token")
     assert token in shown

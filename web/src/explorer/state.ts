@@ -200,16 +200,13 @@ export function pages(book: Book, responses: Int32Array, tokens = 800, most = 12
   return found;
 }
 
-/** The token that a page opens on: of its responses, the one where teacher and student differ most; -1: there is none. */
+/** The token that a page opens on: of its first response, the one where teacher and student differ most; -1: none. */
 export function opening(book: Book, state: State): number {
   const responses = selected(book, state);
   const starts = pages(book, responses);
-  const page = Math.min(state.page, starts.length - 1);
-  let best = -1;
-  let most = -Infinity;
-  for (const token of tokensOf(book, responses.subarray(starts[page], starts[page + 1]))) {
-    const both = book.forward[token] + book.reverse[token];
-    if (both > most) [best, most] = [token, both];
-  }
-  return best;
+  const shown = responses.subarray(starts[Math.min(state.page, starts.length - 1)]);
+  const first = shown.find((response) => book.to(response) > book.from(response));
+  if (first === undefined) return -1;
+  const apart = (token: number) => book.forward[token] + book.reverse[token];
+  return tokensOf(book, Int32Array.of(first)).reduce((best, token) => (apart(token) > apart(best) ? token : best));
 }
