@@ -10,6 +10,7 @@ of a random step and is started again as a user would: gatespace with the same c
     resumed      the second start ended, without a hand
     same loss    the loss of the last step differs by at most 1e-6
     same bytes   model.safetensors is the same file
+    steps again  how many steps were done twice, on average
 
 Two runs that nobody killed are compared first; where they differ, a kill cannot be blamed. Every life is a process of
 its own, forked after the imports.
@@ -171,8 +172,15 @@ def _hash(model: Path) -> str:
 # ---------------------------------------------------------------------------------------------------- lives
 
 
-def life(side: Side, work: Work, folder: Path, *, kill_at: tuple[int, float] | None = None) -> Ending | str | None:
-    """One process of a run: how it ended; why it failed; or None if it was killed.
+class Life(NamedTuple):
+    """One process of a run: how it ended, why it failed, or None if it was killed; and how many steps it has done."""
+
+    ended: Ending | str | None
+    steps: int
+
+
+def life(side: Side, work: Work, folder: Path, *, kill_at: tuple[int, float] | None = None) -> Life:
+    """Let one process of a run live.
 
     `kill_at`: after so many steps of this process (0: after its start) and so many seconds more.
     """
@@ -194,10 +202,12 @@ def life(side: Side, work: Work, folder: Path, *, kill_at: tuple[int, float] | N
                 os.kill(child, signal.SIGKILL)
                 kill_at = None
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    answer = told.lstrip(b".")
+    steps = len(told) - len(answer) - 1
     if status == -signal.SIGKILL:
-        return None
-    said = json.loads(told.lstrip(b".") or b'{"failed": "no answer"}')
-    return said["failed"] if "failed" in said else Ending(**said)
+        return Life(None, steps)
+    said = json.loads(answer or b'{"failed": "no answer"}')
+    return Life(said["failed"] if "failed" in said else Ending(**said), steps)
 
 
 def _be(side: Side, work: Work, folder: Path, writer: int) -> None:
@@ -218,45 +228,43 @@ def _be(side: Side, work: Work, folder: Path, writer: int) -> None:
     os._exit(0)
 
 
-def trial(side: Side, work: Work, folder: Path, rng: random.Random, pace: float) -> tuple[int, Ending | str]:
-    """Killed once at a random moment, then left alone: after how many steps it was killed, and how it ended."""
+def trial(side: Side, work: Work, folder: Path, rng: random.Random, pace: float) -> tuple[Life, Life]:
+    """Killed once at a random moment, then left alone: both lives."""
     for attempt in range(20):
-        step, more = rng.randrange(work.steps), rng.random() * pace
-        ended = life(side, work, folder / str(attempt), kill_at=(step, more))
-        if ended is None:
-            again = life(side, work, folder / str(attempt))
-            assert again is not None, "nobody killed it"
-            return step, again
+        place = folder / str(attempt)
+        killed = life(side, work, place, kill_at=(rng.randrange(work.steps), rng.random() * pace))
+        if killed.ended is None:
+            return killed, life(side, work, place)
     raise RuntimeError("every run ended before it could be killed")
 
 
 def compare(side: Side, work: Work, folder: Path, kills: int, seed: int) -> dict[str, Any]:
     """All trials of a side."""
     begun = time.perf_counter()
-    references = [life(side, work, folder / f"whole-{n}") for n in range(2)]
+    reference, repeated = (life(side, work, folder / f"whole-{n}").ended for n in range(2))
     pace = (time.perf_counter() - begun) / 2 / work.steps
-    reference = references[0]
     if not isinstance(reference, Ending):
         return {"unavailable": reference}
     rng = random.Random(seed)
     trials = []
     for n in range(kills):
-        step, ended = trial(side, work, folder / f"killed-{n}", rng, pace)
-        resumed = isinstance(ended, Ending)
-        row: dict[str, Any] = {"killed_after": step, "resumed": resumed}
-        if isinstance(ended, Ending):
-            row |= {"off": abs(ended.loss - reference.loss), "same_bytes": ended.weights == reference.weights}
+        killed, again = trial(side, work, folder / f"killed-{n}", rng, pace)
+        row: dict[str, Any] = {"killed_after": killed.steps, "steps_again": killed.steps + again.steps - work.steps}
+        if isinstance(again.ended, Ending):
+            off, same = abs(again.ended.loss - reference.loss), again.ended.weights == reference.weights
+            row |= {"off": off, "same_bytes": same}
         else:
-            row["failed"] = ended
+            row["failed"] = again.ended
         trials.append(row)
         print(f"  {n + 1}/{kills} {row}", file=sys.stderr, flush=True)
     return {
-        "repeats": references[1] == reference,
+        "repeats": repeated == reference,
         "kills": kills,
-        "resumed": sum(row["resumed"] for row in trials),
+        "resumed": sum("failed" not in row for row in trials),
         "same_loss": sum(row.get("off", 1.0) <= TOLERANCE for row in trials),
         "same_bytes": sum(row.get("same_bytes", False) for row in trials),
         "largest_off": max((row["off"] for row in trials if "off" in row), default=None),
+        "steps_again": sum(row["steps_again"] for row in trials) / kills,
         "trials": trials,
     }
 
@@ -297,17 +305,16 @@ def main(arguments: Sequence[str]) -> None:
         return
     print(f"{environment['cpu']}; {environment['packages']}")
     print(f"{asked.steps} steps, a checkpoint every {asked.save_every}, one kill each")
-    print(
-        f"{'':10} {'repeats':>8} {'kills':>6} {'resumed':>8} {'same loss':>10} {'same bytes':>11}  largest difference"
-    )
+    columns = ("repeats", "kills", "resumed", "same loss", "same bytes", "steps again", "largest difference")
+    print(f"{'':10}", *(f"{column:>{len(column) + 1}}" for column in columns))
     for name, row in results.items():
         if "unavailable" in row:
             print(f"{name:10} {row['unavailable']}")
             continue
         shares = [f"{100 * row[key] / row['kills']:.0f} %" for key in ("resumed", "same_loss", "same_bytes")]
         off = "" if row["largest_off"] is None else f"{row['largest_off']:.2g}"
-        repeats = "yes" if row["repeats"] else "no"
-        print(f"{name:10} {repeats:>8} {row['kills']:>6} {shares[0]:>8} {shares[1]:>10} {shares[2]:>11}  {off}")
+        cells = ["yes" if row["repeats"] else "no", str(row["kills"]), *shares, f"{row['steps_again']:.1f}", off]
+        print(f"{name:10}", *(f"{cell:>{len(column) + 1}}" for cell, column in zip(cells, columns, strict=True)))
 
 
 if __name__ == "__main__":
