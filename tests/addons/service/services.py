@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +108,7 @@ class Nursery:
     def __init__(self, cache: Path, stderr: IO[bytes] | None = None) -> None:
         path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._started: list[Service] = []
+        self._scratch = tempfile.TemporaryDirectory(prefix="services-", dir="/tmp")  # killed ones leave a folder there
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.addons.service.services"],
             cwd=ROOT,
@@ -120,6 +122,7 @@ class Nursery:
                 "OMP_NUM_THREADS": "1",
                 "TOKENIZERS_PARALLELISM": "false",
                 "GATESPACE_CACHE": str(cache),
+                "TMPDIR": self._scratch.name,
             },
         )
 
@@ -143,6 +146,7 @@ class Nursery:
                 service.signal(signal.SIGKILL)
         self._process.kill()
         self._process.communicate()
+        self._scratch.cleanup()
 
 
 if __name__ == "__main__":
