@@ -231,7 +231,7 @@ def test_mixed_model_that_cannot_be_says_why(some, reason):
     assert reason in found.reason
 
 
-def cells(effects, *, seeds=5, noise=0.5):
+def against(effects, *, seeds=5, noise=0.5):
     """One cell per right side, each with its effect and the same small noise per seed."""
     rng = np.random.default_rng(3)
     return [
@@ -242,7 +242,7 @@ def cells(effects, *, seeds=5, noise=0.5):
 
 
 def test_a_point_that_turns_the_sign_of_a_group_decides_it():
-    differences = cells({"todi": -0.5, "akl": -0.4, "eopd": 24.0})
+    differences = against({"todi": -0.5, "akl": -0.4, "eopd": 24.0})
     claim = block_claim(differences)
     assert claim.mean > 7
     found = decisive(differences, claim)
@@ -252,7 +252,7 @@ def test_a_point_that_turns_the_sign_of_a_group_decides_it():
 
 
 def test_a_point_that_hides_a_difference_of_the_others_decides_it():
-    differences = cells({"todi": 2.0, "akl": 2.2, "far": 0.0}, noise=0.1)
+    differences = against({"todi": 2.0, "akl": 2.2, "far": 0.0}, noise=0.1)
     spread = [d._replace(value=d.value + (30 if d.seed % 2 else -22)) if d.right == "far" else d for d in differences]
     claim = block_claim(spread)
     assert claim.low < 0 < claim.high
@@ -263,6 +263,6 @@ def test_a_point_that_hides_a_difference_of_the_others_decides_it():
     "effects", [{"todi": 0.05, "akl": -0.1, "eopd": 0.1}, {"todi": 5.0, "akl": 4.0, "eopd": 9.0}, {"todi": 3.0}]
 )
 def test_means_next_to_0_and_groups_that_agree_are_decided_by_none(effects):
-    differences = cells(effects)
+    differences = against(effects)
     assert decisive(differences, block_claim(differences)) is None
     assert decisive([], block_claim([])) is None

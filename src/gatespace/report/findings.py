@@ -285,7 +285,7 @@ def _limits(view: View) -> list[str]:
         )
     elif isinstance(least := view.analysis.detectable[ALL_TASKS], Detectable):
         found.append(
-            f"No single comparison is claimed: a typical one, over {least.seeds} seeds, has a detectable difference of "
+            f"No single comparison is claimed. A typical one, over {least.seeds} seeds, has a detectable difference of "
             f"{least.pp:.1f} pp."
         )
         floor = 2 / 2**most

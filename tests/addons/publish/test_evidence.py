@@ -109,7 +109,7 @@ def test_a_run_is_found_by_folder_or_identity(results: StudyResults, tmp_path: P
     assert run_in(results, RunFolder(run.folder)) is run
     assert run_in(results, RunFolder(tmp_path)) is None
     for place, name in ((run.folder, "this"), (results.done[0].folder, "that"), (tmp_path, "this")):
-        (place / "identity.json").write_text(json.dumps({"identity": name}))
+        (place / "identity.json").write_text(json.dumps({"identity": name, "content": {}}))
     try:
         assert run_in(results, RunFolder(tmp_path)) is run
     finally:
