@@ -117,8 +117,6 @@ class Rung:
             loss = self._update(rows, responses, forward, scores)
         if number == 0:
             self.seen |= {"loss": loss / tokens, **self._gradient(tokens)}
-        with meter.clock("update"):
-            self.optimizer.collect()
         with meter.clock("optimizer"):
             self.optimizer.step(number, tokens)
         meter.end(responses)
@@ -228,7 +226,7 @@ class Rung:
 
     def _gradient(self, tokens: int) -> dict[str, float]:
         """Norm of the gradient, and its distance from that of the first rung."""
-        found = {n: p.grad / tokens for n, p in self.student.network.named_parameters() if p.grad is not None}
+        found = {n: p.grad / tokens for n, p in self.optimizer.masters.items() if p.grad is not None}
         norm = sum(float(g.double().norm()) ** 2 for g in found.values()) ** 0.5
         file, error = self.folder / "reference.safetensors", 0.0
         if not file.exists():

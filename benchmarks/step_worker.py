@@ -350,7 +350,6 @@ class Engine:
             for batch in batches:
                 with clock("update"):
                     job.loss(number, batch).loss.backward()
-                    job.optimizer.collect()
                 responses += batch.rollout.responses
         with clock("optimizer"):
             job.optimizer.step(number, sum(map(len, responses)))

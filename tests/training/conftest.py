@@ -217,7 +217,6 @@ class Lab:
             for batch in batches:
                 output = job.loss(number, batch)
                 output.loss.backward()
-                optimizer.collect()
                 assert batch.hidden is not None
                 assert batch.scores is not None
                 scored.append(Scored(batch, output, batch.hidden, batch.scores))

@@ -48,7 +48,6 @@ def learn(
         for part in parts:
             out = job.loss(0, part)
             out.loss.backward()
-            optimizer.collect()
             total, tokens, right = total + float(out.loss.detach()), tokens + out.tokens, right + out.right
     return Learned(optimizer.step(0, tokens), total / tokens, tokens, right)
 

@@ -176,7 +176,6 @@ class Distillation(Job):
             if root is not None and leaves is not None:
                 with clock("update"):
                     root.backward(leaves)
-                    self.optimizer.collect()
 
     def loss(self, step: int, batch: MicroBatch) -> LossOutput:
         """The sum of the losses of all response tokens; the optimizer divides it by the tokens of the whole step."""

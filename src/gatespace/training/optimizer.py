@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -56,39 +56,28 @@ class Optimizer:
         self._own = {name: p for name, p in network.named_parameters() if p.requires_grad}
         self._mixed = dtype != torch.float32 and not processes.sharded
         if self._mixed:
-            self._masters = {name: p.detach().clone().requires_grad_() for name, p in self._own.items()}
+            self.masters = {name: p.detach().clone().requires_grad_() for name, p in self._own.items()}
             _convert(network, dtype)
+            self._folding = [
+                p.register_post_accumulate_grad_hook(_fold_into(self.masters[name])) for name, p in self._own.items()
+            ]
         else:
-            self._masters = dict(self._own)
-        matrices = [p for p in self._masters.values() if p.dim() > 1]
-        vectors = [p for p in self._masters.values() if p.dim() <= 1]
-        device = next(iter(self._masters.values())).device.type
+            self.masters = dict(self._own)
+        matrices = [p for p in self.masters.values() if p.dim() > 1]
+        vectors = [p for p in self.masters.values() if p.dim() <= 1]
+        self._fused = next(iter(self.masters.values())).device.type in ("cpu", "cuda")
         self._adam = torch.optim.AdamW(
             # Norms and biases are not shrunk.
             [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
             lr=config.lr,
             betas=config.betas,
             eps=config.eps,
-            fused=device in ("cpu", "cuda"),
+            fused=self._fused,
         )
         self._adam.zero_grad()
 
-    def collect(self) -> None:
-        """Add the gradients that the network has to those collected in this step. Call it after every backward."""
-        if not self._mixed:
-            return  # they are collected in place
-        for name, parameter in self._own.items():
-            if parameter.grad is None:
-                continue
-            master = self._masters[name]
-            if master.grad is None:
-                master.grad = parameter.grad.float()
-            else:
-                master.grad += parameter.grad
-            parameter.grad = None
-
     def step(self, number: int, tokens: int) -> Update:
-        """Update with the mean over the tokens of the losses whose gradients were collected.
+        """Update with the mean over the tokens of the losses that backward was called on since the last update.
 
         Args:
             number: The step's number from 0.
@@ -109,7 +98,7 @@ class Optimizer:
             group["lr"] = lr
         self._adam.step()
         # Fused AdamW changes weights without counting it, which a memoised fingerprint relies on.
-        torch.autograd.graph.increment_version(list(self._masters.values()))
+        torch.autograd.graph.increment_version(list(self.masters.values()))
         self._adam.zero_grad()
         self._publish()
         return Update(total, lr)
@@ -121,38 +110,40 @@ class Optimizer:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that the next update depends on; of a sharded network in the first process only."""
-        found = {f"weight/{name}": p.detach() for name, p in self._masters.items()}
-        for name, p in self._masters.items():
+        found = {f"weight/{name}": p.detach() for name, p in self.masters.items()}
+        for name, p in self.masters.items():
             found |= {f"{key}/{name}": value for key, value in self._adam.state.get(p, {}).items()}
         return self._processes.gather_tensors(found)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from what `tensors` gave."""
         with torch.no_grad():
-            for name, p in self._masters.items():
+            for name, p in self.masters.items():
                 p.copy_(self._processes.shard_like(p, tensors[f"weight/{name}"]))
-        for name, p in self._masters.items():
-            state = {key: tensors.get(f"{key}/{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
-            self._adam.state[p] = {
-                # fused AdamW counts on the parameter's device, the others on the CPU; both take what they saved
-                key: value.clone() if key == "step" else self._processes.shard_like(p, value.to(p.device, copy=True))
-                for key, value in state.items()
-                if value is not None
+        for name, p in self.masters.items():
+            if (count := tensors.get(f"step/{name}")) is None:  # it never had a gradient
+                continue
+            # Fused AdamW counts on the parameter's device, the others on the CPU.
+            self._adam.state[p] = {"step": count.to(p.device if self._fused else "cpu", copy=True)} | {
+                key: self._processes.shard_like(p, tensors[f"{key}/{name}"].to(p.device, copy=True))
+                for key in ("exp_avg", "exp_avg_sq")
             }
         self._publish()
 
     def widen(self) -> None:
         """Give the network its float32 weights, to be saved; no update can follow."""
         if self._mixed:
+            for hook in self._folding:
+                hook.remove()
             _convert(self._network, torch.float32)
             with torch.no_grad():
                 for name, p in self._own.items():
-                    p.copy_(self._masters[name])
+                    p.copy_(self.masters[name])
 
     def _gradients(self) -> list[Tensor]:
         """The gradients of the sum over all processes."""
-        self._processes.sum_gradients(self._masters.values())
-        return [p.grad for p in self._masters.values() if p.grad is not None]
+        self._processes.sum_gradients(self.masters.values())
+        return [p.grad for p in self.masters.values() if p.grad is not None]
 
     def _norm(self, gradients: list[Tensor]) -> float:
         return float(self._processes.full(torch.nn.utils.get_total_norm(gradients)))
@@ -161,7 +152,21 @@ class Optimizer:
     def _publish(self) -> None:
         if self._mixed:
             for name, p in self._own.items():
-                p.copy_(self._masters[name])
+                p.copy_(self.masters[name])
+
+
+def _fold_into(master: Tensor) -> Callable[[Tensor], None]:
+    """Adds a parameter's gradient to its master's as soon as it is there: the two never stand side by side in full."""
+
+    def fold(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad += parameter.grad
+        parameter.grad = None
+
+    return fold
 
 
 @torch.no_grad()

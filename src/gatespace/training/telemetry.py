@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +14,14 @@ from gatespace.gating.tokens import TeacherTopK
 from gatespace.training.clock import Clock
 from gatespace.training.optimizer import Update
 from gatespace.training.rollouts import MicroBatch
-from gatespace.training.token_records import due, token_record
-from gatespace.training.trace import Trace, kappa_share
+from gatespace.training.token_records import due, token_record, top_tokens
+from gatespace.training.trace import Trace, kappa_share, kappa_squares
 
 if TYPE_CHECKING:
     from gatespace.training.distill import Distillation
+
+_LOGITS = 64 << 20
+"""Bytes of one model's logits that are looked at together."""
 
 
 class DistillationTrace:
@@ -121,47 +124,64 @@ class DistillationTrace:
     def _look_closely(self, batch: MicroBatch) -> None:
         """Record the tokens of the first rows, and how much of their gradient flows through the gate."""
         job, responses = self._job, batch.rollout.responses
-        rows = min(job.config.trace.rollouts, len(batch.rows))
-        lengths = [len(ids) for ids in responses[:rows]]
-        count, size = sum(lengths), job.vocab_size
+        settings, gate = job.config.objective, self._gate
+        rows = range(min(job.config.trace.rollouts, len(batch.rows)))
+        values = [self._trace.row(row) for row in rows]
+        sampled = [token for row in rows for token in responses[row]]
+        u = [one for row in values for one in row.get("u", ())]
+        student_top: list[list[tuple[int, float]]] = []
+        teacher_top: list[list[tuple[int, float]]] = []
+        squares = []
+        at_once = max(1, _LOGITS // (4 * job.vocab_size))
+        for start in range(0, len(sampled), at_once):  # the logits of all would take gigabytes
+            span = slice(start, min(start + at_once, len(sampled)))
+            student, teacher = self._logits(batch, span)
+            student_top += top_tokens(student)
+            teacher_top += top_tokens(teacher)
+            if gate is not None and not settings.shuffle:
+                inputs = LossInputs(
+                    top_k=settings.top_k,
+                    temperature=settings.temperature,
+                    entropy=settings.entropy,
+                    sampled=torch.tensor([sampled[span]], device=student.device),
+                    u=torch.tensor([u[span]], device=student.device),
+                    total_tokens=1.0,  # as for all of the tokens, however they are divided
+                )
+                squares.append(
+                    kappa_squares(
+                        student, teacher, gate, inputs=inputs, support=settings.support, support_k=settings.support_k
+                    )
+                )
+        if gate is not None:
+            self._kappa = kappa_share(squares)  # 0 where λ is shuffled, and so a constant
+        start = 0
+        for row in rows:
+            span = slice(start, start + len(responses[row]))
+            start = span.stop
+            self._sample.append(self._token_record(batch, row, values[row], student_top[span], teacher_top[span]))
+
+    @torch.no_grad()
+    def _logits(self, batch: MicroBatch, span: slice) -> tuple[Tensor, Tensor | TeacherTopK]:
+        """(N, V) of both models for some of the tokens, or the teacher's top k."""
         assert batch.hidden is not None
         assert batch.scores is not None
-        payload, head = batch.scores.payload, batch.scores.head
-        with torch.no_grad():
-            student = job.model.head.logits(batch.hidden[:count])[:, :size]
-            teacher: Tensor | TeacherTopK
-            if isinstance(payload, TeacherTopK):
-                sampled = payload.sampled_log_probs
-                teacher = TeacherTopK(
-                    payload.ids[:, :count],
-                    payload.log_probs[:, :count],
-                    None if sampled is None else sampled[:, :count],
-                )
-            else:
-                assert head is not None
-                teacher = head.logits(payload[0, :count])[:, :size]
-        settings = job.config.objective
-        if settings.shuffle:
-            self._kappa = 0.0  # a shuffled λ is a constant
-        elif self._gate is not None:
-            inputs = LossInputs(
-                top_k=settings.top_k,
-                temperature=settings.temperature,
-                entropy=settings.entropy,
-                sampled=torch.tensor([[token for ids in responses[:rows] for token in ids]], device=student.device),
-                segment_ids=batch.segments[:count][None],
+        size, payload, head = self._job.vocab_size, batch.scores.payload, batch.scores.head
+        student = self._job.model.head.logits(batch.hidden[span])[:, :size]
+        if isinstance(payload, TeacherTopK):
+            sampled = payload.sampled_log_probs
+            return student, TeacherTopK(
+                payload.ids[:, span], payload.log_probs[:, span], None if sampled is None else sampled[:, span]
             )
-            self._kappa = kappa_share(
-                student, teacher, self._gate, inputs=inputs, support=settings.support, support_k=settings.support_k
-            )
-        start = 0
-        for row, length in enumerate(lengths):
-            span = slice(start, start + length)
-            start += length
-            self._sample.append(self._token_record(batch, row, student[span], _part(teacher, span)))
+        assert head is not None
+        return student, head.logits(payload[0, span])[:, :size]
 
     def _token_record(
-        self, batch: MicroBatch, row: int, student: Tensor, teacher: Tensor | TeacherTopK
+        self,
+        batch: MicroBatch,
+        row: int,
+        values: Mapping[str, Sequence[float]],
+        student_top: Sequence[Sequence[tuple[int, float]]],
+        teacher_top: Sequence[Sequence[tuple[int, float]]],
     ) -> dict[str, Any]:
         encoder = self._job.encoder
         example, ids = batch.rows[row].example, batch.rollout.responses[row]
@@ -173,9 +193,9 @@ class DistillationTrace:
             label=encoder.prompt.parse(encoder.decode(ids)),
             response=ids,
             ended=batch.rollout.ended[row],
-            values=self._trace.row(row),
-            student_logits=student,
-            teacher_logits=teacher,
+            values=values,
+            student_top=student_top,
+            teacher_top=teacher_top,
             token_text=lambda token: encoder.tokenizer.decode([token]),
             more={"source": batch.sources[row], "index": batch.rows[row].index},
         )
@@ -186,9 +206,3 @@ class DistillationTrace:
         if cache is not None:
             counts |= {"cache_hits": cache.stats.hits, "cache_misses": cache.stats.misses}
         return counts
-
-
-def _part(teacher: Tensor | TeacherTopK, span: slice) -> Tensor | TeacherTopK:
-    if isinstance(teacher, Tensor):
-        return teacher[span]
-    return TeacherTopK(teacher.ids[0, span], teacher.log_probs[0, span])

@@ -37,10 +37,9 @@ def token_record(
     response: Sequence[int],
     ended: bool,
     values: Mapping[str, Sequence[float]],
-    student_logits: Tensor,
-    teacher_logits: Tensor | TeacherTopK,
+    student_top: Sequence[Sequence[tuple[int, float]]],
+    teacher_top: Sequence[Sequence[tuple[int, float]]],
     token_text: Callable[[int], str],
-    top: int = 5,
     more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """One row's line of tokens.jsonl.
@@ -54,20 +53,16 @@ def token_record(
         response: Ids of the T response tokens.
         ended: Whether the response ended by itself.
         values: Numbers per token, as `Trace.row` gives them; others than the known ones are recorded too.
-        student_logits: (T, V), cut to the real vocabulary.
-        teacher_logits: (T, V), cut alike, or a `TeacherTopK` of (T, K).
+        student_top: For every token the student's top tokens there with their probabilities, see `top_tokens`.
+        teacher_top: The teacher's.
         token_text: The text of an id.
-        top: How many top tokens of each model are recorded, with their probabilities at temperature 1.
         more: Further entries, e.g. where the response came from.
     """
     count = len(response)
     sizes = {name: len(column) for name, column in values.items()}
-    sizes |= {"student_logits": student_logits.shape[0]}
-    if not isinstance(teacher_logits, TeacherTopK):
-        sizes |= {"teacher_logits": teacher_logits.shape[0]}
+    sizes |= {"student_top": len(student_top), "teacher_top": len(teacher_top)}
     if wrong := {name: size for name, size in sizes.items() if size != count}:
         raise UsageError("a token record needs a number for each token of the response", got=f"{count}: {wrong}")
-    student, teacher = top_tokens(student_logits, top), top_tokens(teacher_logits, top)
     order = [name for name in _VALUES if name in values] + sorted(set(values).difference(_VALUES))
     return {
         "step": step,
@@ -79,8 +74,8 @@ def token_record(
         "ids": [int(token) for token in response],
         "tokens": [token_text(int(token)) for token in response],
         "values": {name: [_short(value) for value in values[name]] for name in order},
-        "student_top": [[[token_text(token), _short(p)] for token, p in one] for one in student],
-        "teacher_top": [[[token_text(token), _short(p)] for token, p in one] for one in teacher],
+        "student_top": [[[token_text(token), _short(p)] for token, p in one] for one in student_top],
+        "teacher_top": [[[token_text(token), _short(p)] for token, p in one] for one in teacher_top],
         **(more or {}),
     }
 

@@ -8,7 +8,7 @@ moment (seconds, cache hits) has no place here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from gatespace.gating.loss import LossInputs, LossOutput, distillation_loss
 from gatespace.gating.objectives import Gated
 from gatespace.gating.tokens import TeacherTopK
 
-__all__ = ["BINS", "Trace", "kappa_share"]
+__all__ = ["BINS", "Trace", "kappa_share", "kappa_squares"]
 
 BINS = 20
 """Bins of the λ histograms, of equal width over [0, 1]."""
@@ -258,7 +258,25 @@ class Trace:
         self._log_probs = []
 
 
-def kappa_share(
+def kappa_share(parts: Iterable[tuple[Sequence[float], Sequence[float]]]) -> float:
+    """How much of the gradient at the logits flows through the gate: ‖g - g_stop‖ / ‖g‖ over tokens.
+
+    g is the gradient of the gated loss, and g_stop the one in which λ is a constant. 0 where the gate reads nothing of
+    the student (d = 0). It may exceed 1: the two parts of g can point against each other.
+
+    Args:
+        parts: What `kappa_squares` gave for the tokens, in any division.
+    """
+    through: list[float] = []
+    whole: list[float] = []
+    for some, all_of in parts:
+        through += some
+        whole += all_of
+    total = math.sqrt(_sum(whole))
+    return math.sqrt(_sum(through)) / total if total else 0.0
+
+
+def kappa_squares(
     student_logits: Tensor,
     teacher_logits: Tensor | TeacherTopK,
     gate: Gate,
@@ -266,22 +284,19 @@ def kappa_share(
     inputs: LossInputs | None = None,
     support: str = "full",
     support_k: int | None = None,
-) -> float:
-    """How much of the gradient at the logits flows through the gate: ‖g - g_stop‖ / ‖g‖ over the given tokens.
-
-    g is the gradient of the gated loss, and g_stop the one in which λ is a constant. 0 where the gate reads nothing of
-    the student (d = 0). It may exceed 1: the two parts of g can point against each other.
+) -> tuple[list[float], list[float]]:
+    """‖g - g_stop‖² and ‖g‖² of every token, see `kappa_share`.
 
     Args:
         student_logits: (N, V) of a few tokens.
-        teacher_logits: (N, V), or a `TeacherTopK` of (N, K).
+        teacher_logits: (N, V), or a `TeacherTopK` of (1, N, K).
         gate: The point.
-        inputs: What else the loss needs; its tensors are of shape (1, N).
+        inputs: What else the loss needs; its tensors are of shape (1, N), and `total_tokens` the same in all parts.
         support: As in `Gated`.
         support_k: As in `Gated`.
     """
     if student_logits.shape[0] == 0:
-        return 0.0
+        return [], []
     if isinstance(teacher_logits, TeacherTopK):
         teacher: Tensor | TeacherTopK = teacher_logits
     else:
@@ -291,12 +306,16 @@ def kappa_share(
         logits = student_logits.detach().float()[None].requires_grad_()
         objective = Gated(gate, support, support_k, stop)
         out = distillation_loss(logits, teacher, objective=objective, inputs=inputs or LossInputs())
-        return torch.autograd.grad(out.loss, logits)[0].double()
+        return torch.autograd.grad(out.loss, logits)[0][0]
+
+    def squares(rows: Tensor) -> list[float]:
+        # A row is summed by one thread and the rows exactly, so that the number of threads does not show.
+        found: list[float] = rows.double().square().sum(-1).tolist()
+        return found
 
     with torch.enable_grad():
-        through, stopped = gradient(False), gradient(True)
-    whole = _norm(through)
-    return _norm(through - stopped) / whole if whole else 0.0
+        through = gradient(False)
+        return squares(through.double() - gradient(True)), squares(through)
 
 
 # ---------------------------------------------------------------------------------------------------- helpers
@@ -306,11 +325,6 @@ def _numbers(values: Tensor, keep: Tensor | None, dtype: torch.dtype) -> list[An
     flat = values.detach().reshape(-1).to("cpu", dtype)
     found: list[Any] = (flat if keep is None else flat[keep]).tolist()
     return found
-
-
-def _norm(rows: Tensor) -> float:
-    """A row is summed by one thread and the rows exactly, so that the number of threads does not show."""
-    return math.sqrt(_sum(rows.square().sum(-1).reshape(-1).tolist()))
 
 
 def _sum(values: Sequence[float]) -> float:

@@ -48,7 +48,6 @@ def _run(job: Job) -> dict[str, Any]:
                         with clock("update"):
                             out = job.loss(step, batch)  # hidden states → signals → gate → divergences
                             out.loss.backward()
-                            optimizer.collect()
                         trace.add(batch, out)
                 with clock("optimizer"):
                     update = optimizer.step(step, trace.tokens)
