@@ -336,7 +336,7 @@ class Engine:
             settings=job.config.rollout,
             vocab_size=job.vocab_size,
             seed=work.seed,
-            micro_tokens=micro_tokens(student, None),
+            micro_tokens=micro_tokens(student, job.config.engine),
         )
 
     def at(self, step: int) -> list[Row]:

@@ -147,6 +147,31 @@ def test_float64_agrees_to_the_last_digits(way: Way, lengths: tuple[int, ...], s
     compare(model, PackedBody(model), way, lengths, 1e-13)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_long_texts_and_recomputed_layers_agree(
+    way: Way, checkpointing: bool, student: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gatespace.models.packed._LONG", 400)  # short rows stay below, long ones are above
+    model = made(student.tokenizer, "Starcoder2", dtype=torch.float64)
+    compare(model, PackedBody(model, checkpointing=checkpointing), way, LENGTHS["different"], 1e-13)
+
+
+def test_recomputed_layers_keep_less_and_give_the_same_bits(student: Model) -> None:
+    rows, kept, found = some_rows((60, 40), seed=2), [], []
+    for checkpointing in (False, True):
+        body = PackedBody(student, checkpointing=checkpointing)
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):  # noqa: B023
+            hidden, gradient = gradients(student, lambda: inline(body, rows, [[1], [2]]))  # noqa: B023
+        kept.append(sum(sizes))
+        found.append((hidden, gradient))
+    assert kept[1] < kept[0] / 3
+    assert torch.equal(found[0][0], found[1][0])
+    for name, gradient in found[0][1].items():
+        assert torch.equal(gradient, found[1][1][name]), name
+
+
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("role", ["student", "teacher"])
 def test_tiny_models_agree(way: Way, role: str, request: pytest.FixtureRequest) -> None:

@@ -111,9 +111,10 @@ def test_the_prefix_is_shared_by_training_rows_and_splits(synthetic: Task, stude
         assert encoder.prefix + encoder.suffix(row.text) == whole == apart.suffix(row.text)
 
 
-def test_micro_tokens_depend_on_the_model_alone(student: Model, teacher: Model) -> None:
-    assert micro_tokens(student, 7) == 7
-    small, large = micro_tokens(student, None), micro_tokens(teacher, None)
+def test_micro_tokens_depend_on_model_and_settings_alone(student: Model, teacher: Model) -> None:
+    assert micro_tokens(student, TeachEngineConfig(micro_tokens=7)) == 7
+    small, large = micro_tokens(student, TeachEngineConfig()), micro_tokens(teacher, TeachEngineConfig())
+    assert micro_tokens(teacher, TeachEngineConfig(activation_checkpointing=True)) > large
     assert small > large > 64
     layers, hidden, inner = (
         getattr(student.network.config, name) for name in ("num_hidden_layers", "hidden_size", "intermediate_size")

@@ -149,7 +149,7 @@ def _train(config: TrainConfig, place: Placement, note: Callable[[str], None]) -
         trust_remote_code=code,
         report=note,
     )
-    ours = _sizes(student, pair.lora)
+    ours = _sizes(student, pair.lora, config.engine.activation_checkpointing)
     if is_address(pair.teacher):
         # The service itself checks that its model has the student's tokens.
         notes = [f"the teacher at {pair.teacher} was not asked: its arithmetic, memory and time are not counted"]
@@ -165,7 +165,7 @@ def _train(config: TrainConfig, place: Placement, note: Callable[[str], None]) -
             report=note,
         )
         notes = list(check_pair(student, teacher).notes)
-        theirs = _sizes(teacher, None)
+        theirs = _sizes(teacher)
     if config.engine.packed is False:
         notes.append("engine.packed is false: one forward pass over the prompt per response token, not counted")
 
@@ -188,13 +188,13 @@ def _train(config: TrainConfig, place: Placement, note: Callable[[str], None]) -
 
     flops = (
         forward.times(2 * ours.body)
-        + backward.times(4 * ours.body)
+        + backward.times((6 if config.engine.activation_checkpointing else 4) * ours.body)
         + (decoded + responses).times(2 * ours.head)
         + responses.times(4 * ours.head)
         + (scored + sampled).times(2 * theirs.body)
         + (responses + sampled).times(2 * theirs.head)
     ).times(config.steps) + _exactly(2 * theirs.body * prompts.prefix)
-    limit = micro_tokens(student, config.engine.micro_tokens)
+    limit = micro_tokens(student, config.engine)
     at_once = min(limit, backward.high)
     memory = _memory(ours, place, at_once)
     memory["teacher_weights"] = theirs.all * place.dtype.itemsize
@@ -224,13 +224,14 @@ def _teach(config: TeachConfig, place: Placement, note: Callable[[str], None]) -
         report=note,
     )
     prompts = _prompts(config, data, {"model": model}, end=True)
-    sizes = _sizes(model, config.lora)
+    again = config.engine.activation_checkpointing
+    sizes = _sizes(model, config.lora, again)
     rows = config.batch_size
-    limit = micro_tokens(model, config.engine.micro_tokens)
+    limit = micro_tokens(model, config.engine)
     parts = _micro_batches(rows, prompts, round(prompts.right), limit)
     responses = _exactly(rows * prompts.right)
     backward = responses + _exactly(parts * prompts.prefix + rows * prompts.mean)
-    flops = (backward.times(6 * sizes.body) + responses.times(6 * sizes.head)).times(config.steps)
+    flops = (backward.times((8 if again else 6) * sizes.body) + responses.times(6 * sizes.head)).times(config.steps)
     at_once = min(limit, backward.high)
     memory = _memory(sizes, place, at_once)
     memory["logits"] = int(at_once / backward.high * responses.high * model.vocab_size * 4 * 3)
@@ -266,7 +267,7 @@ def _prompts(config: TrainConfig | TeachConfig, data: Material, models: dict[str
     return Prompts(len(encoder.prefix), sum(lengths) / len(lengths), max(lengths), right, evaluated, responses, notes)
 
 
-def _sizes(model: Model, lora: LoraConfig | None) -> Sizes:
+def _sizes(model: Model, lora: LoraConfig | None = None, checkpointing: bool = False) -> Sizes:
     whole = sum(p.numel() for p in model.network.parameters())
     head = model.head.weight
     embedding = getattr(model.network.get_input_embeddings(), "weight", head)
@@ -275,7 +276,7 @@ def _sizes(model: Model, lora: LoraConfig | None) -> Sizes:
         body=whole - head.numel() - (0 if embedding is head else embedding.numel()),
         head=head.numel(),
         trained=whole if lora is None else _adapters(model, lora),
-        bytes_per_token=activation_bytes(model.network.config.get_text_config()),
+        bytes_per_token=activation_bytes(model.network.config.get_text_config(), checkpointing=checkpointing),
     )
 
 
@@ -302,7 +303,7 @@ def _memory(sizes: Sizes, place: Placement, tokens: float) -> dict[str, int]:
     return {
         "weights": sizes.all * place.dtype.itemsize,
         "master_weights": sizes.trained * 4 if mixed else 0,
-        "gradients": sizes.trained * (4 + place.dtype.itemsize if mixed else 4),
+        "gradients": sizes.trained * 4,
         "optimizer": sizes.trained * 8,
         "activations": int(tokens * sizes.bytes_per_token * place.dtype.itemsize / 2),
     }

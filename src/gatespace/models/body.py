@@ -61,19 +61,25 @@ class Body(Protocol):
     def decoding(self, forward: Any, room: int) -> Decoding: ...
 
 
-def body_of(model: Model, *, packed: bool | None = None) -> Body:
+def body_of(model: Model, *, packed: bool | None = None, checkpointing: bool = False) -> Body:
     """The passes for `model`.
 
     Args:
         model: A model.
         packed: True: packed ones, or an error that says why not. False: plain ones. None: packed ones where a probe
             shows that they compute what the network computes, plain ones elsewhere.
+        checkpointing: As in `PackedBody`; plain passes have none.
     """
-    if packed is False:
-        return PlainBody(model)
-    reason = _unfit(model)
+    reason = "engine.packed is false" if packed is False else _unfit(model)
     if reason is None:
-        return PackedBody(model)
+        return PackedBody(model, checkpointing=checkpointing)
+    if checkpointing:
+        raise UsageError(
+            "activation checkpointing needs packed passes",
+            got=model.name,
+            why=reason,
+            instead="engine.activation_checkpointing: false",
+        )
     if packed:
         raise UsageError(
             "this network cannot run over packed tokens", got=model.name, why=reason, instead="engine.packed: false"

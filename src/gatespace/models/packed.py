@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from gatespace.errors import UsageError
 from gatespace.models.load import Model
@@ -28,6 +32,8 @@ _one_pass = threading.Lock()
 _HARMLESS = {"sliding_window", "position_ids", "cache_position", "use_cache", "output_attentions"}
 _ROOM = 32
 """Rows whose lengths are equal up to this many tokens attend together."""
+_LONG = 1 << 17
+"""Queries times keys of a row above which its attention weights are not kept; 340 tokens after a prefix of 60."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +84,20 @@ class Forward:
 
 
 class PackedBody:
-    """Runs the body of a model over packed rows."""
+    """Runs the body of a model over packed rows.
 
-    def __init__(self, model: Model) -> None:
+    Args:
+        model: The model.
+        checkpointing: Activation checkpointing: keep the inputs and the keys and values of each layer only, and run the
+            layer again in the backward pass. The same bits for less memory and about a third more time.
+    """
+
+    def __init__(self, model: Model, *, checkpointing: bool = False) -> None:
         _register()
         self.model = model
         self.device = model.device
         self.dtype = model.dtype
+        self._recomputed = _recomputable(model) if checkpointing else []
         if not getattr(model.body, "_supports_attention_backend", False):
             raise UsageError(
                 "this architecture does not let its attention be replaced",
@@ -128,7 +141,7 @@ class PackedBody:
             dtype=self.dtype,
         )
         hidden = self._run(ids, positions, plan)
-        layers = plan.record
+        layers, plan.complete = plan.record, True
         cache = KVCache(tuple((k[:, len(inline) :], v[:, len(inline) :]) for k, v in layers), lengths)
         if inline:
             root: KVCache | None = KVCache(
@@ -150,21 +163,59 @@ class PackedBody:
         body = self.model.body
         config: Any = body.config
         _check_positions(config, plan.longest)
-        with _one_pass:
-            before = config._attn_implementation
-            # Set for this pass only: the same network may be saved, generated with or trained elsewhere in between.
-            config._attn_implementation = _NAME
-            try:
-                output = body(
-                    input_ids=torch.tensor([ids], device=self.device),
-                    position_ids=torch.tensor([positions], device=self.device),
-                    use_cache=False,
-                    gatespace_plan=plan,
-                )
-            finally:
-                config._attn_implementation = before
+        with _packed_attention(config), self._checkpointing(config):
+            output = body(
+                input_ids=torch.tensor([ids], device=self.device),
+                position_ids=torch.tensor([positions], device=self.device),
+                use_cache=False,
+                gatespace_plan=plan,
+            )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
+
+    @contextmanager
+    def _checkpointing(self, config: Any) -> Iterator[None]:
+        """Layers of transformers ask three attributes of theirs; what is inside of them stays in evaluation mode."""
+        layers = self._recomputed if torch.is_grad_enabled() else []
+        again = partial(
+            checkpoint,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (nullcontext(), _packed_attention(config)),
+        )
+        for layer in layers:
+            layer._gradient_checkpointing_func = again
+            layer.gradient_checkpointing = layer.training = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.gradient_checkpointing = layer.training = False
+
+
+@contextmanager
+def _packed_attention(config: Any) -> Iterator[None]:
+    """For one pass only: the same network may be saved, generated with or trained elsewhere in between."""
+    with _one_pass:
+        before = config._attn_implementation
+        config._attn_implementation = _NAME
+        try:
+            yield
+        finally:
+            config._attn_implementation = before
+
+
+def _recomputable(model: Model) -> list[Any]:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.body.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise UsageError(
+            "the layers of this architecture cannot be recomputed",
+            got=type(model.body).__name__,
+            instead="engine.activation_checkpointing: false, and fewer engine.micro_tokens",
+        )
+    return layers
 
 
 class Decoding:
@@ -235,8 +286,9 @@ class _Group:
     """Places that are not padding."""
     past: Tensor | None
     """(rows·longest past,) where in `past` each place's key lies."""
-    mask: Tensor
-    """(rows or 1, 1, length, keys) 0 where a key may be seen, -inf elsewhere."""
+    mask: Tensor | None
+    """(rows or 1, 1, length, keys) 0 where a key may be seen, -inf elsewhere. None: a query sees all keys up to its
+    own, the last ones being those of the row itself."""
 
 
 class _Rows(_Plan):
@@ -253,6 +305,7 @@ class _Rows(_Plan):
     ) -> None:
         self.prefix, self.inline, self.past = prefix, inline, past
         self.record: list[tuple[Tensor, Tensor]] = []
+        self.complete = False
         before = inline if prefix is None else prefix.lengths[0]
         behind = past.lengths if past is not None else (0,) * len(lengths)
         self.longest = before + max(sum(pair) for pair in zip(lengths, behind, strict=True))
@@ -268,8 +321,12 @@ class _Rows(_Plan):
             length = room if shape is not None else int(own.max())
             index, real = _padded(own, length, offsets[rows])
             time = torch.arange(length)
-            parts = [torch.ones(1, length, before, dtype=torch.bool), (time[:, None] >= time)[None]]
             past_index = None
+            if past is None and _is_long(length, before + length) and before <= length:
+                targets.append(index[real])
+                self.groups.append(_Group(len(rows), length, index.to(device), real.to(device), None, None))
+                continue
+            parts = [torch.ones(1, length, before, dtype=torch.bool), (time[:, None] >= time)[None]]
             if past is not None and past_offsets is not None:
                 seen = torch.tensor([past.lengths[row] for row in rows])
                 longest = past_room if shape is not None else int(seen.max())
@@ -285,12 +342,16 @@ class _Rows(_Plan):
             )
         self.order = torch.cat(targets).argsort().to(device)
         time = torch.arange(inline)
-        self.prefix_mask = _mask((time[:, None] >= time)[None], dtype).to(device)
+        long = _is_long(inline, inline)
+        self.prefix_mask = None if long else _mask((time[:, None] >= time)[None], dtype).to(device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        if layer != len(self.record):
-            raise UsageError("the layers of this network do not run one after another", instead="engine.packed: false")
-        self.record.append((key, value))
+        if not self.complete:  # afterwards layers are recomputed in any order
+            if layer != len(self.record):
+                raise UsageError(
+                    "the layers of this network do not run one after another", instead="engine.packed: false"
+                )
+            self.record.append((key, value))
         shared = self.prefix.layers[layer] if self.prefix is not None else None
         before = []
         if self.inline:
@@ -328,10 +389,39 @@ class _Decode(_Plan):
         return _attention(query.transpose(0, 1)[:, :, None], keys, values, self.mask, scale)[:, :, 0].transpose(0, 1)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """(B, Hq, S, D) from queries (B, Hq, S, D), keys and values (B, Hkv, K, D) and a mask (B or 1, 1, S, K)."""
-    result: Tensor = _Attention.apply(query, key, value, mask, scale)
-    return result
+def _is_long(length: int, keys: int) -> bool:
+    return length * keys > _LONG
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """(B, Hq, S, D) from queries (B, Hq, S, D), keys and values (B, Hkv, K, D) and a mask (B or 1, 1, S, K).
+
+    Long texts go through torch's fused kernel, which keeps no weights: they grow with the square of the length. Rows
+    take turns, so that the bits of a row do not depend on how many others there are.
+    """
+    length, keys = query.shape[2], key.shape[2]
+    if not _is_long(length, keys):
+        assert mask is not None
+        result: Tensor = _Attention.apply(query, key, value, mask, scale)
+        return result
+    if mask is None:
+        # The kernel's causal mask is of a square. Keys before the first query get queries that nobody asks for.
+        query = torch.cat([query.new_zeros(*query.shape[:2], keys - length, query.shape[3]), query], 2)
+    rows = []
+    for row in range(len(query)):
+        here = slice(row, row + 1)
+        rows.append(
+            scaled_dot_product_attention(
+                query[here],
+                key[here],
+                value[here],
+                attn_mask=None if mask is None else mask[here if len(mask) > 1 else slice(1)],
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )[:, :, -length:]
+        )
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 class _Attention(torch.autograd.Function):

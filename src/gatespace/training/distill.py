@@ -123,7 +123,8 @@ class Distillation(Job):
         """Make what training needs beside the models."""
         super().prepare()
         config = self.config
-        self.body = body_of(self.model, packed=config.engine.packed)
+        engine = config.engine
+        self.body = body_of(self.model, packed=engine.packed, checkpointing=engine.activation_checkpointing)
         self.sampler = None
         if config.rollout.engine != "native":
             texts = [row.text for row in self.data.rows]
@@ -148,7 +149,7 @@ class Distillation(Job):
             "settings": config.rollout,
             "vocab_size": self.vocab_size,
             "seed": config.seed,
-            "micro_tokens": micro_tokens(self.model, config.engine.micro_tokens),
+            "micro_tokens": micro_tokens(self.model, config.engine),
             "reuse": config.engine.reuse_rollout,
             "sampler": self.sampler,
             "processes": self.processes,

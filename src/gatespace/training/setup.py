@@ -167,19 +167,24 @@ def encoder_for(material: Material, model: Model, splits: tuple[str, ...], *, sh
     return Encoder(material.prompt, model.tokenizer, texts, share=share)
 
 
-def micro_tokens(model: Model, given: int | None) -> int:
+def micro_tokens(model: Model, engine: TeachEngineConfig) -> int:
     """Most tokens in a micro-batch.
 
-    A function of the model alone, not of the memory that happens to be free: how a batch is divided shows in the last
-    bits of a run.
+    A function of model and settings alone, not of the memory that happens to be free: how a batch is divided shows in
+    the last bits of a run.
     """
-    if given is not None:
-        return given
-    return max(64, _ACTIVATIONS // activation_bytes(model.network.config.get_text_config()))
+    if engine.micro_tokens is not None:
+        return engine.micro_tokens
+    config = model.network.config.get_text_config()
+    return max(64, _ACTIVATIONS // activation_bytes(config, checkpointing=engine.activation_checkpointing))
 
 
-def activation_bytes(config: Any) -> int:
-    """About how much autograd keeps for a token: per layer, some vectors of the stream's width and of the inner one."""
+def activation_bytes(config: Any, *, checkpointing: bool = False) -> int:
+    """About how much autograd keeps for a token: per layer, some vectors of the stream's width and of the inner one.
+
+    With activation checkpointing, the input, key and value of every layer, and all of one layer.
+    """
     hidden = int(config.hidden_size)
     inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
-    return int(config.num_hidden_layers) * (34 * hidden + 6 * inner) * 2
+    layers, layer = int(config.num_hidden_layers), (34 * hidden + 6 * inner) * 2
+    return layers * 3 * hidden * 4 + layer if checkpointing else layers * layer

@@ -104,9 +104,10 @@ class Supervised(Job):
         """Make what training needs beside the model."""
         super().prepare()
         config = self.config
-        self.body = body_of(self.model, packed=config.engine.packed)
+        engine = config.engine
+        self.body = body_of(self.model, packed=engine.packed, checkpointing=engine.activation_checkpointing)
         self._batches = Batches(self.data.rows, self.encoder, batch_size=config.batch_size, seed=config.seed)
-        self._micro_tokens = micro_tokens(self.model, config.engine.micro_tokens)
+        self._micro_tokens = micro_tokens(self.model, config.engine)
         self._rows: list[Row] = []
         self.trace = SupervisedTrace(self.processes)
 
