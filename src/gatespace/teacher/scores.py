@@ -179,10 +179,11 @@ class RowScores:
     def scores(self) -> Scores:
         """All rows, one after another; those that were missing go into the cache."""
         if self._cache is not None and self.missing:
+            fresh = [scores for row in self.missing if (scores := self._rows[row]) is not None]
+            vectors = torch.cat(fresh).cpu().contiguous()  # one copy from the device, not one per token
+            keys = (key for row in self.missing for key in self._keys[row])
             self._cache.put_many(
-                (key, position.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-                for row in self.missing
-                for key, position in zip(self._keys[row], self._rows[row], strict=True)  # type: ignore[arg-type]
+                (key, vector.tobytes()) for key, vector in zip(keys, vectors.view(torch.uint8).numpy(), strict=True)
             )
         form = self._form
         joined = torch.cat([scores.to(form.device) for scores in self._rows if scores is not None])[None]

@@ -1,0 +1,142 @@
+"""What holds on a device that is not the CPU. `test_device.py` runs this in a process of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gatespace import Gate, fused_gated_kl
+from gatespace.config import TrainConfig, parse_config
+from gatespace.training.train import train
+from gatespace.training.progress import SILENT
+from gatespace.training.setup import Placement
+from tests.device import simulated
+
+ROWS, TOKENS = 6, 6
+
+
+@pytest.fixture(autouse=True, scope="session")
+def device() -> None:
+    """Not at import: whoever collects docstrings imports this file."""
+    simulated.register()
+
+
+class Stop(Exception):
+    """The run is killed."""
+
+
+class Watch:
+    """Progress that ends a run after a step."""
+
+    def __init__(self, after: int | None = None) -> None:
+        self.after = after
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(SILENT, name)
+
+    def step(self, step: int, *_: Any) -> None:
+        if step == self.after:
+            raise Stop
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Trains on a device: its metrics without what depends on the moment."""
+    adamw = torch.optim.AdamW
+    monkeypatch.setattr(torch.optim, "AdamW", lambda *args, **options: adamw(*args, **{**options, "fused": True}))
+
+    def go(device: str, stop: int | None = None, name: str = "", **more: Any) -> Path:
+        monkeypatch.setattr("gatespace.training.job.placement", lambda *_: Placement(device, torch.float32))
+        settings = {
+            "task": {"name": "synthetic", "brief": True},
+            "pair": {"student": "tiny", "teacher": "tiny"},
+            "steps": 3,
+            "batch_size": ROWS,
+            "rollout": {"max_new_tokens": TOKENS},
+            "optimizer": {"lr": 1e-3},
+            "evaluation": {"limit": 4, "final": ["test"], "every": 0, "max_new_tokens": TOKENS},
+            "checkpoint": {"every": 1},
+            "teacher": {"cache": str(tmp_path / "scores" / device)},
+            "output": str(tmp_path / f"{device}{name}"),
+            **more,
+        }
+        train(parse_config(TrainConfig, settings), Watch(stop))  # type: ignore[arg-type]
+        return Path(settings["output"])
+
+    return go
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "gate": {"objective": {"gate": "H2"}},
+    "top-k": {"teacher": {"payload": "top_k", "k": 16, "cache": None}, "objective": {"gate": "G5", "support": "bucket"}},
+    "eopd": {"objective": {"method": "eopd"}},
+    "several micro-batches": {"engine": {"micro_tokens": 60}},
+    "one step off policy": {"rollout": {"max_new_tokens": TOKENS, "staleness": 1}},
+    "recomputed": {"engine": {"activation_checkpointing": True}},
+    "lora": {"pair": {"student": "tiny", "teacher": "tiny", "lora": {"r": 2}}},
+    "whole logits": {"engine": {"fused": False}},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_has_the_numbers_of_the_cpu(kind: str, run: Any) -> None:
+    there, here = (losses(run(device, **KINDS[kind])) for device in (simulated.NAME, "cpu"))
+    assert there == pytest.approx(here, rel=1e-5)
+
+
+def test_a_killed_run_resumes_to_the_same_bytes(run: Any) -> None:
+    whole = run(simulated.NAME)
+    with pytest.raises(Stop):
+        run(simulated.NAME, stop=2, name="-killed")
+    resumed = run(simulated.NAME, name="-killed")
+    for name in ("metrics.jsonl", "tokens.jsonl", "predictions-test.jsonl"):
+        assert (whole / name).read_bytes() == (resumed / name).read_bytes()
+
+
+@pytest.mark.parametrize("support", ["full", "bucket", "hybrid", "renorm", "recipe"])
+def test_losses_and_gradients(support: str) -> None:
+    def gradient(device: str) -> torch.Tensor:
+        shapes = [(2, 5, 16), (300, 16), (2, 5, 12), (300, 12)]
+        hidden, head, theirs, their_head = (
+            torch.randn(*shape, generator=torch.Generator().manual_seed(n)).to(device) for n, shape in enumerate(shapes)
+        )
+        hidden.requires_grad_()
+        fused_gated_kl(
+            hidden,
+            head,
+            theirs,
+            their_head,
+            gate=Gate(1, -1, 0, 2),
+            support=support,
+            support_k=8,
+            sampled=torch.full((2, 5), 7),
+            chunk_mb=0.01,
+        ).loss.backward()
+        assert hidden.grad is not None
+        return hidden.grad.cpu()
+
+    torch.testing.assert_close(gradient(simulated.NAME), gradient("cpu"), atol=1e-6, rtol=1e-5)
+
+
+def test_scoring_waits_as_often_for_long_responses_as_for_short_ones(run: Any) -> None:
+    found = []
+    for tokens in (3, 12):
+        simulated.reset()
+        run(
+            simulated.NAME,
+            name=f"-{tokens}",
+            rollout={"max_new_tokens": tokens, "stop": "eos"},
+            evaluation={"final": [], "every": 0},
+            trace={"tokens_every": 0},
+            steps=1,
+        )
+        found.append({line: count for line, count in simulated.waits.items() if line.startswith(("teacher/", "gating/"))})
+    assert sum(found[1].values()) <= sum(found[0].values()), found

@@ -1,0 +1,15 @@
+"""The suite of the simulated device, in a process of its own: a backend cannot be taken back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_what_holds_on_a_device_that_is_not_the_cpu() -> None:
+    suite = Path(__file__).with_name("on_device.py")
+    command = [sys.executable, "-m", "pytest", str(suite), "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
