@@ -11,9 +11,9 @@ import torch
 
 from gatespace import Gate, fused_gated_kl
 from gatespace.config import TrainConfig, parse_config
-from gatespace.training.train import train
 from gatespace.training.progress import SILENT
 from gatespace.training.setup import Placement
+from gatespace.training.train import train
 from tests.device import simulated
 
 ROWS, TOKENS = 6, 6
@@ -76,7 +76,10 @@ def losses(folder: Path) -> list[float]:
 
 KINDS: dict[str, dict[str, Any]] = {
     "gate": {"objective": {"gate": "H2"}},
-    "top-k": {"teacher": {"payload": "top_k", "k": 16, "cache": None}, "objective": {"gate": "G5", "support": "bucket"}},
+    "top-k": {
+        "teacher": {"payload": "top_k", "k": 16, "cache": None},
+        "objective": {"gate": "G5", "support": "bucket"},
+    },
     "eopd": {"objective": {"method": "eopd"}},
     "several micro-batches": {"engine": {"micro_tokens": 60}},
     "one step off policy": {"rollout": {"max_new_tokens": TOKENS, "staleness": 1}},
@@ -88,7 +91,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_has_the_numbers_of_the_cpu(kind: str, run: Any) -> None:
-    there, here = (losses(run(device, **KINDS[kind])) for device in (simulated.NAME, "cpu"))
+    there, here = (losses(run(device, steps=2, **KINDS[kind])) for device in (simulated.NAME, "cpu"))
     assert there == pytest.approx(here, rel=1e-5)
 
 
@@ -138,5 +141,6 @@ def test_scoring_waits_as_often_for_long_responses_as_for_short_ones(run: Any) -
             trace={"tokens_every": 0},
             steps=1,
         )
-        found.append({line: count for line, count in simulated.waits.items() if line.startswith(("teacher/", "gating/"))})
+        waits = simulated.waits.items()
+        found.append({line: count for line, count in waits if line.startswith(("teacher/", "gating/"))})
     assert sum(found[1].values()) <= sum(found[0].values()), found

@@ -2,9 +2,9 @@
 
 A tensor there is a wrapper around a CPU tensor. Operations that mix it with tensors of the CPU raise as they would on
 CUDA, and what costs time on a GPU is counted by the line of gatespace that asked for it: waits (the host needs a number
-of the device), copies to the device, and launches (operations that compute). It shows what mixes devices and what waits;
-it shows nothing of speed or memory. A backend can be registered once per process and not be taken back, so tests that
-use it run in a process of their own.
+of the device), copies to the device, and launches (operations that compute). It shows what mixes devices and what
+waits; it shows nothing of speed or memory. A backend can be registered once per process and not be taken back, so tests
+that use it run in a process of their own.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _SYNCHRONOUS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "bin
 """Their result, or its shape, is needed on the host."""
 _VIEWS = {
     *("alias", "as_strided", "detach", "diagonal", "expand", "lift_fresh", "narrow", "permute", "select", "slice"),
-    *("split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view", "_unsafe_view"),
-    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_local_scalar_dense"),
+    *("split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view"),
+    *("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_local_scalar_dense"),
 }
 """They launch nothing."""
 

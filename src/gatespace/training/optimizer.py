@@ -65,14 +65,14 @@ class Optimizer:
             self.masters = dict(self._own)
         matrices = [p for p in self.masters.values() if p.dim() > 1]
         vectors = [p for p in self.masters.values() if p.dim() <= 1]
-        self._fused = next(iter(self.masters.values())).device.type in ("cpu", "cuda")
+        device = next(iter(self.masters.values())).device.type
         self._adam = torch.optim.AdamW(
             # Norms and biases are not shrunk.
             [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
             lr=config.lr,
             betas=config.betas,
             eps=config.eps,
-            fused=self._fused,
+            fused=device in ("cpu", "cuda"),
         )
         self._adam.zero_grad()
 
@@ -120,11 +120,12 @@ class Optimizer:
         with torch.no_grad():
             for name, p in self.masters.items():
                 p.copy_(self._processes.shard_like(p, tensors[f"weight/{name}"]))
+        fused = self._adam.param_groups[0]["fused"]
         for name, p in self.masters.items():
             if (count := tensors.get(f"step/{name}")) is None:  # it never had a gradient
                 continue
             # Fused AdamW counts on the parameter's device, the others on the CPU.
-            self._adam.state[p] = {"step": count.to(p.device if self._fused else "cpu", copy=True)} | {
+            self._adam.state[p] = {"step": count.to(p.device if fused else "cpu", copy=True)} | {
                 key: self._processes.shard_like(p, tensors[f"{key}/{name}"].to(p.device, copy=True))
                 for key in ("exp_avg", "exp_avg_sq")
             }
