@@ -34,7 +34,7 @@ from gatespace.training.distill import Distillation
 from gatespace.training.optimizer import Optimizer
 from gatespace.training.processes import ONE
 from gatespace.training.rollouts import OnPolicy
-from gatespace.training.setup import micro_tokens
+from gatespace.training.setup import micro_tokens, rollout_tokens
 
 GATE = "G5"
 PHASES = ("rollout", "score", "update", "optimizer")
@@ -337,6 +337,7 @@ class Engine:
             vocab_size=job.vocab_size,
             seed=work.seed,
             micro_tokens=micro_tokens(student, job.config.engine),
+            rollout_tokens=rollout_tokens(student),
         )
 
     def at(self, step: int) -> list[Row]:

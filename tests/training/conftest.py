@@ -174,6 +174,7 @@ class Lab:
         objective: dict[str, Any] | None = None,
         rollout: dict[str, Any] | None = None,
         micro_tokens: int = 10**9,
+        rollout_tokens: int = 10**9,
         reuse: bool = True,
         fused: bool = True,
         share: bool = True,
@@ -210,6 +211,7 @@ class Lab:
             vocab_size=self.vocab_size,
             seed=seed,
             micro_tokens=micro_tokens,
+            rollout_tokens=rollout_tokens,
             reuse=reuse,
         )
         scored: list[Scored] = []

@@ -18,8 +18,10 @@ from gatespace.errors import RunError
 from gatespace.gating import LossInputs, distillation_loss
 from gatespace.gating.configured import build_objective
 from gatespace.models import Model, load_model
+from gatespace.models.packed import Decoding
 from gatespace.seeding import permutation
 from gatespace.tasks import Task, synthetic_task
+from gatespace.teacher.local import LocalTeacher
 from tests.conftest import rounding
 
 from .conftest import Lab, Stepped
@@ -197,6 +199,33 @@ def test_parts_are_weighted_by_their_tokens(skilled: Lab) -> None:
     assert sum(means) / len(means) != pytest.approx(many.loss, rel=1e-3)  # a mean of means would be another number
     assert many.loss == pytest.approx(one.loss, rel=1e-5)
     assert_same_gradient(many.gradients, one.gradients)
+
+
+def test_a_step_is_sampled_and_scored_as_a_whole_however_it_is_divided(
+    skilled: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: Counter[str] = Counter()
+
+    def counted(owner: type, name: str) -> None:
+        own = getattr(owner, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            counts[name] += 1
+            return own(*args, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(Decoding, "step")
+    counted(LocalTeacher, "score")
+    found = []
+    for way in ({}, {"micro_tokens": 1}, {"micro_tokens": 1, "rollout_tokens": 150}):
+        counts.clear()
+        stepped = skilled.step(objective={"gate": "G5"}, rows=9, **way)
+        found.append((dict(counts), len(stepped.scored), stepped.responses))
+    whole, divided, bounded = found
+    assert divided == (whole[0], 9, whole[2])
+    assert bounded[1:] == divided[1:]
+    assert 1 < bounded[0]["score"] < 9
 
 
 # ---------------------------------------------------------------------------------------------------- λ dealt out

@@ -180,7 +180,9 @@ def _train(config: TrainConfig, place: Placement, note: Callable[[str], None]) -
     responses = Range(shortest, shortest if set(shares) == {"gold"} else longest).times(rows)
     prompting = _exactly(prompts.prefix + rows * prompts.mean)
     decoded = responses.times(shares.get("student", 0.0))
-    reused = config.engine.reuse_rollout and config.rollout.staleness == 0
+    limit = micro_tokens(student, config.engine)
+    parts = _micro_batches(rows, prompts, longest, limit)
+    reused = config.engine.reuse_rollout and config.rollout.staleness == 0 and parts == 1
     forward = prompting.times(1 if reused else 2) + decoded + responses
     backward = prompting + responses
     scored = responses + _exactly(rows * prompts.mean)
@@ -194,7 +196,6 @@ def _train(config: TrainConfig, place: Placement, note: Callable[[str], None]) -
         + (scored + sampled).times(2 * theirs.body)
         + (responses + sampled).times(2 * theirs.head)
     ).times(config.steps) + _exactly(2 * theirs.body * prompts.prefix)
-    limit = micro_tokens(student, config.engine)
     at_once = min(limit, backward.high)
     memory = _memory(ours, place, at_once)
     memory["teacher_weights"] = theirs.all * place.dtype.itemsize
@@ -207,7 +208,7 @@ def _train(config: TrainConfig, place: Placement, note: Callable[[str], None]) -
         "student_forward_tokens": forward,
         "student_backward_tokens": backward,
         "teacher_tokens_at_most": scored + sampled,
-        "micro_batches": _micro_batches(rows, prompts, longest, limit),
+        "micro_batches": parts,
     }
     return Training(data, prompts, ours, flops, memory, step, theirs.all, notes)
 

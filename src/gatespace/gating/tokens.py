@@ -278,6 +278,11 @@ class TeacherTopK:
     log_probs: Tensor
     sampled_log_probs: Tensor | None = None
 
+    def part(self, tokens: slice) -> TeacherTopK:
+        """Some of the positions."""
+        sampled = None if self.sampled_log_probs is None else self.sampled_log_probs[:, tokens]
+        return TeacherTopK(self.ids[:, tokens], self.log_probs[:, tokens], sampled)
+
 
 class TopKTeacher:
     """N tokens of a `TeacherTopK`, with the methods of `LogitsTeacher`; what a top-K cannot tell is an error."""

@@ -55,6 +55,10 @@ class Rollout:
     ended: list[bool] = field(default_factory=list)
     """Whether the row came to an end by itself, and not by `max_new_tokens`."""
 
+    def part(self, rows: slice) -> Rollout:
+        """That of some of the rows."""
+        return Rollout(self.responses[rows], self.log_probs[rows], self.ended[rows])
+
 
 class Sampler(Protocol):
     """Samples with a copy of the student's weights, in place of the student: vLLM, for one."""

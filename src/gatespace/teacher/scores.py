@@ -28,6 +28,11 @@ class Scores:
     head: Head | None
     """Turns hidden states into logits; None for top k."""
 
+    def part(self, tokens: slice) -> Scores:
+        """Those of some of the tokens."""
+        payload = self.payload
+        return Scores(payload[:, tokens] if isinstance(payload, Tensor) else payload.part(tokens), self.head)
+
 
 @dataclass(frozen=True)
 class ScoreSpec:

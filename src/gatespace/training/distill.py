@@ -32,7 +32,7 @@ from gatespace.training.job import Job
 from gatespace.training.processes import Processes
 from gatespace.training.progress import Progress
 from gatespace.training.rollouts import Ahead, MicroBatch, OnPolicy
-from gatespace.training.setup import encoder_for, material, micro_tokens, open_model
+from gatespace.training.setup import encoder_for, material, micro_tokens, open_model, rollout_tokens
 from gatespace.training.telemetry import DistillationTrace
 
 
@@ -150,6 +150,7 @@ class Distillation(Job):
             "vocab_size": self.vocab_size,
             "seed": config.seed,
             "micro_tokens": micro_tokens(self.model, config.engine),
+            "rollout_tokens": rollout_tokens(self.model),
             "reuse": config.engine.reuse_rollout,
             "sampler": self.sampler,
             "processes": self.processes,

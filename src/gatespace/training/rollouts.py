@@ -1,15 +1,17 @@
 """The responses of a step and their teacher scores, micro-batch by micro-batch.
 
-`OnPolicy` samples each micro-batch with the student as it is, and the update then goes back through the very forward
-pass over the prompts that sampling began with. `Ahead` samples a whole step first: the responses of the same step
-where the student is sharded, or those of the next step where the run is one step off policy (`rollout.staleness: 1`),
-so that a remote teacher scores them while the student updates.
+`OnPolicy` samples a step's responses with the student as it is. Where the update is one micro-batch, it goes back
+through the very forward pass over the prompts that sampling began with. Where it is several, the whole step is sampled
+and scored first: a decoding step costs little more for many rows than for few. `Ahead` samples before the update
+begins: the responses of the same step where the student is sharded, or those of the next step where the run is one step
+off policy (`rollout.staleness: 1`), so that a remote teacher scores them while the student updates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -69,7 +71,8 @@ class OnPolicy:
         settings: The section `rollout`.
         vocab_size: Ids from here on are padding.
         seed: Of the run.
-        micro_tokens: Most tokens in a micro-batch.
+        micro_tokens: Most tokens in a micro-batch of the update.
+        rollout_tokens: Most tokens that are sampled together where there are several micro-batches.
         reuse: Whether the update goes back through the forward pass that sampling began with.
         sampler: Samples with a copy of the student's weights, in place of the student.
         processes: Those that do the step together; each has a share of its rows.
@@ -83,6 +86,7 @@ class OnPolicy:
     vocab_size: int
     seed: int
     micro_tokens: int
+    rollout_tokens: int
     reuse: bool = True
     sampler: Sampler | None = None
     processes: Processes = ONE
@@ -111,16 +115,18 @@ class OnPolicy:
         self, step: int, batches: list[MicroBatch], prefix: KVCache | Sequence[int], clock: Clock
     ) -> Iterator[MicroBatch]:
         """Each micro-batch with its responses and scores."""
+        if len(batches) > 1 or not self.reuse:
+            yield from self._one_by_one(batches, self._sample_all(step, batches, prefix, clock), prefix, clock)
+            return
         self._sync(clock)
         for batch in batches:
             self.current = batch
             batch.prefix = prefix
-            with clock("rollout"), torch.set_grad_enabled(self.reuse):
-                forward = self.student.forward(batch.prompts, prefix=prefix)
-                self._respond(step, batch, forward)
+            with clock("rollout"):
+                batch.forward = self.student.forward(batch.prompts, prefix=prefix)
+                self._respond(step, batch, batch.forward)
             with clock("score"):
                 batch.scores = self.teacher.score(batch.prompts, batch.rollout.responses)
-            batch.forward = forward if self.reuse else None
             yield batch
             batch.forward = None  # its graph is freed by the backward pass
 
@@ -133,6 +139,56 @@ class OnPolicy:
         return dict(state)
 
     # ------------------------------------------------------------------ responses
+
+    @torch.no_grad()
+    def _sample_all(
+        self, step: int, batches: list[MicroBatch], prefix: KVCache | Sequence[int] | None, clock: Clock
+    ) -> list[Callable[[], Scores]]:
+        """Fill in the responses of all micro-batches; how each one's scores are had, which the teacher is asked for."""
+        self._sync(clock)
+        found: list[Callable[[], Scores]] = []
+        for members in self._together(batches):
+            rows = [row for batch in members for row in batch.rows]
+            self.current = every = MicroBatch(rows, [place for batch in members for place in batch.places])
+            with clock("rollout"):
+                self._respond(step, every, self.student.forward(every.prompts, prefix=prefix))
+            with clock("score"):
+                scores = cache(self.teacher.ask(every.prompts, every.rollout.responses))
+            row = token = 0
+            for batch in members:
+                span = slice(row, row := row + len(batch.rows))
+                batch.rollout, batch.sources = every.rollout.part(span), every.sources[span]
+                tokens = slice(token, token := token + sum(map(len, batch.rollout.responses)))
+                found.append(lambda scores=scores, tokens=tokens: scores().part(tokens))  # type: ignore[misc]
+        return found
+
+    def _together(self, batches: list[MicroBatch]) -> Iterator[list[MicroBatch]]:
+        """Consecutive micro-batches whose prompts and longest responses have room for together."""
+        members: list[MicroBatch] = []
+        used = 0
+        for batch in batches:
+            size = sum(len(prompt) + self.settings.max_new_tokens for prompt in batch.prompts)
+            if members and used + size > self.rollout_tokens:
+                yield members
+                members, used = [], 0
+            members.append(batch)
+            used += size
+        if members:
+            yield members
+
+    def _one_by_one(
+        self,
+        batches: list[MicroBatch],
+        scores: list[Callable[[], Scores]],
+        prefix: KVCache | Sequence[int],
+        clock: Clock,
+    ) -> Iterator[MicroBatch]:
+        for batch, known in zip(batches, scores, strict=True):
+            self.current = batch
+            batch.prefix = prefix
+            with clock("score"):
+                batch.scores = known()
+            yield batch
 
     def _sync(self, clock: Clock) -> None:
         if self.sampler is not None and "student" in self.settings.source.shares():
@@ -247,30 +303,17 @@ class Ahead(OnPolicy):
     ) -> Iterator[MicroBatch]:
         """Each micro-batch with the scores that were asked for."""
         assert self._now is not None
-        for batch, scores in zip(batches, self._now.scores, strict=True):
-            self.current = batch
-            batch.prefix = prefix
-            with clock("score"):
-                batch.scores = scores()
-            yield batch
+        yield from self._one_by_one(batches, self._now.scores, prefix, clock)
         if self.settings.staleness:
             self._next = self._following
 
-    @torch.no_grad()
     def _sample_step(self, step: int, clock: Clock) -> _Sampled:
-        found = _Sampled(step, super().begin(step, clock), [])
+        batches = super().begin(step, clock)
         with self.student.model.whole(), self.processes.together():
-            self._sync(clock)
-            with clock("rollout"):
-                ids = self.encoder.prefix
-                prefix = self.student.prefix_cache(ids) if len(found.batches) > 1 else ids
-            for batch in found.batches:
-                self.current = batch
-                with clock("rollout"):
-                    self._respond(step, batch, self.student.forward(batch.prompts, prefix=prefix))
-                with clock("score"):
-                    found.scores.append(self.teacher.ask(batch.prompts, batch.rollout.responses))
-        return found
+            with clock("rollout"), torch.no_grad():
+                prefix = self.student.prefix_cache(self.encoder.prefix)
+            scores = self._sample_all(step, batches, prefix, clock)
+        return _Sampled(step, batches, scores)
 
     def state(self) -> dict[str, Any]:
         """What was sampled ahead by all processes."""

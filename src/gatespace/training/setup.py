@@ -179,6 +179,14 @@ def micro_tokens(model: Model, engine: TeachEngineConfig) -> int:
     return max(64, _ACTIVATIONS // activation_bytes(config, checkpointing=engine.activation_checkpointing))
 
 
+def rollout_tokens(model: Model) -> int:
+    """Most tokens that are sampled together: their keys and values, and the copy of them that decoding writes into."""
+    config: Any = model.network.config.get_text_config()
+    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return max(64, _ACTIVATIONS // (2 * 2 * int(config.num_hidden_layers) * heads * width * model.dtype.itemsize))
+
+
 def activation_bytes(config: Any, *, checkpointing: bool = False) -> int:
     """About how much autograd keeps for a token: per layer, some vectors of the stream's width and of the inner one.
 

@@ -165,15 +165,12 @@ class DistillationTrace:
         """(N, V) of both models for some of the tokens, or the teacher's top k."""
         assert batch.hidden is not None
         assert batch.scores is not None
-        size, payload, head = self._job.vocab_size, batch.scores.payload, batch.scores.head
+        scores, size = batch.scores.part(span), self._job.vocab_size
         student = self._job.model.head.logits(batch.hidden[span])[:, :size]
-        if isinstance(payload, TeacherTopK):
-            sampled = payload.sampled_log_probs
-            return student, TeacherTopK(
-                payload.ids[:, span], payload.log_probs[:, span], None if sampled is None else sampled[:, span]
-            )
-        assert head is not None
-        return student, head.logits(payload[0, span])[:, :size]
+        if isinstance(scores.payload, TeacherTopK):
+            return student, scores.payload
+        assert scores.head is not None
+        return student, scores.head.logits(scores.payload[0])[:, :size]
 
     def _token_record(
         self,
