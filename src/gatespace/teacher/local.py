@@ -23,7 +23,7 @@ from gatespace.models.packed import PackedBody
 from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.scores import Form, RowScores, Scores, ScoreSpec, TeacherStats, check_questions
 
-_VERSION = 1
+_VERSION = 2
 """Counts up when the same teacher would give other bits than before."""
 _PASS = 512
 """Tokens of a forward pass; longer rows take the next power of two."""
