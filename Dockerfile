@@ -1,8 +1,9 @@
 # gatespace on a CPU: docker build -t gatespace . && docker run --rm gatespace doctor
+# With --build-arg TORCH_INDEX=URL torch comes from there: its CPU index saves gigabytes of CUDA.
 FROM python:3.12-slim
 
-# torch from its CPU index: PyPI's build brings gigabytes of CUDA
-RUN pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu 'torch>=2.6,<2.14'
+ARG TORCH_INDEX=
+RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} 'torch>=2.6,<2.14'
 
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./

@@ -24,10 +24,10 @@ from gatespace.errors import RunError, UsageError
 
 __all__ = [
     "Closing",
+    "Folder",
     "JsonLines",
     "Mark",
     "atomic_write",
-    "check_claim",
     "claim",
     "encode",
     "is_claimed",
@@ -74,7 +74,7 @@ def sync_folder(folder: Path) -> None:
 def claim(folder: Path) -> Iterator[int]:
     """Hold a run folder, made if it is not there; an error where another process holds it.
 
-    The hold ends with the process, however that ends. What is yielded is for `check_claim`.
+    The hold ends with the process, however that ends. What is yielded is the handle of the lock.
     """
     folder = Path(folder)
     with _io(folder):
@@ -99,21 +99,6 @@ def claim(folder: Path) -> Iterator[int]:
         yield handle
     finally:
         os.close(handle)
-
-
-def check_claim(folder: Path, handle: int | None) -> None:
-    """An error where the folder that was claimed is gone: a write would make half a folder. None: it was not."""
-    if handle is None:
-        return
-    with suppress(FileNotFoundError):
-        if os.path.samestat(os.stat(folder / _LOCK), os.fstat(handle)):
-            return
-    raise RunError(
-        "the output folder was deleted, moved or replaced while this was writing to it",
-        got=folder,
-        why="what was written is no longer there",
-        instead="the same command starts again, from the beginning",
-    )
 
 
 def is_claimed(folder: Path) -> bool:
@@ -146,6 +131,43 @@ def encode(record: Mapping[str, Any]) -> bytes:
         raise UsageError("a record holds something that JSON has no form for", got=error) from None
     # A lone surrogate can come out of a broken tokenizer; it has no UTF-8 form, and an escape says the same.
     return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+class Folder:
+    """A folder with what a run or a study writes. To look at one changes nothing; `claim` it to write."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path).expanduser().absolute()
+        self._claim: int | None = None
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @contextmanager
+    def claim(self) -> Iterator[Self]:
+        """Hold the folder, made if it is not there; an error where another process holds it."""
+        with claim(self.path) as self._claim:
+            try:
+                yield self
+            finally:
+                self._claim = None
+
+    def check_claim(self) -> None:
+        """An error where the folder that this process holds is gone: a write would make half a folder."""
+        if self._claim is None:
+            return
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self.path / _LOCK), os.fstat(self._claim)):
+                return
+        raise RunError(
+            "the output folder was deleted, moved or replaced while this was writing to it",
+            got=self.path,
+            why="what was written is no longer there",
+            instead="the same command starts again, from the beginning",
+        )
 
 
 class Closing:

@@ -21,7 +21,7 @@ ROWS, TOKENS = 6, 6
 
 @pytest.fixture(autouse=True, scope="session")
 def device() -> None:
-    """Not at import: whoever collects docstrings imports this file."""
+    """Not at import: collecting docstrings imports this file."""
     simulated.register()
 
 

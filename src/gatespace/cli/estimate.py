@@ -139,31 +139,26 @@ def estimate(config: TrainConfig | TeachConfig, note: Callable[[str], None]) -> 
 def _train(config: TrainConfig, place: Placement, note: Callable[[str], None]) -> Training:
     build_objective(config.objective)
     data, pair = material(config.task, "distill"), config.pair
-    code = pair.trust_remote_code
-    student = outline_model(
-        pair.student,
-        "pair.student",
-        role="student",
-        task=data.task,
-        revision=pair.student_revision,
-        trust_remote_code=code,
-        report=note,
-    )
+
+    def outline(role: str) -> Model:
+        return outline_model(
+            getattr(pair, role),
+            f"pair.{role}",
+            role=role,
+            task=data.task,
+            revision=getattr(pair, f"{role}_revision"),
+            trust_remote_code=pair.trust_remote_code,
+            report=note,
+        )
+
+    student = outline("student")
     ours = _sizes(student, pair.lora, config.engine.activation_checkpointing)
     if is_address(pair.teacher):
         # The service itself checks that its model has the student's tokens.
         notes = [f"the teacher at {pair.teacher} was not asked: its arithmetic, memory and time are not counted"]
         theirs, teacher = Sizes(0, 0, 0, 0, 0), None
     else:
-        teacher = outline_model(
-            pair.teacher,
-            "pair.teacher",
-            role="teacher",
-            task=data.task,
-            revision=pair.teacher_revision,
-            trust_remote_code=code,
-            report=note,
-        )
+        teacher = outline("teacher")
         notes = list(check_pair(student, teacher).notes)
         theirs = _sizes(teacher)
     if config.engine.packed is False:

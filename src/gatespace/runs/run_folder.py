@@ -24,13 +24,12 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gatespace.errors import RunError, UsageError
-from gatespace.files import JsonLines, Mark, atomic_write, check_claim, claim, is_claimed, read
+from gatespace.files import Folder, JsonLines, Mark, atomic_write, is_claimed, read
 
 if TYPE_CHECKING:
     from gatespace.config import TeachConfig, TrainConfig
@@ -43,18 +42,8 @@ class DamagedFileError(RunError, ValueError):
     """A file of a run does not hold what a run writes."""
 
 
-class RunFolder:
+class RunFolder(Folder):
     """A run on disk, finished or not. To look at one changes nothing; `claim` it to write."""
-
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path).expanduser().absolute()
-        self._claim: int | None = None
-
-    def __fspath__(self) -> str:
-        return str(self.path)
-
-    def __str__(self) -> str:
-        return str(self.path)
 
     # ------------------------------------------------------------------ places
 
@@ -220,19 +209,6 @@ class RunFolder:
         return [self._json(path.name) for path in sorted(self.path.glob("evaluation-*.json"))]
 
     # ------------------------------------------------------------------ writers
-
-    @contextmanager
-    def claim(self) -> Iterator[RunFolder]:
-        """Hold the folder, made if it is not there; an error where another process holds it."""
-        with claim(self.path) as self._claim:
-            try:
-                yield self
-            finally:
-                self._claim = None
-
-    def check_claim(self) -> None:
-        """An error where the folder that this process holds is gone."""
-        check_claim(self.path, self._claim)
 
     def begin(
         self, config: TrainConfig | TeachConfig, content: Mapping[str, str], environment: Mapping[str, Any]

@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gatespace.errors import UsageError
-from gatespace.files import atomic_write, check_claim, claim, is_claimed
+from gatespace.files import Folder, atomic_write, is_claimed
 from gatespace.plugins import plugin_hash
 from gatespace.runs.run_folder import RunFolder
 
@@ -42,12 +41,8 @@ class Base(NamedTuple):
     """Candidate → mean validation accuracy; empty where nothing was chosen."""
 
 
-class StudyFolder:
+class StudyFolder(Folder):
     """A study on disk. To look at one changes nothing; `claim` it to write."""
-
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path).expanduser().absolute()
-        self._claim: int | None = None
 
     @classmethod
     def open(cls, path: Path | str) -> StudyFolder:
@@ -61,12 +56,6 @@ class StudyFolder:
                 instead="the folder that `gatespace run` has written, e.g. studies/demo",
             )
         return folder
-
-    def __fspath__(self) -> str:
-        return str(self.path)
-
-    def __str__(self) -> str:
-        return str(self.path)
 
     # ------------------------------------------------------------------ places
 
@@ -151,19 +140,6 @@ class StudyFolder:
         return found if isinstance(found, dict) else {}
 
     # ------------------------------------------------------------------ writers
-
-    @contextmanager
-    def claim(self) -> Iterator[StudyFolder]:
-        """Hold the folder, made if it is not there; an error where another process holds it."""
-        with claim(self.path) as self._claim:
-            try:
-                yield self
-            finally:
-                self._claim = None
-
-    def check_claim(self) -> None:
-        """An error where the folder that this process holds is gone."""
-        check_claim(self.path, self._claim)
 
     def begin(self, config: StudyConfig, *, workers: int, threads: int | None, usual: int | None = None) -> int:
         """Make the folder this study's, and return the threads of each run, see `threads_of_runs`."""

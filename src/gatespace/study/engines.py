@@ -112,7 +112,7 @@ class LocalEngine:
         workers: How many.
         threads: Of each.
         perform: What they do with a job.
-        retries: How often a job is taken up after its process was lost.
+        retries: How often a job is resumed after its process was lost.
         note: Called with a message that a user should see.
     """
 

@@ -148,7 +148,7 @@ def test_no_file_handles(nursery: Nursery, log: IO[bytes], tiny: TinyPair, model
 
 @pytest.fixture
 def front() -> Iterator[tuple[Front, socket.socket, list[str]]]:
-    """A front without ZeroMQ: the socket behind it is a plain one, for whoever wants to look."""
+    """A front without ZeroMQ: the socket behind it is a plain one, for a test to look at."""
     notes: list[str] = []
     found = Front(Address("zmq", "127.0.0.1", 0), connections=4, report=notes.append)
     behind = socket.socket(socket.AF_UNIX)
