@@ -13,6 +13,7 @@ import torch
 
 from gatespace.addons.parallel.processes import join
 from gatespace.config import TeachConfig, TrainConfig, parse_config
+from gatespace.errors import RunError
 from gatespace.models import load_model
 from gatespace.training import train as run
 
@@ -44,6 +45,12 @@ def shards(student: str, output: Path) -> None:
     output.with_suffix(f".{ranks.rank}").write_text(json.dumps(found))
     told = ranks.gather([ranks.rank, "λ" * (1 + 3 * ranks.rank), None, float("inf")])
     assert told == [[0, "λ", None, float("inf")], [1, "λλλλ", None, float("inf")]], told
+    try:
+        with ranks.together():
+            if not ranks.first:
+                raise torch.OutOfMemoryError("out of memory\nand more")
+    except (RunError, torch.OutOfMemoryError) as error:
+        output.with_suffix(f".error.{ranks.rank}").write_text(f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

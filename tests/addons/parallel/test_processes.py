@@ -165,6 +165,13 @@ def test_a_sharded_model_is_the_same_model(pairs: Path) -> None:
     assert [one["after"] for one in found] == [found[0]["before"], None]
 
 
+def test_memory_that_runs_out_in_one_process_ends_all(pairs: Path) -> None:
+    first, second = ((pairs / f"shards.error.{rank}").read_text() for rank in range(2))
+    assert first.startswith("RunError: process 1 of 2 failed")
+    assert "OutOfMemoryError: out of memory" in first
+    assert second.startswith("OutOfMemoryError")  # with its own traceback
+
+
 def test_processes_are_part_of_the_identity(pairs: Path, taught: Path, tiny: TinyPair, tmp_path: Path) -> None:
     from gatespace.errors import UsageError
 

@@ -98,15 +98,21 @@ class Distributed(Processes):
     @contextmanager
     def together(self) -> Iterator[None]:
         """Work without any message between processes. What one of them raises in here is raised by all, so that none
-        waits for another that is gone."""
+        waits for another that is gone: also what is no error of ours, such as memory that has run out."""
         mine: GatespaceError | None = None
+        other_error: Exception | None = None
         try:
             yield
         except GatespaceError as error:
             mine = error
+        except Exception as error:
+            other_error, text = error, str(error).partition("\n")[0]
+            mine = RunError(f"process {self.rank} of {self.size} failed", got=f"{type(error).__name__}: {text}")
         found = self.gather(mine and [_kind(mine), mine.what, mine.got, mine.why, mine.instead])
         for rank, other in enumerate(found):
             if other is not None:
+                if other_error is not None:
+                    raise other_error
                 kind, what, got, why, instead = other
                 shared = mine or _KINDS[kind](what, got=got, why=why, instead=instead)
                 shared.raised_by = self.rank if mine is not None else rank
