@@ -50,7 +50,7 @@ def test_a_model_that_has_learned_nothing_is_warned_of(cli, tmp_path):
     assert (result.exit_code, len(lines)) == (0, 3)
     assert lines[0].startswith("warning: 20 of 20 answers on val have no legal label. ")
     assert "below the" in lines[1]
-    assert lines[2].endswith("Usually the learning rate is too small: try ten times as much (--lr), or more steps.")
+    assert lines[2].endswith("Usually the learning rate is too small: try ten times as much with --lr, or more steps.")
     stored = json.loads((tmp_path / "run" / "summary.json").read_text())["warnings"]
     assert [f"warning: {text}" for text in stored] == lines
     assert json.loads(cli(*words, "--quiet", "--json").stdout)["warnings"] == stored

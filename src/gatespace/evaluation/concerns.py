@@ -175,8 +175,8 @@ def _stands_still(first: Sequence[float], last: Sequence[float]) -> bool:
     return moved <= 2 * error and moved <= 0.1 * abs(fmean(first))
 
 
-_TOO_SMALL = "Usually the learning rate is too small: try ten times as much (--lr), or more steps."
-_TOO_LARGE = "Usually the learning rate is too large: try a tenth of it (--lr), or warm-up steps."
+_TOO_SMALL = "Usually the learning rate is too small: try ten times as much with --lr, or more steps."
+_TOO_LARGE = "Usually the learning rate is too large: try a tenth of it with --lr, or warm-up steps."
 
 
 def _percent(share: float) -> str:

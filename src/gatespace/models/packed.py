@@ -280,10 +280,10 @@ class _Group:
 
     rows: int
     length: int
-    index: Tensor
+    index: Tensor | slice
     """(rows·length,) where in the pass each place's token lies; padding repeats the row's last token."""
-    real: Tensor
-    """Places that are not padding."""
+    real: Tensor | None
+    """Places that are not padding; None: there is none."""
     past: Tensor | None
     """(rows·longest past,) where in `past` each place's key lies."""
     mask: Tensor | None
@@ -323,8 +323,14 @@ class _Rows(_Plan):
             time = torch.arange(length)
             past_index = None
             if past is None and _is_long(length, before + length) and before <= length:
-                targets.append(index[real])
-                self.groups.append(_Group(len(rows), length, index.to(device), real.to(device), None, None))
+                if shape is not None:
+                    targets.append(index[real])
+                    self.groups.append(_Group(len(rows), length, index.to(device), real.to(device), None, None))
+                    continue
+                for row in rows:  # as it lies in the pass: a copy of a long row would have to be kept
+                    span = slice(int(offsets[row]), int(offsets[row]) + lengths[row])
+                    targets.append(torch.arange(span.start, span.stop))
+                    self.groups.append(_Group(1, lengths[row], span, None, None, None))
                 continue
             parts = [torch.ones(1, length, before, dtype=torch.bool), (time[:, None] >= time)[None]]
             if past is not None and past_offsets is not None:
@@ -368,7 +374,8 @@ class _Rows(_Plan):
                 parts.append(_unpack(new, group.index, group.rows))
                 seen.append(torch.cat(parts, 2) if len(parts) > 1 else parts[0])
             output = _attention(_unpack(query, group.index, group.rows), seen[0], seen[1], group.mask, scale)
-            outputs.append(output.transpose(0, 1).flatten(1, 2).index_select(1, group.real))
+            joined = output.transpose(0, 1).flatten(1, 2)
+            outputs.append(joined if group.real is None else joined.index_select(1, group.real))
         rows = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1).index_select(1, self.order)
         return torch.cat([*before, rows], 1) if before else rows
 
@@ -400,11 +407,10 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, s
     take turns, so that the bits of a row do not depend on how many others there are.
     """
     length, keys = query.shape[2], key.shape[2]
-    if not _is_long(length, keys):
-        assert mask is not None
+    if mask is not None and not _is_long(length, keys):
         result: Tensor = _Attention.apply(query, key, value, mask, scale)
         return result
-    if mask is None:
+    if mask is None and keys > length:
         # The kernel's causal mask is of a square. Keys before the first query get queries that nobody asks for.
         query = torch.cat([query.new_zeros(*query.shape[:2], keys - length, query.shape[3]), query], 2)
     rows = []
@@ -553,8 +559,10 @@ def _padded(lengths: Tensor, longest: int, offsets: Tensor | None = None) -> tup
     return index.flatten(), (time < lengths[:, None]).flatten().nonzero()[:, 0]
 
 
-def _unpack(tensor: Tensor, index: Tensor, rows: int) -> Tensor:
+def _unpack(tensor: Tensor, index: Tensor | slice, rows: int) -> Tensor:
     """(rows, heads, S, D) from (heads, N, D)."""
+    if isinstance(index, slice):
+        return tensor[None, :, index]
     heads, _, width = tensor.shape
     return tensor.index_select(1, index).view(heads, rows, -1, width).transpose(0, 1)
 

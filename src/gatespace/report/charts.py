@@ -226,8 +226,8 @@ def _finding(rows: Sequence[Row]) -> str:
     if not intervals:
         return finding + "One seed has no interval."
     if not apart:
-        return finding + f"All {intervals} intervals hold 0."
-    return finding + f"{apart} of {intervals} intervals leave out 0; about one in twenty does by chance alone."
+        return finding + f"All {intervals} intervals contain 0."
+    return finding + f"{apart} of {intervals} intervals exclude 0; about one in twenty does by chance alone."
 
 
 def _signed(value: float) -> str:

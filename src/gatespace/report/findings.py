@@ -259,9 +259,9 @@ def _doubts(
     if fresh is None or judged is not fresh:
         yield f"it rests on the selection seed {seed}, and there are not enough others to confirm it"
     elif not leaves_out_zero(fresh) or (fresh.mean > 0) != (whole.mean > 0):
-        yield "the interval without the selection seed holds 0"
+        yield "the interval without the selection seed contains 0"
     if not leaves_out_zero(whole):
-        yield "the interval of all seeds holds 0"
+        yield "the interval of all seeds contains 0"
     if adjusted is None or adjusted >= _LEVEL:
         yield f"p is {shown(adjusted, 'p')} after adjustment for all these statements"
     if judged is not None and judged.sign_flip_floor >= _LEVEL:
