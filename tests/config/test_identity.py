@@ -127,6 +127,7 @@ COUNTED: dict[type[TrainConfig] | type[TeachConfig], dict[str, Any]] = {
 OTHER = {
     "output": "elsewhere",
     "engine.device": "cuda:1",
+    "pair.teacher_device": "cuda:1",
     "engine.threads": 3,
     "engine.parallel": "fsdp",
     "teacher.cache": None,

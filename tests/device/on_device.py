@@ -49,6 +49,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     adamw = torch.optim.AdamW
     monkeypatch.setattr(torch.optim, "AdamW", lambda *args, **options: adamw(*args, **{**options, "fused": True}))
 
+    # The simulated device by a name that a configuration knows.
+    monkeypatch.setattr("gatespace.training.distill.usable", lambda name, _: name.replace("xpu", simulated.NAME))
+
     def go(device: str, stop: int | None = None, name: str = "", **more: Any) -> Path:
         monkeypatch.setattr("gatespace.training.job.placement", lambda *_: Placement(device, torch.float32))
         settings = {
@@ -95,6 +98,15 @@ def test_a_run_has_the_numbers_of_the_cpu(kind: str, run: Any) -> None:
     assert there == pytest.approx(here, rel=1e-5)
 
 
+def test_a_teacher_on_another_device_gives_the_numbers_of_one_beside_the_student(run: Any) -> None:
+    half = {"from": {"student": 0.5, "teacher": 0.5}, "max_new_tokens": TOKENS}
+    here = losses(run("cpu", rollout=half, steps=2))
+    for student, teacher in ((simulated.NAME, "cpu"), ("cpu", "xpu")):
+        pair = {"student": "tiny", "teacher": "tiny", "teacher_device": teacher}
+        there = run(student, name=f"-{teacher}", pair=pair, rollout=half, steps=2)
+        assert losses(there) == pytest.approx(here, rel=1e-5)
+
+
 def test_a_killed_run_resumes_to_the_same_bytes(run: Any) -> None:
     whole = run(simulated.NAME)
     with pytest.raises(Stop):
@@ -130,7 +142,7 @@ def test_losses_and_gradients(support: str) -> None:
 
 
 def test_scoring_waits_as_often_for_long_responses_as_for_short_ones(run: Any) -> None:
-    found = []
+    found, clock = [], []
     for tokens in (3, 12):
         simulated.reset()
         run(
@@ -142,5 +154,7 @@ def test_scoring_waits_as_often_for_long_responses_as_for_short_ones(run: Any) -
             steps=1,
         )
         waits = simulated.waits.items()
+        clock.append(sum(count for line, count in waits if line.startswith("training/clock")))
         found.append({line: count for line, count in waits if line.startswith(("teacher/", "gating/"))})
     assert sum(found[1].values()) <= sum(found[0].values()), found
+    assert clock[0] == clock[1] >= 4, "rollout, score, update and optimizer end with a wait each"

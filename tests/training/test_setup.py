@@ -17,6 +17,7 @@ from gatespace.training.clock import Clock
 from gatespace.training.environment import environment
 from gatespace.training.setup import (
     Placement,
+    _fast_bf16,
     encoder_for,
     material,
     micro_tokens,
@@ -55,6 +56,17 @@ def test_a_device_that_is_not_there() -> None:
     with pytest.raises(UsageError, match=r"engine\.device: this device cannot be used\n  got: cuda:1"):
         placed(device="cuda:1")
     assert placed().device == "cpu"
+
+
+def test_a_device_that_sampling_cannot_run_on() -> None:
+    with pytest.raises(UsageError, match=r"device: cannot be mps: it has no float64"):
+        placed(device="mps")
+
+
+def test_bf16_that_is_emulated_is_not_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CUDA card before Ampere, which answers so."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert not _fast_bf16("cuda:0")
 
 
 def test_rows_of_teacher_and_student_are_disjoint() -> None:

@@ -43,7 +43,7 @@ Precision = Annotated[
 ]
 _BARS = "▁▂▃▄▅▆▇█"
 _MOST_POINTS = 7
-Device = Annotated[str, typer.Option("--device", metavar="NAME", help="auto, cpu, cuda, cuda:1, mps or xpu.")]
+Device = Annotated[str, typer.Option("--device", metavar="NAME", help="auto, cpu, cuda, cuda:1 or xpu.")]
 
 
 def evaluate(

@@ -17,6 +17,7 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
     {
         "output": "where the run is written",
         "engine.device": "where it is computed; recorded with the run's environment",
+        "pair.teacher_device": "where it is computed",
         "engine.threads": "where it is computed; recorded with the run's environment",
         "engine.parallel": "how several processes divide the work; where there are several, that counts by content",
         "teacher.cache": "where scores are cached; a score does not depend on it",

@@ -33,8 +33,10 @@ def _targets(value: object) -> object:
 
 
 def _device(value: str) -> str:
-    if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", value):
-        raise ValueError("must be auto, cpu, cuda, cuda:1 and so on, mps or xpu")
+    if value == "mps":
+        raise ValueError("cannot be mps: it has no float64, which responses are drawn with; cpu can")
+    if not re.fullmatch(r"auto|cpu|(cuda|xpu)(:\d+)?", value):
+        raise ValueError("must be auto, cpu, cuda, cuda:1 and so on, or xpu")
     return value
 
 
@@ -93,6 +95,10 @@ class PairConfig(Section):
     teacher_revision: Name | None = None
     """Branch, tag or commit of a teacher from the Hub; null: its main branch."""
 
+    teacher_device: Annotated[str, Strict(), AfterValidator(_device)] | None = None
+    """Where a teacher in this process computes: cpu, cuda:1 and so on; null: where the student does. Its scores go to
+    the student's device, with a copy of its head."""
+
     trust_remote_code: Switch = False
     """Run Python code that comes with a model. Only for models whose code you have read."""
 
@@ -106,8 +112,9 @@ class PairConfig(Section):
             raise Fault("student", "only a teacher can be a service", instead="a folder, or the name of a model")
         if is_address(self.teacher):
             parse_address(self.teacher, "teacher")
-            if self.teacher_revision is not None:
-                raise Fault("teacher_revision", "a teacher that is a service has been loaded already", instead="null")
+            for name in ("teacher_revision", "teacher_device"):
+                if getattr(self, name) is not None:
+                    raise Fault(name, "a teacher that is a service has been loaded already", instead="null")
         return self
 
 
@@ -244,7 +251,7 @@ class TeachEngineConfig(Section):
     """fp32, or bf16 compute with fp32 master weights; auto: bf16 where the machine is fast at it."""
 
     device: Annotated[str, Strict(), AfterValidator(_device)] = "auto"
-    """auto, cpu, cuda, cuda:1, mps or xpu; auto: a GPU where there is one."""
+    """auto, cpu, cuda, cuda:1 or xpu; auto: a GPU where there is one."""
 
     threads: Count | None = None
     """Threads of the CPU; null: as many as torch takes."""

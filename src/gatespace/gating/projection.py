@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,10 @@ class Head:
         if isinstance(getattr(head, "weight", None), Tensor):
             return cls(head.weight, getattr(head, "bias", None))
         raise UsageError("a head is a (V, H) tensor, a Linear layer or a Head", got=type(head).__name__)
+
+    def to(self, device: torch.device) -> Head:
+        """The same head there; itself where it is there already."""
+        return replace(self, weight=self.weight.to(device), bias=None if self.bias is None else self.bias.to(device))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(…, H) → (…, V), all at once in float32; differentiable."""

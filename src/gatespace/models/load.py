@@ -176,7 +176,7 @@ def load_model(
         name: A folder; ``smollm2``; or a Hub id, ``org/name`` or ``hub:org/name``. A folder comes before a Hub id of
             the same name, and the short name before a folder (write ``./smollm2`` for the folder).
         dtype: Precision of the weights.
-        device: Where the weights go.
+        device: Where the weights go; ``meta``: nowhere, only shapes and tokenizer are read.
         revision: Branch, tag or commit of a Hub id.
         trust_remote_code: Whether code that comes with the model may run.
         report: Is told what takes long, if something has to be fetched or converted first.
@@ -207,6 +207,8 @@ def load_model(
         raise UsageError(
             f"the tokenizer of {name} has no tokens", why="its files are missing, tokenizer.json above all"
         )
+    if device == "meta":
+        options |= {"device_map": "meta"}
     try:
         with without_progress_bars():
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -222,9 +224,11 @@ def load_model(
             got=f"{len(missing)} missing, the first is {missing[0]}",
             why="they would be random numbers",
         )
-    _align(network)
-    model = Model(network.eval().to(device), tokenizer, name, source)
-    check_network(model)
+    model = Model(network.eval(), tokenizer, name, source)
+    if device != "meta":
+        _align(network)
+        network.to(device)
+        check_network(model)
     return model
 
 

@@ -43,10 +43,17 @@ class LocalTeacher:
         spec: What is asked. The prefix' keys and values are computed once.
         cache: Scores computed before.
         packed: As in `body_of`.
+        device: Where scores go, and with them a copy of the head; None: they stay where the teacher is.
     """
 
     def __init__(
-        self, model: Model, spec: ScoreSpec, *, cache: ScoreCache | None = None, packed: bool | None = None
+        self,
+        model: Model,
+        spec: ScoreSpec,
+        *,
+        cache: ScoreCache | None = None,
+        packed: bool | None = None,
+        device: str | torch.device | None = None,
     ) -> None:
         if spec.payload not in ("hidden", "top_k"):
             raise UsageError("a payload is 'hidden' or 'top_k'", got=spec.payload)
@@ -68,14 +75,15 @@ class LocalTeacher:
         self._one_by_one = not _batch_invariant[probe]
         self.stats = TeacherStats()
         self.numerics = self._describe()
+        goal = model.device if device is None else torch.device(device)
         self._form = Form(
             self.fingerprint,
             self.numerics,
             spec.payload,
             self._k,
             self._dtype if spec.payload == "hidden" else torch.float32,
-            model.device,
-            model.head,
+            goal,
+            model.head.to(goal) if spec.payload == "hidden" else None,
         )
 
     # ------------------------------------------------------------------ scores

@@ -32,7 +32,7 @@ from gatespace.training.job import Job
 from gatespace.training.processes import Processes
 from gatespace.training.progress import Progress
 from gatespace.training.rollouts import Ahead, MicroBatch, OnPolicy
-from gatespace.training.setup import encoder_for, material, micro_tokens, open_model, rollout_tokens
+from gatespace.training.setup import encoder_for, material, micro_tokens, open_model, rollout_tokens, usable
 from gatespace.training.telemetry import DistillationTrace
 
 
@@ -51,7 +51,6 @@ class Distillation(Job):
         pair = config.pair
         options: dict[str, Any] = {
             "task": self.data.task,
-            "device": self.place.device,
             "trust_remote_code": pair.trust_remote_code,
             "report": progress.note,
         }
@@ -64,6 +63,7 @@ class Distillation(Job):
                     "pair.teacher",
                     role="teacher",
                     revision=pair.teacher_revision,
+                    device=usable(pair.teacher_device or self.place.device, "pair.teacher_device"),
                     dtype=self.place.dtype,
                     **options,
                 )
@@ -71,6 +71,7 @@ class Distillation(Job):
                 pair.student,
                 "pair.student",
                 role="student",
+                device=processes.loads_on(self.place.device),
                 revision=pair.student_revision,
                 lora=pair.lora,
                 seed=config.seed,
@@ -86,13 +87,18 @@ class Distillation(Job):
             report = check_pair(self.model, local)
             for note in report.notes:
                 progress.note(note)
+            if processes.size > 1:
+                progress.note(
+                    f"each of the {processes.size} processes holds the whole teacher "
+                    f"({_gigabytes(local):.2g} GB); one for all: gatespace teacher serve, and pair.teacher: zmq://…"
+                )
             self.vocab_size = report.vocab_size
         else:
             self.vocab_size = self.model.vocab_size
             self.vocab_size = self.teacher.vocab_size
         self.content = {
             "task": self.data.task.digest,
-            "student": self.model.fingerprint(),
+            "student": self.fingerprint(),
             "teacher": local.fingerprint() if local is not None else self.teacher.fingerprint,
             "gate": str(build_gate(config.objective)),
             "precision": self.place.precision,
@@ -111,7 +117,8 @@ class Distillation(Job):
             config.teacher.k,
         )
         if self._local is not None:
-            return LocalTeacher(self._local, spec, cache=self.cache, packed=config.engine.packed)
+            packed, device = config.engine.packed, self.place.device
+            return LocalTeacher(self._local, spec, cache=self.cache, packed=packed, device=device)
         scheme = parse_address(config.pair.teacher, "pair.teacher").scheme
         teacher: Teacher = provider("teachers", scheme)(
             config, self.model, spec, place=self.place, cache=self.cache, report=self.progress.note
@@ -261,6 +268,10 @@ class Distillation(Job):
     def summary(self) -> dict[str, Any]:
         """The run's tokens and λ."""
         return {"run": self.trace.summary()}
+
+
+def _gigabytes(model: Model) -> float:
+    return sum(parameter.nbytes for parameter in model.network.parameters()) / 1e9
 
 
 def _open_cache(config: TrainConfig, progress: Progress) -> ScoreCache | None:

@@ -88,6 +88,12 @@ class Job(ABC):
         for note in check_fit(self.config, self.data, self.encoder, **models):
             self.progress.note(note)
 
+    def fingerprint(self) -> str:
+        """Of the model that is trained; where this process has no weights of it, the first one says it."""
+        own = None if self.model.device.type == "meta" else self.model.fingerprint()
+        first: str = self.processes.gather(own)[0]
+        return own or first
+
     def begin(self) -> dict[str, Any] | None:
         """Make the folder this run's, or see that it already is; the summary if the run is done."""
         config, processes = self.config, self.processes

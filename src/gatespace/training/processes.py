@@ -95,6 +95,10 @@ class Processes:
 
     # ------------------------------------------------------------------ the student's weights
 
+    def loads_on(self, device: str) -> str:
+        """Where the weights of the model that is trained are read to; ``meta``: this process reads none."""
+        return device
+
     def prepare(self, model: Model, *, dtype: torch.dtype, packed: bool | None) -> Model:
         """The model as it is trained: whole, or this process's shard of it."""
         return model

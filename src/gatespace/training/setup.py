@@ -49,24 +49,29 @@ def placement(engine: TeachEngineConfig, processes: Processes = ONE) -> Placemen
     """Resolve ``auto``, and give torch its threads."""
     if engine.threads is not None:
         torch.set_num_threads(engine.threads)
-    device = processes.device or engine.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(
-            "engine.device: this device cannot be used", got=device, why=str(error).splitlines()[0], instead="auto"
-        ) from None
+    device = usable(processes.device or engine.device, "engine.device")
     precision = engine.precision
     if precision == "auto":
         precision = "bf16" if _fast_bf16(device) else "fp32"
     return Placement(device, torch.float32 if precision == "fp32" else torch.bfloat16)
 
 
+def usable(device: str, setting: str) -> str:
+    """A device on which networks run and responses are drawn, with ``auto`` resolved; an error where it cannot."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(1, dtype=torch.float64, device=device)  # some devices have none
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise UsageError(
+            f"{setting}: this device cannot be used", got=device, why=str(error).splitlines()[0], instead="auto, or cpu"
+        ) from None
+    return device
+
+
 def _fast_bf16(device: str) -> bool:
     if device.startswith("cuda"):
-        return bool(torch.cuda.is_bf16_supported())
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device != "cpu":
         return False
     probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # torch has no public question for this

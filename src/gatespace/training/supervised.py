@@ -85,7 +85,7 @@ class Supervised(Job):
                 "model",
                 role="teacher",
                 task=self.data.task,
-                device=self.place.device,
+                device=processes.loads_on(self.place.device),
                 revision=config.revision,
                 trust_remote_code=config.trust_remote_code,
                 lora=config.lora,
@@ -96,7 +96,7 @@ class Supervised(Job):
         self.check(model=self.model)
         self.content = {
             "task": self.data.task.digest,
-            "model": self.model.fingerprint(),
+            "model": self.fingerprint(),
             "precision": self.place.precision,
         }
 

@@ -40,7 +40,7 @@ def _run(job: Job) -> dict[str, Any]:
         if records.start == 0 and config.evaluation.every:
             records.evaluate(0)
         for step in range(records.start, config.steps):
-            clock = Clock()
+            clock = Clock(job.place.device)
             with records.failures(step):
                 trace.begin(step)
                 with job.micro_batches(step, clock) as batches:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,17 +32,27 @@ def main(plan: Path) -> None:
 
 def shards(student: str, output: Path) -> None:
     """Write down what a sharded model is made of."""
-    from gatespace.addons.parallel.sharded import shard
+    from gatespace.addons.parallel import sharded
 
     settings = {"pair": {"teacher": "unused"}, "engine": {"device": "cpu", "parallel": "fsdp"}}
     ranks = join(parse_config(TrainConfig, settings))
-    model = load_model(student)
-    size, before = sum(p.numel() for p in model.network.parameters()), model.fingerprint()
-    model = shard(model, dtype=torch.float32)
+    model = load_model(student, device=ranks.loads_on("cpu"))
+    size, loaded = sum(p.numel() for p in model.network.parameters()), model.device.type
+    before = model.fingerprint() if ranks.first else None
+    whole = 0  # numbers of layers that are whole on a device when they are divided
+
+    def divided(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
+        nonlocal whole
+        whole += sum(p.numel() for p in module.parameters() if not p.is_meta and not hasattr(p, "to_local"))
+        return fully_shard(module, **options)
+
+    fully_shard, sharded.fully_shard = sharded.fully_shard, divided  # type: ignore[assignment]
+    model = sharded.shard(model, dtype=torch.float32)
+    sharded.fully_shard = fully_shard  # type: ignore[assignment]
     own = sum(p.to_local().numel() for p in model.network.parameters())  # type: ignore[attr-defined]
     gathered = model.gathered(here=ranks.first)
     after = None if gathered is None else gathered.fingerprint()
-    found = {"size": size, "own": own, "before": before, "after": after}
+    found = {"loaded": loaded, "whole": whole, "size": size, "own": own, "before": before, "after": after}
     output.with_suffix(f".{ranks.rank}").write_text(json.dumps(found))
     told = ranks.gather([ranks.rank, "λ" * (1 + 3 * ranks.rank), None, float("inf")])
     assert told == [[0, "λ", None, float("inf")], [1, "λλλλ", None, float("inf")]], told

@@ -159,7 +159,9 @@ def test_they_write_the_same_responses(pairs: Path, taught: Path, tiny: TinyPair
 
 def test_a_sharded_model_is_the_same_model(pairs: Path) -> None:
     found = [json.loads((pairs / f"shards.{rank}").read_text()) for rank in range(2)]
+    assert [one["loaded"] for one in found] == ["cpu", "meta"], "one process reads the weights"
     for one in found:
+        assert one["whole"] == 0, "no device has held the whole model"
         assert one["own"] < 0.52 * one["size"]
     assert sum(one["own"] for one in found) == found[0]["size"]
     assert [one["after"] for one in found] == [found[0]["before"], None]
@@ -219,6 +221,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(pairs: Path, taught: Path, tiny:
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     assert "resuming from step" in err
+    assert "each of the 2 processes holds the whole teacher" in err
     assert json.loads(out)["steps"] == 4
     whole = pairs / "stale-fsdp"
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()

@@ -253,6 +253,7 @@ def test_a_service_that_comes_back_with_another_model_is_refused(
         ({"pair": {"teacher": "tcp://127.0.0.1:5555"}}, "pair.teacher: there is no kind of teacher called tcp"),
         ({"pair": {"teacher": "t", "student": "zmq://h:1"}}, "pair.student: only a teacher can be a service"),
         ({"pair": {"teacher": "zmq://h:1", "teacher_revision": "v1"}}, "pair.teacher_revision: a teacher that is"),
+        ({"pair": {"teacher": "zmq://h:1", "teacher_device": "cpu"}}, "pair.teacher_device: a teacher that is"),
         (
             {"pair": {"teacher": "zmq://h:1"}, "rollout": {"from": {"student": 0.5, "teacher": 0.5}}},
             "rollout.from.teacher: a teacher that is a service scores responses and",

@@ -139,12 +139,19 @@ class Sharded(Distributed):
 
     sharded = True
 
+    def loads_on(self, device: str) -> str:
+        """The first process reads the weights, and gives each its shard: no device has to hold the whole model."""
+        return "cpu" if self.first else "meta"
+
     def prepare(self, model: Model, *, dtype: torch.dtype, packed: bool | None) -> Model:
         """This process's shard of the model."""
         from gatespace.addons.parallel.sharded import shard
 
-        body_of(model, packed=packed)  # whether packed passes fit is found out on the whole model
-        return shard(model, dtype=dtype)
+        with self.together():
+            if self.first:
+                body_of(model, packed=packed)  # whether packed passes fit is found out on the whole model
+        model._memo.update(self.gather({"unfit": model._memo["unfit"]} if "unfit" in model._memo else {})[0])
+        return shard(model, dtype=dtype, device=self.device)
 
     @contextmanager
     def update(self, body: Body, done: int, most: int) -> Iterator[None]:
@@ -210,6 +217,13 @@ def join(config: TrainConfig | TeachConfig) -> Distributed:
                 "rollout.engine: this sampler serves one process only",
                 got=f"{config.rollout.engine} with {processes.size} processes",
                 instead="native",
+            )
+        if sharded and (config.pair if isinstance(config, TrainConfig) else config).lora is not None:
+            raise UsageError(
+                "a student with adapters is not sharded",
+                got="lora with engine.parallel: fsdp",
+                why="adapters are small, and the rest has neither gradients nor optimizer state",
+                instead="engine.parallel: ddp",
             )
     return processes
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 from gatespace.errors import UsageError
 from gatespace.gating.projection import Head
@@ -113,29 +113,27 @@ class ShardedModel(Model):
         return Head(weight, bias, own.scale, own.softcap)
 
 
-def shard(model: Model, *, dtype: torch.dtype, mesh: DeviceMesh | None = None) -> ShardedModel:
+def shard(
+    model: Model, *, dtype: torch.dtype, device: str | torch.device = "cpu", mesh: DeviceMesh | None = None
+) -> ShardedModel:
     """Divide a model among all processes. `model` itself is not to be used any more.
 
     Args:
-        model: Whole, in float32, and with the same weights in every process.
+        model: Whole and in float32 in the first process; the weights of the others are not looked at.
         dtype: The precision of the passes.
+        device: Where this process's shard goes.
         mesh: The processes; None: all of them.
     """
-    if hasattr(model.network, "peft_config"):
-        raise UsageError(
-            "a student with adapters is not sharded",
-            got="pair.lora with engine.parallel: fsdp",
-            why="adapters are small, and the rest has neither gradients nor optimizer state",
-            instead="engine.parallel: ddp",
-        )
     if not hasattr(FSDPModule, "set_reshard_after_forward"):
         raise UsageError(
             "engine.parallel: fsdp needs a newer torch", got=torch.__version__, instead="torch 2.8 or newer"
         )
-    network, body, device = model.network, model.body, model.device
-    layer = network.get_output_embeddings()
-    tied = layer.weight is network.get_input_embeddings().weight
-    empty = _empty(network)
+    network, device = model.network, torch.device(device)
+    weights = {name: tensor.detach() for name, tensor in (*network.named_parameters(), *network.named_buffers())}
+    tied = network.get_output_embeddings().weight is network.get_input_embeddings().weight
+    network.to(torch.device("meta"))  # type: ignore[arg-type]
+    network.tie_weights()  # no more than a tensor at a time becomes whole on a device
+    empty, body, layer = copy.deepcopy(network), model.body, network.get_output_embeddings()
     mesh = mesh or init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -144,10 +142,11 @@ def shard(model: Model, *, dtype: torch.dtype, mesh: DeviceMesh | None = None) -
     for part in _blocks(body):
         fully_shard(part, **options)
     fully_shard(body, reshard_after_forward=False, **options)
+    if not tied:
+        fully_shard(layer, **options)
+    _fill(network, weights, device)
     if tied:  # the body's embedding is another tensor now
         layer.weight = network.get_input_embeddings().weight
-    else:
-        fully_shard(layer, **options)
     for module in network.modules():
         if isinstance(module, FSDPModule):
             # Losses are sums over tokens, so their gradients are summed; the optimizer divides by all tokens.
@@ -165,7 +164,20 @@ def _blocks(body: nn.Module) -> list[nn.Module]:
     return max(lists, key=len, default=[])
 
 
-def _empty(network: PreTrainedModel) -> Any:
-    """The network without weights."""
-    with torch.device("meta"):
-        return type(network)(copy.deepcopy(network.config))
+def _fill(network: PreTrainedModel, weights: dict[str, Tensor], device: torch.device) -> None:
+    """Give the shards of a network without weights, and its buffers, the values that the first process has."""
+    first = torch.distributed.get_rank() == 0
+
+    def whole(name: str) -> Tensor:
+        return weights[name].to(device) if first else torch.empty_like(weights[name], device=device)
+
+    shards: dict[str, Tensor] = {}
+    for name, parameter in network.named_parameters():
+        if isinstance(parameter, DTensor):  # a tied head is not sharded by itself
+            shards[name] = distribute_tensor(whole(name), parameter.device_mesh, parameter.placements)
+    network.load_state_dict(shards, strict=False, assign=True)
+    for name, _ in list(network.named_buffers()):
+        buffer = whole(name)
+        torch.distributed.broadcast(buffer, 0)
+        module, _, key = name.rpartition(".")
+        network.get_submodule(module)._buffers[key] = buffer

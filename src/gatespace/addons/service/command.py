@@ -66,7 +66,7 @@ def serve(
     precision: Annotated[
         str | None, _option("--precision", "NAME", "fp32, bf16, or auto by the machine.", shown="auto")
     ] = None,
-    device: Annotated[str, _option("--device", "NAME", "auto, cpu, cuda, cuda:1, mps or xpu.", shown=True)] = "auto",
+    device: Annotated[str, _option("--device", "NAME", "auto, cpu, cuda, cuda:1 or xpu.", shown=True)] = "auto",
     cache: Annotated[
         str, _option("--cache", "DIR", "Score cache: a folder, auto (in the user's cache), or none.", shown=True)
     ] = "auto",
