@@ -60,6 +60,7 @@ ENGINE = {
     "engine.precision": "bf16",
     "engine.micro_tokens": 4096,
     "engine.activation_checkpointing": True,
+    "engine.deterministic": True,
     "engine.packed": False,
     "engine.share_prefix": False,
 }

@@ -107,6 +107,19 @@ def test_a_teacher_on_another_device_gives_the_numbers_of_one_beside_the_student
         assert losses(there) == pytest.approx(here, rel=1e-5)
 
 
+def test_a_deterministic_run(run: Any) -> None:
+    """Nothing in it is what CUDA has no deterministic algorithm for; afterwards torch is as before."""
+    options: dict[str, Any] = {"rollout": {"max_new_tokens": TOKENS, "top_p": 0.9}, "objective": {"method": "akl"}}
+    usual, asked = (
+        losses(run("cpu", name=f"-{wanted}", engine={"deterministic": wanted}, steps=2, **options))
+        for wanted in (False, True)
+    )
+    assert usual == asked
+    there = losses(run(simulated.NAME, engine={"deterministic": True}, steps=2, **options))
+    assert there == pytest.approx(usual, rel=1e-5)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_a_killed_run_resumes_to_the_same_bytes(run: Any) -> None:
     whole = run(simulated.NAME)
     with pytest.raises(Stop):

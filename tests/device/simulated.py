@@ -34,6 +34,8 @@ _libraries: list[Any] = []
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 _SYNCHRONOUS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "bincount", "_unique2", "repeat_interleave"}
 """Their result, or its shape, is needed on the host."""
+_NOT_DETERMINISTIC = {"put", "put_", "histc", "median", "nanmedian", "nll_loss2d_forward"}
+"""They raise where torch is told to be deterministic; so do some others for some arguments."""
 _VIEWS = {
     *("alias", "as_strided", "detach", "diagonal", "expand", "lift_fresh", "narrow", "permute", "select", "slice"),
     *("split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view"),
@@ -130,6 +132,12 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         )
         if name in _SYNCHRONOUS or boolean_index:
             waits[_line()] += 1
+        if torch.are_deterministic_algorithms_enabled() and (
+            name in _NOT_DETERMINISTIC
+            or (name in ("cumsum", "cumsum_") and args[0].is_floating_point())
+            or (name == "bincount" and len(args) > 1 and args[1] is not None)
+        ):
+            raise RuntimeError(f"{name}_cuda does not have a deterministic implementation")
     if name not in _VIEWS:
         launches[name] += 1
     device = kwargs.get("device")

@@ -45,6 +45,7 @@ LATER: Mapping[str, Any] = MappingProxyType(
         "rollout.staleness": 0,
         "rollout.engine": "native",
         "evaluation.engine": "native",
+        "engine.deterministic": False,
         "plugins": [],
     }
 )

@@ -253,6 +253,9 @@ class TeachEngineConfig(Section):
     device: Annotated[str, Strict(), AfterValidator(_device)] = "auto"
     """auto, cpu, cuda, cuda:1 or xpu; auto: a GPU where there is one."""
 
+    deterministic: Switch = False
+    """Compute the same bits every time on a GPU, for some time more. A CPU does so in any case."""
+
     threads: Count | None = None
     """Threads of the CPU; null: as many as torch takes."""
 

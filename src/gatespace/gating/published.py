@@ -27,7 +27,7 @@ from gatespace.gating.objectives import OBJECTIVES as OBJECTIVES
 from gatespace.gating.objectives import Objective, Terms, register
 from gatespace.gating.supports import KLPair, kl_pair
 from gatespace.gating.tokens import Tokens
-from gatespace.gating.vocabulary import check_k
+from gatespace.gating.vocabulary import check_k, prefix_sums
 
 
 @register("todi")
@@ -167,7 +167,7 @@ class AKL(Objective):
         while True:  # the head is a handful of tokens, except for a teacher that is nearly flat
             ids = tokens.teacher_top(k).ids
             teacher = tokens.teacher_at(ids, temperature=temperature).exp()
-            cumulative = teacher.cumsum(-1)
+            cumulative = prefix_sums(teacher)
             if k == tokens.vocab_size or bool((cumulative[:, -1] > self.mass).all()):
                 break
             k = min(8 * k, tokens.vocab_size)

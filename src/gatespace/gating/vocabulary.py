@@ -77,6 +77,20 @@ def top_entry(logits: Tensor) -> Tensor:
     return ids.gather(-1, members.argmax(-1, keepdim=True)).squeeze(-1)
 
 
+def prefix_sums(values: Tensor) -> Tensor:
+    """Cumulative sums over the last dimension.
+
+    Where torch is told to be deterministic, off the CPU, they are made of sums of two alone: its own are not.
+    """
+    if values.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
+        return values.cumsum(-1)
+    step = 1
+    while step < values.shape[-1]:
+        values = torch.cat([values[..., :step], values[..., step:] + values[..., :-step]], -1)
+        step *= 2
+    return values
+
+
 def computable(logits: Tensor) -> Tensor:
     """Half precision is upcast before any softmax: bfloat16 log_softmax errs by a tenth of a nat."""
     return logits if logits.dtype == torch.float64 else logits.float()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gatespace.errors import UsageError
 from gatespace.gating.projection import Head, Projection, logits_buffer
+from gatespace.gating.vocabulary import prefix_sums
 from gatespace.models.body import Body, Forward
 
 _SPARSE = 0.75
@@ -140,9 +141,9 @@ def choose(logits: Tensor, sampling: Sampling, uniform: Sequence[float]) -> tupl
     mass = torch.softmax(logits.double() / sampling.temperature, -1)
     if sampling.top_p < 1:
         sorted_mass, order = mass.sort(stable=True, dim=-1, descending=True)
-        outside = sorted_mass.cumsum(-1) - sorted_mass >= sampling.top_p
+        outside = prefix_sums(sorted_mass) - sorted_mass >= sampling.top_p
         mass = mass.masked_fill(torch.zeros_like(outside).scatter(1, order, outside), 0.0)
-    cumulative = mass.cumsum(-1)
+    cumulative = prefix_sums(mass)
     total = cumulative[:, -1:]
     point = torch.tensor(uniform, dtype=cumulative.dtype, device=logits.device)[:, None] * total
     # the first id whose cumulative mass lies beyond the point, so never one of mass 0

@@ -25,7 +25,7 @@ from gatespace.training.fit import check_fit
 from gatespace.training.optimizer import Optimizer, Update
 from gatespace.training.processes import Processes
 from gatespace.training.progress import Progress
-from gatespace.training.setup import Material, placement
+from gatespace.training.setup import Material, deterministic, placement
 
 
 class Loss(Protocol):
@@ -80,6 +80,7 @@ class Job(ABC):
     ) -> None:
         self.config, self.run, self.processes, self.progress, self.stack = config, run, processes, progress, stack
         self.place = placement(config.engine, processes)
+        stack.enter_context(deterministic(config.engine, self.place))
         self.about = {}
         self.splits = (*config.evaluation.final, config.evaluation.split)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +49,8 @@ class Material:
 
 def placement(engine: TeachEngineConfig, processes: Processes = ONE) -> Placement:
     """Resolve ``auto``, and give torch its threads."""
+    if engine.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA looks at it once, when it starts
     if engine.threads is not None:
         torch.set_num_threads(engine.threads)
     device = usable(processes.device or engine.device, "engine.device")
@@ -54,6 +58,27 @@ def placement(engine: TeachEngineConfig, processes: Processes = ONE) -> Placemen
     if precision == "auto":
         precision = "bf16" if _fast_bf16(device) else "fp32"
     return Placement(device, torch.float32 if precision == "fp32" else torch.bfloat16)
+
+
+@contextmanager
+def deterministic(engine: TeachEngineConfig, place: Placement) -> Iterator[None]:
+    """Have torch choose algorithms that give the same bits every time, where the engine is asked for it.
+
+    Not on a CPU, where the usual ones do; what has no such algorithm raises.
+    """
+    if not engine.deterministic or place.device == "cpu":
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False  # all that is read was written
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = filled
 
 
 def usable(device: str, setting: str) -> str:
