@@ -3,7 +3,7 @@
 FROM python:3.12-slim
 
 ARG TORCH_INDEX=
-RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} 'torch>=2.6,<2.14'
+RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} 'torch>=2.6'
 
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./

@@ -15,12 +15,16 @@ TRL_READY := $(TRL_VENV)/.ready
 VERL_READY := $(VERL_VENV)/.ready
 RAY_READY := $(RAY_VENV)/.ready
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+CONSTRAINTS ?= requirements/constraints.txt
+PIP_INSTALL := -m pip install -qq --no-input $(addprefix -c ,$(CONSTRAINTS))
 
 # Two workers with one thread each: more threads than cores make the tests slower, and sums depend on thread count.
 TEST_ARGS ?= -n 2 --dist worksteal -m "not long" --durations=20 --durations-min=1
 DEMO_ARGS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start many processes: what one of them has compiled is there for the next.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo shell test test-long test-web test-engines test-trl test-verl test-ray test-vllm lint format web docs wheel clean
@@ -106,10 +110,10 @@ clean: ## remove what was built; the environments stay
 	@find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # The stamp is written last, so an interrupted installation resumes; it is renewed when the dependencies change.
-$(READY): pyproject.toml
+$(READY): pyproject.toml $(CONSTRAINTS)
 	$(call install,$(VENV),dev)
 
-$(BENCH_READY): pyproject.toml
+$(BENCH_READY): pyproject.toml $(CONSTRAINTS)
 	$(call install,$(BENCH_VENV),bench)
 
 # vLLM brings packages for images and sound in CUDA builds, which fail to import on a machine without a GPU, and vLLM
@@ -123,13 +127,13 @@ $(VLLM_READY): requirements/vllm.txt
 	@$(VLLM_VENV)/bin/python -m pip install -qq --no-input -c $(VLLM_VENV)/held.txt -e '.[train,service]'
 	@touch $@
 
-$(TRL_READY): requirements/trl.txt pyproject.toml
+$(TRL_READY): requirements/trl.txt pyproject.toml $(CONSTRAINTS)
 	$(call engine,$(TRL_VENV),requirements/trl.txt,[trl])
 
-$(VERL_READY): requirements/verl.txt pyproject.toml
+$(VERL_READY): requirements/verl.txt pyproject.toml $(CONSTRAINTS)
 	$(call engine,$(VERL_VENV),requirements/verl.txt,[verl])
 
-$(RAY_READY): requirements/ray.txt pyproject.toml
+$(RAY_READY): requirements/ray.txt pyproject.toml $(CONSTRAINTS)
 	$(call engine,$(RAY_VENV),requirements/ray.txt,[ray$(comma)remote])
 
 comma := ,
@@ -138,7 +142,7 @@ comma := ,
 define engine
 	@echo "Installing what $(2) names into $(1) (a few minutes the first time)"
 	@"$(PYTHON)" -m venv $(1)
-	@$(1)/bin/python -m pip install -qq --no-input -e '.$(3)'
+	@$(1)/bin/python $(PIP_INSTALL) -e '.$(3)'
 	@# What the engine has chosen is held: pip does not find a way through all of it at once.
 	@$(1)/bin/python -m pip freeze --exclude-editable > $(1)/held.txt
 	@$(1)/bin/python -m pip install -qq --no-input -c $(1)/held.txt -r $(2)
@@ -153,6 +157,6 @@ define install
 	  echo "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "Installing gatespace into $(1) (a few minutes the first time)"
 	@"$(PYTHON)" -m venv $(1) || { echo "Python's venv module is not usable (on Debian: apt install python3-venv)." >&2; exit 1; }
-	@$(1)/bin/python -m pip install -qq --no-input -e '.[$(2)]'
+	@$(1)/bin/python $(PIP_INSTALL) -e '.[$(2)]'
 	@touch $@
 endef

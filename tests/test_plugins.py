@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from gatespace.cli.app import app
 from gatespace.config import TrainConfig
@@ -72,29 +70,29 @@ def test_a_run_knows_the_signal_of_a_file(
 def test_another_source_is_another_run(
     train_config: Callable[..., TrainConfig], plugin: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """In processes of their own: a process imports a file once."""
+    from gatespace import plugins
+
     config = train_config(objective={"gate": {"a": 4, "c": -1, "lead": -2}}, steps=1)
     from gatespace.config import dump_yaml
 
     (tmp_path / "run.yaml").write_text(dump_yaml(config))
 
-    def run(*, output: str) -> subprocess.CompletedProcess[str]:
+    def run(*, output: str) -> Result:
+        plugins._loaded.clear()  # as in a process of its own: one imports a file once
+        if "lead" in signals.names():
+            signals.unregister("lead")
         words = ["train", str(tmp_path / "run.yaml"), "--plugin", str(tmp_path / "my_signal.py"), "--quiet"]
-        return subprocess.run(
-            [sys.executable, "-m", "gatespace", *words, "--output", str(tmp_path / output)],
-            capture_output=True,
-            text=True,
-        )
+        return CliRunner().invoke(app, [*words, "--output", str(tmp_path / output)])
 
     plugin("lead")
     first = run(output="one")
-    assert first.returncode == 0, first.stderr
+    assert first.exit_code == 0, first.stderr
     plugin("lead", factor=0.5)
     second = run(output="one")
-    assert second.returncode == 2
+    assert second.exit_code == 2
     assert "its plugins is another one" in second.stderr
     third = run(output="two")
-    assert third.returncode == 0, third.stderr
+    assert third.exit_code == 0, third.stderr
     one, two = (read(tmp_path / name / "metrics.jsonl")[0]["lead"] for name in ("one", "two"))
     assert two == pytest.approx(0.5 * one, rel=1e-6)
 

@@ -62,7 +62,8 @@ def test_doctor_passes_here_and_its_json_is_stable(gatespace):
     ]
     assert data["usable"] is True
     assert result.returncode == 0, result.stderr
-    assert set(data) == {*KEYS, "devices", "engines", "extras", "checks", "usable"}
+    assert set(data) == {*KEYS, "devices", "engines", "extras", "checks", "usable", "self_check"}
+    assert data["self_check"] is None
     for name, keys in KEYS.items():
         assert set(data[name]) == keys
     assert [engine["name"] for engine in data["engines"]] == ENGINES
@@ -194,3 +195,45 @@ def test_probes_of_an_older_torch():
         cpu = OldCpu
 
     assert environment._bf16(OldTorch) == {"amx_tile": True}
+
+
+# ---------------------------------------------------------------------------------------------------- one device
+# tests/device/on_device.py has the whole of it on a simulated device.
+
+
+@pytest.mark.long
+def test_a_device_is_checked_and_the_cpu_says_that_it_met_itself(cli):
+    result = cli("doctor", "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.stderr
+    data = json.loads(result.stdout)
+    assert [(check["name"], check["status"]) for check in data["checks"][1:]] == [
+        ("losses against the CPU", "ok"),
+        ("a run against the CPU", "ok"),
+        ("two deterministic runs are equal", "ok"),
+        ("a killed run resumes to the same bytes", "ok"),
+        ("speed", "ok"),
+    ]
+    assert result.stderr.count("cpu: ") == 5  # progress
+    found = data["self_check"]
+    assert (found["device"], found["compared_with"]) == ("cpu", "itself")
+    for figure in ("memory_bytes", "decoded_tokens_per_second", "update_tokens_per_second", "peak_memory_bytes"):
+        assert found[figure] > 0
+
+
+def test_a_check_that_fails_is_named(cli, monkeypatch):
+    from gatespace.cli import self_check
+
+    monkeypatch.setattr(self_check, "_ROUNDING", -1.0)
+    result = cli("doctor", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "failed: losses against the CPU: apart by 0.0e+00" in result.stderr
+    assert result.stdout.count("skipped (a check before it failed)") == 4
+    assert "it is compared with itself" in result.stdout
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "toaster"])
+def test_a_device_that_is_not_there_is_a_wrong_call(cli, device):
+    result = cli("doctor", "--device", device)
+    assert result.exit_code == 2
+    assert "engine.device" in result.stderr
+    assert device in result.stderr

@@ -477,6 +477,6 @@ def test_an_own_signal_in_a_study_with_two_workers(cli, plugged, monkeypatch):
     for path in folder.glob("runs/*/done"):
         path.unlink()
     assert "--trust-plugins" in cli("run", folder).stderr
-    again = cli("run", folder, "--trust-plugins", "--json", "--quiet")
+    again = cli("run", folder, "--trust-plugins", "--json", "--quiet", "--workers", "1")
     assert (again.exit_code, json.loads(again.stdout)["failed"]) == (0, {})
     assert [path.name for path in (folder / "plugins").rglob("*.py")] == ["mine.py"]

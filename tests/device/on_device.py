@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from gatespace import Gate, fused_gated_kl
-from gatespace.config import TrainConfig, parse_config
-from gatespace.training.progress import SILENT
+from gatespace.cli.app import app
+from gatespace.config import TeachEngineConfig, TrainConfig, parse_config
 from gatespace.training.setup import Placement
 from gatespace.training.train import train
 from tests.device import simulated
@@ -25,34 +25,20 @@ def device() -> None:
     simulated.register()
 
 
-class Stop(Exception):
-    """The run is killed."""
-
-
-class Watch:
-    """Progress that ends a run after a step."""
-
-    def __init__(self, after: int | None = None) -> None:
-        self.after = after
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(SILENT, name)
-
-    def step(self, step: int, *_: Any) -> None:
-        if step == self.after:
-            raise Stop
-
-
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Trains on a device: its metrics without what depends on the moment."""
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer of CUDA."""
     adamw = torch.optim.AdamW
     monkeypatch.setattr(torch.optim, "AdamW", lambda *args, **options: adamw(*args, **{**options, "fused": True}))
 
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fused: None) -> Any:
+    """Trains on a device: its metrics without what depends on the moment."""
     # The simulated device by a name that a configuration knows.
     monkeypatch.setattr("gatespace.training.distill.usable", lambda name, _: name.replace("xpu", simulated.NAME))
 
-    def go(device: str, stop: int | None = None, name: str = "", **more: Any) -> Path:
+    def go(device: str, name: str = "", **more: Any) -> Path:
         monkeypatch.setattr("gatespace.training.job.placement", lambda *_: Placement(device, torch.float32))
         settings = {
             "task": {"name": "synthetic", "brief": True},
@@ -67,7 +53,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             "output": str(tmp_path / f"{device}{name}"),
             **more,
         }
-        train(parse_config(TrainConfig, settings), Watch(stop))  # type: ignore[arg-type]
+        train(parse_config(TrainConfig, settings))
         return Path(settings["output"])
 
     return go
@@ -78,16 +64,18 @@ def losses(folder: Path) -> list[float]:
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "gate": {"objective": {"gate": "H2"}},
     "top-k": {
         "teacher": {"payload": "top_k", "k": 16, "cache": None},
         "objective": {"gate": "G5", "support": "bucket"},
     },
-    "eopd": {"objective": {"method": "eopd"}},
-    "several micro-batches": {"engine": {"micro_tokens": 60}},
-    "one step off policy": {"rollout": {"max_new_tokens": TOKENS, "staleness": 1}},
-    "recomputed": {"engine": {"activation_checkpointing": True}},
-    "lora": {"pair": {"student": "tiny", "teacher": "tiny", "lora": {"r": 2}}},
+    "eopd, recomputed in several micro-batches": {
+        "objective": {"method": "eopd"},
+        "engine": {"micro_tokens": 60, "activation_checkpointing": True},
+    },
+    "lora, one step off policy": {
+        "pair": {"student": "tiny", "teacher": "tiny", "lora": {"r": 2}},
+        "rollout": {"max_new_tokens": TOKENS, "staleness": 1},
+    },
     "whole logits": {"engine": {"fused": False}},
 }
 
@@ -120,38 +108,22 @@ def test_a_deterministic_run(run: Any) -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_killed_run_resumes_to_the_same_bytes(run: Any) -> None:
-    whole = run(simulated.NAME)
-    with pytest.raises(Stop):
-        run(simulated.NAME, stop=2, name="-killed")
-    resumed = run(simulated.NAME, name="-killed")
-    for name in ("metrics.jsonl", "tokens.jsonl", "predictions-test.jsonl"):
-        assert (whole / name).read_bytes() == (resumed / name).read_bytes()
+def test_the_self_check_that_users_post(monkeypatch: pytest.MonkeyPatch, fused: None) -> None:
+    """`gatespace doctor --device`: losses on every support, a run, another, and one that is killed and resumed."""
 
+    def placed(engine: TeachEngineConfig, *_: Any) -> Placement:
+        return Placement("cpu" if engine.device == "cpu" else simulated.NAME, torch.float32)
 
-@pytest.mark.parametrize("support", ["full", "bucket", "hybrid", "renorm", "recipe"])
-def test_losses_and_gradients(support: str) -> None:
-    def gradient(device: str) -> torch.Tensor:
-        shapes = [(2, 5, 16), (300, 16), (2, 5, 12), (300, 12)]
-        hidden, head, theirs, their_head = (
-            torch.randn(*shape, generator=torch.Generator().manual_seed(n)).to(device) for n, shape in enumerate(shapes)
-        )
-        hidden.requires_grad_()
-        fused_gated_kl(
-            hidden,
-            head,
-            theirs,
-            their_head,
-            gate=Gate(1, -1, 0, 2),
-            support=support,
-            support_k=8,
-            sampled=torch.full((2, 5), 7),
-            chunk_mb=0.01,
-        ).loss.backward()
-        assert hidden.grad is not None
-        return hidden.grad.cpu()
-
-    torch.testing.assert_close(gradient(simulated.NAME), gradient("cpu"), atol=1e-6, rtol=1e-5)
+    for place in ("cli.self_check", "training.job"):
+        monkeypatch.setattr(f"gatespace.{place}.placement", placed)
+    done = CliRunner().invoke(app, ["doctor", "--device", "cuda", "--json"])  # there is no setting of the device's name
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert [check["status"] for check in found["checks"]] == ["ok"] * 6, found["checks"]
+    facts = found["self_check"]
+    assert (facts["device"], facts["compared_with"]) == (simulated.NAME, "cpu")
+    assert facts["decoded_tokens_per_second"] > 0
+    assert done.stderr.count("cuda: ") == 5  # progress
 
 
 def test_scoring_waits_as_often_for_long_responses_as_for_short_ones(run: Any) -> None:

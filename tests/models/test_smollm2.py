@@ -51,6 +51,7 @@ def test_it_answers(smollm2: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_folder_is_the_gguf_file(smollm2: Path, wheel: Path, tmp_path: Path) -> None:
     record = read_record(smollm2)
     if record.get("sha256") != WHEEL_SHA256:

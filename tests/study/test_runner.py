@@ -357,7 +357,7 @@ def tables(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((folder / "tables").iterdir())}
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(5, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.long)])
 def test_killed_again_and_again_the_tables_are_the_same_to_the_byte(kills, tmp_path, done, cli_run):
     from gatespace.config import dump_yaml
 

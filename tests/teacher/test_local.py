@@ -439,7 +439,13 @@ def test_the_number_of_threads_does_not_matter(dtype: torch.dtype, tiny: TinyPai
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float32, id="fp32"),
+        pytest.param(torch.bfloat16, id="bf16", marks=pytest.mark.long),  # emulated on most CPUs
+    ],
+)
 def test_the_real_model_is_batch_invariant(dtype: torch.dtype, short_smollm2: Path, tmp_path: Path) -> None:
     model = load_model(str(short_smollm2), dtype=dtype)
     teacher = local_teacher(model)

@@ -48,6 +48,7 @@ def test_the_real_model_learns_and_is_learned_from(smollm2: Path, tmp_path: Path
         "teacher": {"cache": str(tmp_path / "cache")},
         "checkpoint": {"every": 0, "model": False},
         "optimizer": {"lr": 5e-5},
+        "evaluation": {"final": [], "every": 0},
     }
     student = tmp_path / "student"
     summary = train(parse_config(TrainConfig, {**common, "steps": 3, "output": str(student)}))

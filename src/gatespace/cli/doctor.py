@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,10 @@ _TOLERANCE = 1e-5
 
 
 def doctor(
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="Check this device against the CPU: cpu, cuda, cuda:1, ... Two minutes at most."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Show what is installed and usable, what is missing, and how to add it.
@@ -24,9 +29,15 @@ def doctor(
     It also computes a tiny gated loss and its gradient, and compares both
     with the formula. Exit code 0: the core is usable; 1: it is not.
 
+    With --device: losses and gradients on every support and a short run
+    against the CPU's, two equal runs, a run that is killed and resumed,
+    tokens per second and memory. Exit code 1: a check failed; 2: there is
+    no such device.
+
     \b
     gatespace doctor
     gatespace doctor --json
+    gatespace doctor --device cpu
 
     The keys of the JSON are stable:
 
@@ -41,6 +52,9 @@ def doctor(
     engines    \\[{name, installed, version, for, command}]
     extras     \\[{name, installed, missing \\[requirement], command}]
     checks     \\[{name, status: ok | failed | skipped, detail}]
+    self_check null, or {device, name, memory_bytes, free_bytes, bf16,
+               compared_with, precision, decoded_tokens_per_second,
+               update_tokens_per_second, peak_memory_bytes}
     usable     true or false
     """
     from gatespace.cli.environment import facts
@@ -52,11 +66,20 @@ def doctor(
         and not found["gatespace"]["missing"]
         and all(check["status"] == "ok" for check in found["checks"])
     )
+    found["self_check"] = None
+    if device is not None and found["usable"]:
+        from gatespace.cli.self_check import self_check
+
+        found["self_check"], checks = self_check(device, lambda text: print(text, file=sys.stderr, flush=True))
+        found["checks"] += checks
     if as_json:
         print_json(found)
     else:
         _print_report(found)
-    if not found["usable"]:
+    failed = [check for check in found["checks"] if check["status"] == "failed"]
+    for check in failed:
+        print(f"failed: {check['name']}: {check['detail']}", file=sys.stderr)
+    if failed or not found["usable"]:
         raise typer.Exit(1)
 
 
@@ -154,6 +177,8 @@ def _print_report(found: dict[str, Any]) -> None:
     else:
         out.print("Extras: unknown, because gatespace runs from source and is not installed.")
     out.print()
+    if found["self_check"]:
+        out.print(_self_checked(found["self_check"]), soft_wrap=True)
     for check in found["checks"]:
         style = {"ok": "green", "failed": "bold red"}.get(check["status"], "yellow")
         out.print(f"{check['name']}: {check['status']}", style=style, end="")
@@ -206,6 +231,14 @@ def _machine_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         + (f" (not here: {', '.join(without)})" if without else ""),
     )
     yield "devices", ", ".join(_device(device) for device in found["devices"])
+
+
+def _self_checked(facts: dict[str, Any]) -> str:
+    name = f" ({facts['name']})" if facts["name"] else ""
+    sizes = (("memory_bytes", "in all"), ("free_bytes", "free"))
+    memory = "".join(f", {facts[key] / 2**30:.1f} GiB {word}" for key, word in sizes if facts[key] is not None)
+    itself = "; it is compared with itself" if facts["compared_with"] == "itself" else ""
+    return f"{facts['device']}{name}{memory}, bf16 {facts['bf16']}{itself}"
 
 
 def _device(device: dict[str, Any]) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from scipy import stats  # type: ignore[import-untyped]
-from statsmodels.stats.multitest import multipletests  # type: ignore[import-untyped]
 from statsmodels.stats.power import TTestPower  # type: ignore[import-untyped]
 
 from gatespace.errors import RunError, UsageError
@@ -214,17 +213,19 @@ def holm(ps: Sequence[float | None]) -> list[float | None]:
         >>> holm([0.01, None, 0.04])
         [0.02, None, 0.04]
     """
-    return _adjusted(ps, "holm")
+    return _adjusted(ps, lambda ranked, n: np.maximum.accumulate(ranked * np.arange(n, 0, -1)))
 
 
 def bh(ps: Sequence[float | None]) -> list[float | None]:
     """p adjusted after Benjamini and Hochberg: of those below .05, 5 % are expected to be false."""
-    return _adjusted(ps, "fdr_bh")
+    return _adjusted(ps, lambda ranked, n: np.minimum.accumulate((ranked / (np.arange(1, n + 1) / n))[::-1])[::-1])
 
 
-def _adjusted(ps: Sequence[float | None], method: str) -> list[float | None]:
-    known = [p for p in ps if p is not None]
-    if not known:
-        return [None] * len(ps)
-    corrected = iter(multipletests(known, method=method)[1])
-    return [None if p is None else float(next(corrected)) for p in ps]
+def _adjusted(ps: Sequence[float | None], adjust: Callable[[Any, int], Any]) -> list[float | None]:
+    """`adjust` is given the p values that there are, the smallest first, and their number."""
+    known = np.array([p for p in ps if p is not None])
+    order = np.argsort(known)
+    adjusted = np.empty_like(known)
+    adjusted[order] = np.minimum(adjust(known[order], len(known)), 1.0)
+    found = iter(adjusted.tolist())
+    return [None if p is None else next(found) for p in ps]

@@ -122,6 +122,7 @@ def until(page: Page, run: str, condition: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_real_study_from_before_its_beginning_through_kills_and_restarts(pages, tmp_path):
     folder = tmp_path / "live"
     (tmp_path / "live.json").write_text(json.dumps(REAL))
