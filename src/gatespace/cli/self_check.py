@@ -55,7 +55,8 @@ def self_check(device: str, say: Callable[[str], None]) -> tuple[dict[str, Any],
     """
     with tempfile.TemporaryDirectory(prefix="gatespace-") as folder:
         check = _Check(device, Path(folder))
-        facts, done = check.facts(), []
+        facts = check.facts()
+        done: list[dict[str, str]] = []
         for name, found in (
             ("losses against the CPU", check.losses),
             ("a run against the CPU", check.run),
