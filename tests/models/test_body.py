@@ -83,9 +83,9 @@ def test_texts_beyond_the_reach_of_packed_passes(name: str, student: Model) -> N
         assert distance(fits.hidden[:-1], alone(model, [3, *row[1:-11]])[1:]) < 1e-5
         decoding = body.decoding(fits, 20)
         for _ in range(10):  # up to the last token that fits
-            decoding.step([4, 4])
+            decoding.step(torch.tensor([4, 4]))
         for beyond in (
-            lambda: decoding.step([4, 4]),
+            lambda: decoding.step(torch.tensor([4, 4])),
             lambda: body.forward([row]),
             lambda: body.forward([row[:20]], prefix=row[20:]),
             lambda: body.forward([row[:20]], past=body.forward([row[20:]]).cache),

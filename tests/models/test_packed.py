@@ -297,10 +297,27 @@ def test_decoding_is_reading_from_the_start(kind: Any, prefix: list[int], studen
             decoding.keep(kept)
             written = [written[row] for row in kept]
         tokens = some_ids(len(written), seed=50 + step)
-        hidden = decoding.step(tokens)
+        hidden = decoding.step(torch.tensor(tokens))
         for row, token, state in zip(written, tokens, hidden, strict=True):
             row.append(token)
             assert distance(state, alone(model, row)[-1]) < 1e-12
+
+
+def test_all_steps_of_decoding_compile_to_one_graph(student: Model) -> None:
+    body, graphs, tokens = PackedBody(student), [], torch.tensor([4, 7])
+    with torch.no_grad():
+        forward = body.forward([[5, 6, 7], [9]], prefix=TRUNK)
+    decoding = body.decoding(forward, 4)
+    right = [decoding.step(tokens) for _ in range(4)]
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    student.body.compile(fullgraph=True, backend=backend)  # an error where an operation waits for a number
+    decoding = body.decoding(forward, 4)
+    assert all(decoding.step(tokens).equal(state) for state in right)
+    assert len(graphs) == 1
 
 
 def test_decoding_leaves_the_pass_as_it_was(student: Model) -> None:
@@ -309,7 +326,7 @@ def test_decoding_leaves_the_pass_as_it_was(student: Model) -> None:
     before = [tensor.clone() for pair in forward.cache.layers for tensor in pair]
     decoding = body.decoding(forward, 3)
     for _ in range(3):
-        assert not decoding.step([4, 4]).requires_grad
+        assert not decoding.step(torch.tensor([4, 4])).requires_grad
     assert all(a.equal(b) for a, b in zip(before, (t for pair in forward.cache.layers for t in pair), strict=True))
     after = body.forward([[3], [3]], prefix=forward.prefix, past=forward.cache)
     assert distance(after.hidden[0], alone(student, [*TRUNK, 5, 6, 7, 3])[-1]) < 1e-5

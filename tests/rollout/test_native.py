@@ -18,7 +18,7 @@ from gatespace.models import Model
 from gatespace.models.packed import PackedBody
 from gatespace.models.plain import PlainBody
 from gatespace.rollout import native
-from gatespace.rollout.native import Rollout, Sampling, choose, sample
+from gatespace.rollout.native import Rollout, Sampling, sample
 from gatespace.seeding import generator
 
 PROMPT = [40, 41, 42, 300, 7]
@@ -52,6 +52,11 @@ def truncated(logits: Any, temperature: float, top_p: float) -> Any:
     result = np.zeros_like(mass)
     result[kept] = mass[kept] / mass[kept].sum()
     return result
+
+
+def choose(logits: torch.Tensor, sampling: Sampling, uniform: list[float]) -> tuple[list[int], list[float]]:
+    tokens, log_probs = native.choose(logits, sampling, torch.tensor(uniform, dtype=torch.float64))
+    return tokens.tolist(), log_probs.tolist()
 
 
 def write(model: Model, rows: Sequence[Sequence[int]], sampling: Sampling, **options: Any) -> Rollout:
@@ -176,25 +181,34 @@ def test_a_row_does_not_depend_on_its_companions(model: Model) -> None:
 
 
 @pytest.mark.parametrize("body", [PackedBody, PlainBody])
-@pytest.mark.parametrize("sparse", [0.0, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize(
+    ("temperature", "sparse", "ahead"),
+    [(1, 0.0, 1), (1, 0.5, 1), (1, 1.0, 1), (1, 2.0, 1), (1, 1.0, 3), (1, 2.0, 2), (1, 0.5, 8), (0, 1.0, 3)],
+)
 def test_rows_that_have_ended_leave_no_trace(
-    sparse: float, body: Any, model: Model, monkeypatch: pytest.MonkeyPatch
+    temperature: float, sparse: float, ahead: int, body: Any, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [[20 + i, 30 + i] for i in range(8)]
     lengths = [3, 1, 7, 2, 5, 1, 4, 8]
 
     def numbers(row: int) -> Callable[[], float]:
-        # Just as many as the row may draw: a row that has ended draws no more.
-        return iter([generator(1, row, place).random() for place in range(lengths[row])]).__next__
+        return generator(1, row).random
 
     alone = [
-        write(model, [row], Sampling(max_new_tokens=length), draws=[numbers(place)], body=body)
+        write(model, [row], Sampling(temperature, max_new_tokens=length), draws=[numbers(place)], body=body)
         for place, (row, length) in enumerate(zip(rows, lengths, strict=True))
     ]
     wanted = [rollout.responses[0] for rollout in alone]
     monkeypatch.setattr(native, "_SPARSE", sparse)
-    draws = [numbers(row) for row in range(8)]
-    together = write(model, rows, Sampling(max_new_tokens=9), draws=draws, body=body, stop=wanted.__contains__)
+    together = write(
+        model,
+        rows,
+        Sampling(temperature, max_new_tokens=9),
+        draws=[numbers(row) for row in range(8)] if temperature else (),
+        body=body,
+        stop=wanted.__contains__,
+        ahead=ahead,
+    )
     assert together.responses == wanted
     assert together.ended == [True] * 8
     for log_probs, rollout in zip(together.log_probs, alone, strict=True):

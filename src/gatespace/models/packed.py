@@ -140,7 +140,8 @@ class PackedBody:
             device=self.device,
             dtype=self.dtype,
         )
-        hidden = self._run(ids, positions, plan)
+        given = torch.tensor([ids, positions], device=self.device)
+        hidden = self._run(given[0], given[1], plan)
         layers, plan.complete = plan.record, True
         cache = KVCache(tuple((k[:, len(inline) :], v[:, len(inline) :]) for k, v in layers), lengths)
         if inline:
@@ -159,14 +160,14 @@ class PackedBody:
         """Start decoding after the rows of `forward`, up to `room` tokens each, without gradient."""
         return Decoding(self, forward, room)
 
-    def _run(self, ids: Sequence[int], positions: Sequence[int], plan: _Plan) -> Tensor:
+    def _run(self, ids: Tensor, positions: Tensor, plan: _Plan) -> Tensor:
         body = self.model.body
         config: Any = body.config
         _check_positions(config, plan.longest)
         with _packed_attention(config), self._checkpointing(config):
             output = body(
-                input_ids=torch.tensor([ids], device=self.device),
-                position_ids=torch.tensor([positions], device=self.device),
+                input_ids=ids[None],
+                position_ids=positions[None],
                 use_cache=False,
                 gatespace_plan=plan,
             )
@@ -219,7 +220,11 @@ def _recomputable(model: Model) -> list[Any]:
 
 
 class Decoding:
-    """Rows that are being continued token by token; their keys and values lie in buffers of fixed size."""
+    """Rows that are being continued token by token, without gradient.
+
+    Keys and values lie in buffers of fixed size. A step asks the device for nothing, and all steps between two calls of
+    `keep` run the same operations on the same memory: the network compiles to one graph for all of them.
+    """
 
     def __init__(self, body: PackedBody, forward: Forward, room: int) -> None:
         if forward.continued:
@@ -227,12 +232,9 @@ class Decoding:
         self._body = body
         prefix, cache = forward.prefix, forward.cache
         before = prefix.lengths[0] if prefix is not None else 0
-        lengths = torch.tensor(cache.lengths, device=body.device)
-        longest = int(lengths.max())
-        index, _ = _padded(lengths, longest)
-        rows = len(cache.lengths)
-        self._used = lengths + before
-        self._layers: list[tuple[Tensor, Tensor]] = []
+        rows, longest = len(cache.lengths), max(cache.lengths)
+        index = _padded(torch.tensor(cache.lengths), longest)[0].to(body.device)
+        layers: list[tuple[Tensor, Tensor]] = []
         for layer, pair in enumerate(cache.layers):
             buffers = []
             for side, tensor in enumerate(pair):
@@ -243,21 +245,22 @@ class Decoding:
                 own = tensor.detach().index_select(1, index).view(heads, rows, longest, width)
                 buffer[:, :, before : before + longest] = own.transpose(0, 1)
                 buffers.append(buffer)
-            self._layers.append((buffers[0], buffers[1]))
+            layers.append((buffers[0], buffers[1]))
+        self._plan = _Decode(layers, [before + length for length in cache.lengths])
 
     @torch.no_grad()
-    def step(self, ids: Sequence[int]) -> Tensor:
-        """Append one token to every row; (B, H) hidden states there."""
-        plan = _Decode(self._layers, self._used)
-        hidden = self._body._run(ids, self._used.tolist(), plan)
-        self._used = self._used + 1
+    def step(self, ids: Tensor) -> Tensor:
+        """Append one token to every row, by ids (B,) on the device; (B, H) hidden states there."""
+        self._plan.begin()
+        hidden = self._body._run(ids, self._plan.used, self._plan)
+        self._plan.used += 1
         return hidden
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in this order."""
-        index = torch.tensor(list(rows), device=self._body.device)
-        self._used = self._used[index]
-        self._layers = [(key[index], value[index]) for key, value in self._layers]
+        index = torch.tensor(rows, device=self._body.device)
+        layers = [(key[index], value[index]) for key, value in self._plan.layers]
+        self._plan = _Decode(layers, [self._plan.lengths[row] for row in rows])
 
 
 # ---------------------------------------------------------------------- attention
@@ -381,19 +384,45 @@ class _Rows(_Plan):
 
 
 class _Decode(_Plan):
-    def __init__(self, layers: list[tuple[Tensor, Tensor]], used: Tensor) -> None:
-        self.layers, self.used = layers, used
-        self.longest = int(used.max()) + 1
-        # The whole buffers, though their ends are still empty: a slice would have to be copied for the products.
-        seen = torch.arange(layers[0][0].shape[2], device=used.device) <= used[:, None]
-        self.mask = _mask(seen[:, None], layers[0][0].dtype)
-        self.rows = torch.arange(len(used), device=used.device)
+    """Rows with one new token each.
+
+    Args:
+        layers: Buffers of keys and values (rows, Hkv, K, D).
+        lengths: How many tokens each row has in them.
+    """
+
+    def __init__(self, layers: list[tuple[Tensor, Tensor]], lengths: list[int]) -> None:
+        self.layers, self.lengths = layers, lengths
+        self.longest = max(lengths)
+        first = layers[0][0]
+        self.used = torch.tensor(lengths, device=first.device)
+        self.rows = torch.arange(len(lengths), device=first.device)
+        seen = torch.arange(first.shape[2], device=first.device) < self.used[:, None]
+        mask = _mask(seen, first.dtype)
+        self.masks = {heads: mask.repeat(1, heads, 1) for heads in {key.shape[1] for key, _ in layers}}
+        """(rows, Hkv, K) by Hkv."""
+
+    def begin(self) -> None:
+        """The tokens that are now appended see themselves, and will be seen."""
+        self.lengths = [length + 1 for length in self.lengths]
+        self.longest += 1
+        for mask in self.masks.values():
+            mask[self.rows, :, self.used] = 0.0
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         keys, values = self.layers[layer]
         keys[self.rows, :, self.used] = key.transpose(0, 1)
         values[self.rows, :, self.used] = value.transpose(0, 1)
-        return _attention(query.transpose(0, 1)[:, :, None], keys, values, self.mask, scale)[:, :, 0].transpose(0, 1)
+        rows, shared, width = len(keys), keys.shape[1], keys.shape[3]
+        # The whole buffers, though their ends are still empty: a slice would have to be copied for the products.
+        _, output = _written_out(
+            query.transpose(0, 1).reshape(rows * shared, -1, width),
+            keys.flatten(0, 1),
+            values.flatten(0, 1),
+            self.masks[shared].view(rows * shared, 1, -1),
+            scale,
+        )
+        return output.view(rows, len(query), -1).transpose(0, 1)
 
 
 def _is_long(length: int, keys: int) -> bool:
@@ -430,6 +459,12 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, s
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
+def _written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Softmax weights (B, S, K) and output (B, S, D), from a mask that can be expanded to (B, S, K)."""
+    weights = torch.softmax(torch.baddbmm(mask, query, key.transpose(1, 2), alpha=scale), -1)
+    return weights, torch.bmm(weights, value)
+
+
 class _Attention(torch.autograd.Function):
     """Softmax attention with grouped queries, written out.
 
@@ -448,11 +483,10 @@ class _Attention(torch.autograd.Function):
         # (rows or 1, 1, S, K) → (rows·Hkv or 1, Hq/Hkv·S, K), as the products are laid out
         mask = mask.expand(-1, heads, -1, -1) if len(mask) > 1 else mask.expand(-1, heads // shared, -1, -1)
         mask = mask.reshape(-1, query.shape[1], key.shape[1])
-        scores = torch.baddbmm(mask, query, key.transpose(1, 2), alpha=scale)
-        weights = torch.softmax(scores, -1)
+        weights, output = _written_out(query, key, value, mask, scale)
         ctx.save_for_backward(query, key, value, weights)
         ctx.scale = scale
-        return torch.bmm(weights, value).view(rows, heads, length, -1)
+        return output.view(rows, heads, length, -1)
 
     @staticmethod
     @once_differentiable

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gatespace.models.load import Model
 
@@ -71,9 +72,7 @@ class PlainBody:
         longest = max(len(row) for row in whole)
         if shape is not None:
             longest = max(len(first) + shape(i) for i, first in enumerate(before))
-        ids = torch.tensor([row + [self.model.pad_id] * (longest - len(row)) for row in whole], device=self.device)
-        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in whole], device=self.device)
-        hidden = self.model.body(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        hidden = self._states(self._padded(whole, longest), torch.tensor([len(row) for row in whole]).to(self.device))
         new = [states[len(first) : len(row)] for states, first, row in zip(hidden, before, whole, strict=True)]
         cache = TokenCache(tuple(tuple(row) for row in rows))
         return PlainForward(torch.cat(new), cache, TokenCache((root,)) if root else None)
@@ -81,6 +80,15 @@ class PlainBody:
     def prefix_cache(self, ids: Sequence[int]) -> TokenCache | None:
         """The shared prefix; None if it is empty."""
         return TokenCache((tuple(ids),)) if ids else None
+
+    def _padded(self, rows: Sequence[Sequence[int]], longest: int) -> Tensor:
+        return torch.tensor([[*row, *[self.model.pad_id] * (longest - len(row))] for row in rows], device=self.device)
+
+    def _states(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        """(B, T, H) from padded rows (B, T) and their lengths (B,)."""
+        mask = (torch.arange(ids.shape[1], device=self.device) < lengths[:, None]).long()
+        hidden: Tensor = self.model.body(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        return hidden
 
     def decoding(self, forward: PlainForward, room: int) -> PlainDecoding:
         """Start decoding after the rows of `forward`."""
@@ -91,16 +99,25 @@ class PlainDecoding:
     """Rows that are being continued token by token, each time from the beginning."""
 
     def __init__(self, body: PlainBody, forward: PlainForward) -> None:
-        self._body, self._prefix = body, forward.prefix
-        self._rows = [list(row) for row in forward.cache.rows]
+        self._body = body
+        before = forward.prefix.rows[0] if forward.prefix is not None else ()
+        rows = [before + row for row in forward.cache.rows]
+        self._lengths = [len(row) for row in rows]
+        self._ids = body._padded(rows, max(self._lengths))
+        self._used = torch.tensor(self._lengths, device=body.device)
 
     @torch.no_grad()
-    def step(self, ids: Sequence[int]) -> Tensor:
-        """Append one token to every row; (B, H) hidden states there."""
-        for row, token in zip(self._rows, ids, strict=True):
-            row.append(token)
-        return self._body.forward(self._rows, prefix=self._prefix).last()
+    def step(self, ids: Tensor) -> Tensor:
+        """Append one token to every row, by ids (B,) on the device; (B, H) hidden states there."""
+        rows = torch.arange(len(ids), device=ids.device)
+        self._ids = pad(self._ids, (0, 1), value=self._body.model.pad_id)
+        self._ids[rows, self._used] = ids
+        self._lengths = [length + 1 for length in self._lengths]
+        self._used = self._used + 1
+        return self._body._states(self._ids, self._used)[rows, self._used - 1]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in this order."""
-        self._rows = [self._rows[row] for row in rows]
+        self._lengths = [self._lengths[row] for row in rows]
+        index = torch.tensor(rows, device=self._ids.device)
+        self._ids, self._used = self._ids[index, : max(self._lengths)], self._used[index]

@@ -20,6 +20,8 @@ from gatespace.models.body import Body, Forward
 
 _SPARSE = 0.75
 """Rows that have ended are cleared away once fewer than this share go on: moving the others costs a copy."""
+_AHEAD = 8
+"""Most tokens per row between two looks at what a device has written."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,13 @@ def sample(
     sampling: Sampling,
     stop: Callable[[list[int]], bool],
     draws: Sequence[Callable[[], float]] = (),
+    ahead: int | None = None,
 ) -> Rollout:
     """Continue every row of `forward`.
+
+    Tokens stay on the device, which feeds them back to the network. The host looks at them every `ahead` tokens, cuts
+    each row where it ended, and clears ended rows away. What a row wrote after its end is lost, and changes nothing:
+    every row has its own numbers.
 
     Args:
         body: The body that ran over the prompts.
@@ -103,41 +110,58 @@ def sample(
         sampling: How tokens are chosen.
         stop: Whether a response, its last token included, is at its end.
         draws: Per row, a source of uniform numbers in [0, 1); not needed at temperature 0.
+        ahead: None: 1 on a CPU, which has nothing to wait for; elsewhere 8 at most, and no more than an eighth of
+            `max_new_tokens`, so that little is written in vain.
     """
     count = len(forward.cache.lengths)
     if sampling.temperature > 0 and len(draws) != count:
         raise UsageError("sampling needs a source of random numbers per row", got=f"{len(draws)} for {count} rows")
     rollout = Rollout([[] for _ in range(count)], [[] for _ in range(count)], [False] * count)
-    head = body.model.head
-    hidden = forward.last().detach()
+    most, device = sampling.max_new_tokens, forward.hidden.device
+    if ahead is None:
+        ahead = 1 if device.type == "cpu" else max(1, min(_AHEAD, most // 8))
+    numbers = [[draw() for draw in draws] or [0.0] * count for _ in range(most)]
+    uniform = torch.tensor(numbers, dtype=torch.float64, device=device)
+    hidden, tokens = forward.last().detach(), torch.empty(0)  # no tokens yet
     decoding = None
     # `active` are the rows in the order of `hidden`; ended ones among them are carried along until cleared away
-    active = list(range(count))
-    for written in range(1, sampling.max_new_tokens + 1):
-        uniform = [0.0 if rollout.ended[row] or not draws else draws[row]() for row in active]
-        tokens, log_probs = choose(_logits(hidden, head, vocab_size), sampling, uniform)
-        for row, token, log_prob in zip(active, tokens, log_probs, strict=True):
-            if not rollout.ended[row]:
-                rollout.responses[row].append(token)
-                rollout.log_probs[row].append(log_prob)
-                rollout.ended[row] = stop(rollout.responses[row])
+    active, written = list(range(count)), 0
+    while True:
+        block = []
+        for place in range(written, min(written + ahead, most)):
+            if place:
+                decoding = decoding or body.decoding(forward, most)
+                hidden = decoding.step(tokens)
+            tokens, log_probs = choose(_logits(hidden, body.model.head, vocab_size), sampling, uniform[place])
+            block.append(torch.stack([tokens.double(), log_probs.double()], -1))
+        written += len(block)
+        for row, found in zip(active, torch.stack(block, 1).tolist(), strict=True):
+            for token, log_prob in found:
+                if not rollout.ended[row]:
+                    rollout.responses[row].append(int(token))
+                    rollout.log_probs[row].append(log_prob)
+                    rollout.ended[row] = stop(rollout.responses[row])
         going = [place for place, row in enumerate(active) if not rollout.ended[row]]
-        if not going or written == sampling.max_new_tokens:
-            break
-        decoding = decoding or body.decoding(forward, sampling.max_new_tokens)
+        if not going or written == most:
+            return rollout
         if len(going) < _SPARSE * len(active):
+            decoding = decoding or body.decoding(forward, most)
             decoding.keep(going)
-            active, tokens = [active[place] for place in going], [tokens[place] for place in going]
-        hidden = decoding.step(tokens)
-    return rollout
+            index = torch.tensor(going, device=device)
+            active, tokens, uniform = [active[place] for place in going], tokens[index], uniform[:, index]
 
 
-def choose(logits: Tensor, sampling: Sampling, uniform: Sequence[float]) -> tuple[list[int], list[float]]:
-    """A token per row of `logits` (B, V) by the inverse of its cumulative distribution, with its log-probability."""
+def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """A token per row of `logits` (B, V) by the inverse of its cumulative distribution, with its log-probability.
+
+    Args:
+        logits: On any device.
+        sampling: Temperature and top_p.
+        uniform: (B,) float64 in [0, 1); not looked at where the temperature is 0.
+    """
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
-        chosen = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
-        return tokens.tolist(), chosen.tolist()
+        return tokens, logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
     mass = torch.softmax(logits.double() / sampling.temperature, -1)
     if sampling.top_p < 1:
         sorted_mass, order = mass.sort(stable=True, dim=-1, descending=True)
@@ -145,11 +169,9 @@ def choose(logits: Tensor, sampling: Sampling, uniform: Sequence[float]) -> tupl
         mass = mass.masked_fill(torch.zeros_like(outside).scatter(1, order, outside), 0.0)
     cumulative = prefix_sums(mass)
     total = cumulative[:, -1:]
-    point = torch.tensor(uniform, dtype=cumulative.dtype, device=logits.device)[:, None] * total
     # the first id whose cumulative mass lies beyond the point, so never one of mass 0
-    tokens = torch.searchsorted(cumulative, point, right=True).clamp(max=logits.shape[1] - 1)
-    log_probs = (mass.gather(1, tokens) / total).log()
-    return tokens[:, 0].tolist(), log_probs[:, 0].tolist()
+    tokens = torch.searchsorted(cumulative, uniform[:, None] * total, right=True).clamp(max=logits.shape[1] - 1)
+    return tokens[:, 0], (mass.gather(1, tokens) / total).log()[:, 0]
 
 
 def _logits(hidden: Tensor, head: Head, vocab_size: int) -> Tensor:
