@@ -243,7 +243,8 @@ def test_passes_have_canonical_shapes(model: Model, monkeypatch: pytest.MonkeyPa
         scored(teacher, [(prompt, response[:cut]) for prompt, response in QUESTIONS])
         scored(teacher, [(QUESTIONS[5][0], QUESTIONS[5][1][:cut])])
     handle.remove()
-    assert tokens == {512}
+    assert tokens <= set(teacher._sizes)
+    assert 512 in tokens
     assert lengths == {prompt: {-(-prompt // 16) * 16 + CAP - 1} for prompt in PROMPTS}
 
 
@@ -265,6 +266,47 @@ def test_a_machine_on_which_the_model_is_not_batch_invariant(model: Model, monke
     first = scored(teacher, QUESTIONS)
     assert teacher.stats.passes == len(QUESTIONS)
     invariant(teacher, first)
+
+
+def passes_of(teacher: LocalTeacher, questions: Sequence[tuple[list[int], list[int]]]) -> list[int]:
+    """The tokens of each forward pass that scoring takes."""
+    found: list[int] = []
+    handle = teacher.model.body.register_forward_pre_hook(
+        lambda module, args, kwargs: found.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    scored(teacher, questions)
+    handle.remove()
+    return found
+
+
+def test_a_machine_on_which_bits_depend_on_the_size_of_a_pass(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = PackedBody.forward
+
+    def noisy(self: PackedBody, rows: Any, **options: Any) -> Any:
+        found = forward(self, rows, **options)
+        found.hidden.mul_(1 + 1e-6 * sum(map(len, rows)))
+        return found
+
+    monkeypatch.setattr(PackedBody, "forward", noisy)
+    monkeypatch.setattr(local, "_batch_invariant", {})
+    teacher = local_teacher(model)
+    assert not teacher._one_by_one
+    assert set(passes_of(teacher, QUESTIONS[:1]) + passes_of(teacher, QUESTIONS)) == {512}
+    invariant(teacher, scored(teacher, QUESTIONS))
+
+
+def test_few_misses_cost_little(model: Model, cache: ScoreCache) -> None:
+    """Nine of ten rows are in the cache; every row is the one that is not, once."""
+    needed = [len(prompt) + len(response) - 1 for prompt, response in QUESTIONS]
+    teacher = local_teacher(model)
+    alone = [passes_of(teacher, [question]) for question in QUESTIONS]
+    if teacher._sizes == (512,):
+        assert alone == [[512]] * len(QUESTIONS), "the size matters on this machine"
+    else:
+        assert sum(map(sum, alone)) <= 1.5 * sum(needed)
+        assert sum(passes_of(teacher, QUESTIONS * 4)) <= 1.1 * 4 * sum(needed)
+    long = (some_ids(1200, 5), some_ids(3, 6))
+    assert passes_of(teacher, [long]) == [1536], "the next multiple, not the next power of two"
 
 
 def test_a_process_probes_a_teacher_once(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:

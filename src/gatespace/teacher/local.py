@@ -2,9 +2,10 @@
 
 A score must not depend on which batch, worker or moment computed it, or no study could be repeated: in half precision
 the same row differs visibly from one batch shape to another. So rows that are not in the cache are scored in canonical
-shapes. Linear layers always see the same number of tokens, made up by padding, and in attention a row's shape is a
-function of its prompt alone. At a fixed shape a row's bits do not depend on the other rows of the batch; this is probed
-once per model, and where the model is not batch-invariant, every row has a forward pass of its own.
+shapes. Linear layers see one of a few numbers of tokens, made up by padding, and in attention a row's shape is a
+function of its prompt alone. At such shapes a row's bits depend neither on the other rows of the batch nor on its size;
+this is probed once per model. Where the size matters, all passes have the largest; where the model is not
+batch-invariant at all, every row has a forward pass of its own.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ from gatespace.models.packed import PackedBody
 from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.scores import Form, RowScores, Scores, ScoreSpec, TeacherStats, check_questions
 
-_VERSION = 2
+_VERSION = 3
 """Counts up when the same teacher would give other bits than before."""
-_PASS = 512
-"""Tokens of a forward pass; longer rows take the next power of two."""
+_SIZES = (32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Tokens of a forward pass: the smallest that holds what is left to compute, so that few misses of a cache cost little.
+"""
+_PASS = _SIZES[-1]
+"""Passes are filled up to this size; longer rows take the next multiple of it."""
 _STEP = 16
 """Prompts attend at multiples of this length."""
 _PADDING = 64
 """Padding is cut into rows of this length."""
-_batch_invariant: dict[tuple[object, ...], bool] = {}
+_batch_invariant: dict[tuple[object, ...], tuple[int, ...]] = {}
 """The results of the probe, by all that it depends on: many runs of a process have one teacher."""
 
 
@@ -66,12 +70,14 @@ class LocalTeacher:
         self._k = min(spec.k, spec.vocab_size)
         self._dtype = model.head.weight.dtype
         self._one_by_one = False
+        self._sizes: tuple[int, ...] = (_PASS,)
         probe = (self.fingerprint, self._describe(), *spec.prefix, model.vocab_size, model.pad_id)
         probe = (*probe, str(model.device), torch.get_num_threads())
         with torch.no_grad():
             self.prefix_cache = self.body.prefix_cache(spec.prefix)
             if probe not in _batch_invariant:
-                _batch_invariant[probe] = self._is_batch_invariant()
+                _batch_invariant[probe] = self._invariant_sizes()
+        self._sizes = _batch_invariant[probe] or (_PASS,)
         self._one_by_one = not _batch_invariant[probe]
         self.stats = TeacherStats()
         self.numerics = self._describe()
@@ -132,9 +138,7 @@ class LocalTeacher:
         batches: list[tuple[int, list[int]]] = []
         room: list[int] = []
         for row in sorted(range(len(rows)), key=lambda i: (-rows[i], i)):
-            size = _PASS
-            while size < prompts[row] + self.spec.max_new_tokens - 1:
-                size *= 2
+            size = -(-(prompts[row] + self.spec.max_new_tokens - 1) // _PASS) * _PASS
             for place, (other, members) in enumerate(batches):
                 if not self._one_by_one and other == size and room[place] >= rows[row]:
                     members.append(row)
@@ -143,7 +147,10 @@ class LocalTeacher:
             else:
                 batches.append((size, [row]))
                 room.append(size - rows[row])
-        return batches
+        return [
+            (size if size > _PASS else next(some for some in self._sizes if some >= size - left), members)
+            for (size, members), left in zip(batches, room, strict=True)
+        ]
 
     def _forward(self, rows: Sequence[Sequence[int]], prompts: Sequence[int], size: int) -> list[Tensor]:
         lengths = [len(row) for row in rows]
@@ -178,20 +185,38 @@ class LocalTeacher:
 
     # ------------------------------------------------------------------ what the bits depend on
 
-    def _is_batch_invariant(self) -> bool:
-        """Whether a row's bits are the same alone, beside other rows, and in another place of the batch."""
+    def _invariant_sizes(self) -> tuple[int, ...]:
+        """The sizes of passes in which a row's bits are the same: alone, beside other rows, in any place of the batch.
+
+        All of them, the largest only, or none.
+        """
         if not isinstance(self.body, PackedBody):
-            return False
-        size = self.model.vocab_size
-        rows = [[(13 * i + 7 * row + 2) % size for i in range(5 + 9 * row)] for row in range(6)]
-        every = list(range(len(rows)))
-        arrangements = ([0], [3], every, every[::-1], [2, 0, 5, 3])
+            return ()
+        every = list(range(6))
+        alone = [(_PASS, [0]), (_PASS, [3])]
+        # Full ones, with every row in many places.
+        full = [
+            (size, ([*every[turn % 6 :], *every[: turn % 6]] * 4)[:: -1 if turn % 2 else 1])
+            for turn, size in enumerate(reversed(_SIZES))
+        ]
+        if self._same_bits([*alone, *full]):
+            return _SIZES
+        fixed = [*alone, (_PASS, every), (_PASS, every[::-1]), (_PASS, [2, 0, 5, 3])]
+        return (_PASS,) if self._same_bits(fixed) else ()
+
+    def _same_bits(self, passes: Sequence[tuple[int, list[int]]]) -> bool:
+        """Whether rows have the same bits in all passes: (size, rows in order, the last one cut off where it ends)."""
+        rows = [[(13 * i + 7 * row + 2) % self.model.vocab_size for i in range(5 + 9 * row)] for row in range(6)]
         seen: dict[int, Tensor] = {}
-        for arrangement in arrangements:
-            members = [rows[i] for i in arrangement]
-            results = self._forward(members, [len(row) for row in members], _PASS)
-            for i, hidden in zip(arrangement, results, strict=True):
-                if not torch.equal(seen.setdefault(i, hidden), hidden):
+        for size, order in passes:
+            members: list[list[int]] = []
+            for row in order:
+                if left := size - sum(map(len, members)):
+                    members.append(rows[row][:left])
+            results = self._forward(members, [len(rows[row]) for row in order[: len(members)]], size)
+            for row, hidden in zip(order, results, strict=False):
+                known = seen.setdefault(row, hidden)[: len(hidden)]
+                if not torch.equal(known, hidden[: len(known)]):
                     return False
         return True
 
