@@ -79,6 +79,7 @@ COUNTED: dict[type[TrainConfig] | type[TeachConfig], dict[str, Any]] = {
         "pair.teacher": "other",
         "pair.student_revision": "v1",
         "pair.teacher_revision": "v1",
+        "pair.teacher_quantization": "int8",
         "pair.trust_remote_code": True,
         "pair.lora": {},
         **{f"pair.lora.{key}": value for key, value in LORA.items()},

@@ -42,6 +42,7 @@ That includes the speed-ups of `engine`: they are exact but for the order of sum
 LATER: Mapping[str, Any] = MappingProxyType(
     {
         "objective.shuffle": False,
+        "pair.teacher_quantization": None,
         "rollout.staleness": 0,
         "rollout.engine": "native",
         "evaluation.engine": "native",
@@ -55,7 +56,7 @@ CONTENT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "task": ("task.name", "task.root", "task.table"),
         "student": ("pair.student", "pair.student_revision"),
-        "teacher": ("pair.teacher", "pair.teacher_revision"),
+        "teacher": ("pair.teacher", "pair.teacher_revision", "pair.teacher_quantization"),
         "model": ("model", "revision"),
         "gate": ("objective.gate",),
         "precision": ("engine.precision",),

@@ -99,6 +99,10 @@ class PairConfig(Section):
     """Where a teacher in this process computes: cpu, cuda:1 and so on; null: where the student does. Its scores go to
     the student's device, with a copy of its head."""
 
+    teacher_quantization: Literal["int8", "nf4"] | None = None
+    """Quantise a teacher in this process when it is loaded, all linear layers but its head; needs bitsandbytes. One
+    that was saved quantised (GPTQ, AWQ, bitsandbytes) is loaded as it is."""
+
     trust_remote_code: Switch = False
     """Run Python code that comes with a model. Only for models whose code you have read."""
 
@@ -112,7 +116,7 @@ class PairConfig(Section):
             raise Fault("student", "only a teacher can be a service", instead="a folder, or the name of a model")
         if is_address(self.teacher):
             parse_address(self.teacher, "teacher")
-            for name in ("teacher_revision", "teacher_device"):
+            for name in ("teacher_revision", "teacher_device", "teacher_quantization"):
                 if getattr(self, name) is not None:
                     raise Fault(name, "a teacher that is a service has been loaded already", instead="null")
         return self

@@ -168,9 +168,10 @@ def load_model(
     device: str = "cpu",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    quantization: str | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Model:
-    """Load a causal LM and its tokenizer.
+    """Load a causal LM and its tokenizer. Weights that were saved quantised (GPTQ, AWQ, bitsandbytes) stay so.
 
     Args:
         name: A folder; ``smollm2``; or a Hub id, ``org/name`` or ``hub:org/name``. A folder comes before a Hub id of
@@ -179,6 +180,7 @@ def load_model(
         device: Where the weights go; ``meta``: nowhere, only shapes and tokenizer are read.
         revision: Branch, tag or commit of a Hub id.
         trust_remote_code: Whether code that comes with the model may run.
+        quantization: ``int8`` or ``nf4``: quantise linear layers, all but the head, with bitsandbytes; None: not.
         report: Is told what takes long, if something has to be fetched or converted first.
     """
     try:
@@ -207,13 +209,22 @@ def load_model(
         raise UsageError(
             f"the tokenizer of {name} has no tokens", why="its files are missing, tokenizer.json above all"
         )
-    if device == "meta":
-        options |= {"device_map": "meta"}
+    quantised = quantization is not None or getattr(config, "quantization_config", None) is not None
+    if quantised or device == "meta":
+        options |= {"device_map": {"": device}}  # quantised layers cannot be moved later
+    if quantization is not None:
+        options |= {"quantization_config": _bitsandbytes(quantization, config, dtype, name)}
     try:
         with without_progress_bars():
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 where, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
             )
+    except ImportError as error:
+        raise UsageError(
+            f"the quantised weights of {name} need a package that is not here",
+            got=first_line(error),
+            instead="that package, e.g. pip install bitsandbytes accelerate; or weights that are not quantised",
+        ) from error
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise _not_loaded(name, "weights", error, options) from error
     network, loading = loaded
@@ -227,9 +238,23 @@ def load_model(
     model = Model(network.eval(), tokenizer, name, source)
     if device != "meta":
         _align(network)
-        network.to(device)
+        if not quantised:
+            network.to(device)
         check_network(model)
     return model
+
+
+def _bitsandbytes(quantization: str, config: Any, dtype: torch.dtype, name: str) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    if getattr(config, "quantization_config", None) is not None:
+        raise UsageError(
+            "weights that were saved quantised cannot be quantised again", got=f"{quantization} for {name}"
+        )
+    if quantization == "nf4":
+        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    # Without a threshold for outliers, which are looked for in a whole batch: a row must not depend on the others.
+    return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
 
 
 def _align(network: nn.Module) -> None:

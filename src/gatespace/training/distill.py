@@ -65,6 +65,7 @@ class Distillation(Job):
                     revision=pair.teacher_revision,
                     device=usable(pair.teacher_device or self.place.device, "pair.teacher_device"),
                     dtype=self.place.dtype,
+                    quantization=pair.teacher_quantization,
                     **options,
                 )
             self.model = open_model(

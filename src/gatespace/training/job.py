@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from gatespace.config import TeachConfig, TrainConfig
-from gatespace.errors import RunError
+from gatespace.errors import RunError, UsageError
 from gatespace.evaluation import Evaluation, evaluate
 from gatespace.models import Model
 from gatespace.models.cache_root import remove_leftovers
@@ -86,6 +86,10 @@ class Job(ABC):
 
     def check(self, **models: Model) -> None:
         """Raise where the run does not fit its models."""
+        if getattr(self.model.network, "is_quantized", False):
+            raise UsageError(
+                "quantised weights are not trained", got=self.model.name, instead="the model in its own precision"
+            )
         for note in check_fit(self.config, self.data, self.encoder, **models):
             self.progress.note(note)
 

@@ -119,6 +119,7 @@ def open_model(
     dtype: torch.dtype = torch.float32,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    quantization: str | None = None,
     lora: LoraConfig | None = None,
     seed: int = 0,
     report: Callable[[str], None] | None = None,
@@ -139,6 +140,7 @@ def open_model(
             device=device,
             revision=revision,
             trust_remote_code=trust_remote_code,
+            quantization=quantization,
             report=report,
         )
         if folder != name:
