@@ -27,11 +27,17 @@ WORKER = Path(__file__).with_name("process_worker.py")
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     # Nine rows as 4 + 5, two or three in a micro-batch: the processes have different numbers of micro-batches.
-    "parts": {"batch_size": 9, "engine": {"micro_tokens": 70, "activation_checkpointing": True}},
-    "several": {"batch_size": 4, "rollout": {"per_prompt": 2, "max_new_tokens": 8}},
+    "mixed parts": {
+        "batch_size": 9,
+        "engine": {"micro_tokens": 70, "activation_checkpointing": True},
+        "rollout": {"from": {"student": 0.4, "teacher": 0.3, "gold": 0.3}, "max_new_tokens": 8},
+    },
+    "several": {
+        "batch_size": 4,
+        "rollout": {"per_prompt": 2, "max_new_tokens": 8},
+        "objective": {"method": "sampled_reverse_kl"},
+    },
     "stale": {"rollout": {"staleness": 1, "max_new_tokens": 8}},
-    "sampled": {"objective": {"method": "sampled_reverse_kl"}},
-    "mixed": {"rollout": {"from": {"student": 0.4, "teacher": 0.3, "gold": 0.3}, "max_new_tokens": 8}},
 }
 ONLY_DDP: dict[str, dict[str, Any]] = {"lora": {"pair": {"lora": {"r": 4}}}}
 
