@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -94,6 +95,7 @@ def test_the_estimate_holds_what_the_run_then_did(trained):
     memory = found["memory_bytes"]
     assert memory["weights"] == 4 * found["parameters"]
     assert memory["optimizer"] == 8 * found["parameters"]
+    assert memory["gradients"] == 4 * found["parameters"]
     assert memory["all"] == sum(value for key, value in memory.items() if key != "all")
 
 
@@ -118,10 +120,39 @@ def test_an_estimate_knows_the_speed_ups_and_adapters(cli, distil):
     assert lora["memory_bytes"]["optimizer"] == 8 * lora["trained_parameters"]
     parts = found("engine.micro_tokens=64")
     assert parts["step"]["micro_batches"] > usual["step"]["micro_batches"] == 1
-    assert parts["memory_bytes"]["activations"] < usual["memory_bytes"]["activations"]
-    assert "logits" in found("engine.fused=false")["memory_bytes"]
+    assert parts["memory_phases"]["update"]["activations"] < usual["memory_phases"]["update"]["activations"]
+    assert "logits" in found("engine.fused=false")["memory_phases"]["update"]
     gold = found("rollout.from={gold: 1.0}")["step"]["response_tokens"]
     assert gold[0] == gold[1]
+
+
+def test_a_dry_run_says_on_which_cards_a_pair_fits(cli, distil, taught, tmp_path):
+    folders = {}
+    for name, layers in (("student", 2), ("teacher", 4)):  # only what says their shapes, and a tokenizer
+        folders[name] = tmp_path / name
+        shutil.copytree(taught.folder / "model", folders[name], ignore=shutil.ignore_patterns("*.safetensors"))
+        config = json.loads((folders[name] / "config.json").read_text())
+        sizes = {"hidden_size": 4096, "num_hidden_layers": layers, "vocab_size": 100_000, "layer_types": None}
+        (folders[name] / "config.json").write_text(json.dumps({**config, **sizes}))
+    words = [*distil, "--student", folders["student"], "--teacher", folders["teacher"], "--dry-run", "--quiet"]
+    result = cli(*words, "--set", "engine.precision=auto", "--device-memory", "24GiB", "--processes", "3", "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)["estimate"]
+    assert (found["precision"], found["cards"]["bytes"]) == ("bf16", 24 * 2**30)
+    layouts = found["cards"]["layouts"]
+    assert {layout["cards"] for layout in layouts} == {1, 2, 3, 8}
+    assert all(layout["verdict"] == "fits" for layout in layouts)
+    beside, apart = (next(one for one in layouts if one["teacher"] == where) for where in ("beside", "own card"))
+    assert apart["teacher_bytes"]["teacher_weights"] == beside["memory_bytes"]["teacher_weights"]
+    printed = cli(*words, "--device-memory", "1GB").stdout
+    assert "# 1 × 1 GB, teacher beside the student" in printed
+    assert "does not fit" in printed
+    assert re.search(r"^# memory: master weights +\d", printed, re.M)
+    assert "no weights" in cli(*words).stderr  # here the run could not be made
+    for more, text in (["--device-memory", "much"], "no size"), (["--device-memory", "8GB"], "--dry-run"):
+        refused = cli(*(words if text == "no size" else [word for word in words if word != "--dry-run"]), *more)
+        assert refused.exit_code == 2
+        assert text in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from gatespace.cli.app import app
 from gatespace.config import TeachEngineConfig, TrainConfig, parse_config
+from gatespace.errors import UsageError
 from gatespace.training.setup import Placement
 from gatespace.training.train import train
 from tests.device import simulated
@@ -124,6 +125,12 @@ def test_the_self_check_that_users_post(monkeypatch: pytest.MonkeyPatch, fused: 
     assert (facts["device"], facts["compared_with"]) == (simulated.NAME, "cpu")
     assert facts["decoded_tokens_per_second"] > 0
     assert done.stderr.count("cuda: ") == 5  # progress
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_begins(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulated, "free", 1 << 20)
+    with pytest.raises(UsageError, match="does not fit into the memory of its device"):
+        run(simulated.NAME, name="-large")
 
 
 def test_a_step_waits_for_the_device_once_in_eight_tokens(run: Any) -> None:

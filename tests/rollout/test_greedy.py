@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from gatespace.models import Model, load_model
 from gatespace.models.encode import Encoder
+from gatespace.models.sizes import sizes_of
 from gatespace.rollout import greedy
 from gatespace.tasks import Prompt, Task
 from gatespace.tasks.tweeteval import load_tweeteval
@@ -70,6 +72,28 @@ def test_the_order_and_the_batches_do_not_matter(model: Model, task: Task) -> No
     assert seen == [(4, 11), (8, 11), (11, 11)]
     assert greedy(model, encoder, texts[::-1], max_new_tokens=6, batch_size=3) == whole[::-1]
     assert greedy(model, encoder, [], max_new_tokens=6) == []
+
+
+def test_long_texts_are_answered_in_smaller_groups(model: Model, task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [row.text for row in task.test[:6]] + ["x" * 700] * 3 + ["y" * 800]
+    encoder = Encoder(Prompt.of(task, brief=True), model.tokenizer, texts)
+    long = len(encoder.prefix) + len(encoder.suffix(texts[-1])) + 6
+    seen: list[int] = []
+    whole = greedy(model, encoder, texts, max_new_tokens=6)
+    # Keys and values of two long texts, once of the prompts and once to be written into, and not of three.
+    monkeypatch.setattr("gatespace.models.sizes.ROOM", 2 * long * 2 * sizes_of(model).cached() * model.dtype.itemsize)
+    assert greedy(model, encoder, texts, max_new_tokens=6, progress=lambda done, _: seen.append(done)) == whole
+    assert [after - before for before, after in zip([0, *seen], seen, strict=False)] == [6, 2, 2]
+
+
+def test_2000_tokens_are_decoded_34_at_a_time() -> None:
+    shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3}
+    with torch.device("meta"):  # SmolLM2-135M
+        network = LlamaForCausalLM(LlamaConfig(**shape, **heads))
+    sizes = sizes_of(Model(network, None, "", ""))  # type: ignore[arg-type]
+    assert sizes.rollout_tokens(4) // (2000 + 32) == 34
+    assert sizes.rollout_tokens(4) // (150 + 32) > 64  # tweets are decoded as ever
 
 
 def test_where_an_answer_ends(scripted: Callable[[Sequence[int]], Model], model: Model, task: Task) -> None:

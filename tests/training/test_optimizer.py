@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from gatespace.config import OptimizerConfig, parse_config
-from gatespace.errors import RunError
+from gatespace.errors import MissingExtraError, RunError, UsageError
 from gatespace.models import TinyPair, load_model
-from gatespace.training.optimizer import Optimizer, learning_rate
+from gatespace.training.optimizer import Optimizer, eight_bit, learning_rate
+from gatespace.training.processes import Processes
 
 
 def config(**settings: Any) -> OptimizerConfig:
@@ -254,3 +256,46 @@ def test_a_gradient_that_is_not_finite_stops_before_any_weight_moves(dtype: torc
         assert torch.equal(tensor, before[name]), name
     for name, p in weights(module).items():
         assert torch.equal(p, rounded[name]), name
+
+
+# ---------------------------------------------------------------------- states of 8 bits
+
+
+def wide() -> nn.Module:
+    """With matrices large enough to be quantised, and some that are not."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 64), nn.LayerNorm(64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_of_8_bits_learn_alike_and_resume_to_the_bit(dtype: torch.dtype) -> None:
+    pytest.importorskip("torchao")
+
+    def made(states: str) -> tuple[nn.Module, Optimizer]:
+        module = wide()
+        return module, Optimizer(module, config(lr=0.003, states=states), steps=30, dtype=dtype)
+
+    usual, small = made("fp32"), made("8bit")
+    for module, optimizer in (usual, small):
+        advance(module, optimizer, range(8))
+    tensors = {name: tensor.clone() for name, tensor in small[1].tensors().items()}
+    assert all(type(tensor) is Tensor for tensor in tensors.values())
+    assert tensors["exp_avg.codes/3.weight"].dtype == torch.uint8
+    assert tensors["exp_avg/0.weight"].dtype == torch.float32  # too small to be worth it
+    before = weights(wide())
+    for name, p in weights(usual[0]).items():
+        assert float((p - weights(small[0])[name]).norm()) < 0.2 * float((p - before[name]).norm())
+    module, optimizer = made("8bit")
+    optimizer.restore(tensors)
+    for one, other in (small, (module, optimizer)):
+        advance(one, other, range(8, 12))
+    assert all(torch.equal(p, weights(small[0])[name]) for name, p in weights(module).items())
+    assert all(torch.equal(tensor, small[1].tensors()[name]) for name, tensor in optimizer.tensors().items())
+
+
+def test_states_of_8_bits_are_not_sharded_and_need_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="do not go together"):
+        eight_bit(type("Shards", (Processes,), {"sharded": True})())
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(MissingExtraError, match="torchao"):
+        Optimizer(wide(), config(states="8bit"), steps=1, dtype=torch.float32)

@@ -20,7 +20,6 @@ from gatespace.training.setup import (
     _fast_bf16,
     encoder_for,
     material,
-    micro_tokens,
     open_model,
     placement,
 )
@@ -121,17 +120,6 @@ def test_the_prefix_is_shared_by_training_rows_and_splits(synthetic: Task, stude
     for row in (*data.rows[:20], *synthetic.val[:20], *synthetic.test[:20]):
         whole = data.prompt.render(student.tokenizer, row.text)
         assert encoder.prefix + encoder.suffix(row.text) == whole == apart.suffix(row.text)
-
-
-def test_micro_tokens_depend_on_model_and_settings_alone(student: Model, teacher: Model) -> None:
-    assert micro_tokens(student, TeachEngineConfig(micro_tokens=7)) == 7
-    small, large = micro_tokens(student, TeachEngineConfig()), micro_tokens(teacher, TeachEngineConfig())
-    assert micro_tokens(teacher, TeachEngineConfig(activation_checkpointing=True)) > large
-    assert small > large > 64
-    layers, hidden, inner = (
-        getattr(student.network.config, name) for name in ("num_hidden_layers", "hidden_size", "intermediate_size")
-    )
-    assert small == (6 << 30) // (2 * layers * (34 * hidden + 6 * inner))
 
 
 def test_environment_says_what_a_run_was_computed_with() -> None:

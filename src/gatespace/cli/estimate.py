@@ -9,28 +9,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from gatespace.cli.console import console, print_json
 from gatespace.cli.progress import duration
-from gatespace.config import LoraConfig, TeachConfig, TrainConfig, dump_config, dump_yaml
+from gatespace.config import TeachConfig, TrainConfig, dump_config, dump_yaml
 from gatespace.config.address import is_address
 from gatespace.gating.configured import build_objective
 from gatespace.models import Model, check_pair
+from gatespace.models.sizes import Sizes, sizes_of
 from gatespace.training.fit import check_fit
-from gatespace.training.setup import (
-    Material,
-    Placement,
-    activation_bytes,
-    encoder_for,
-    material,
-    micro_tokens,
-    outline_model,
-    placement,
-)
+from gatespace.training.memory import Layout, Memory, Plan, Work, layouts
+from gatespace.training.setup import Material, Placement, encoder_for, material, outline_model, placement
 
 _PROBE_SECONDS = 1.0
 _PROBE_TOKENS = 512
@@ -59,20 +52,6 @@ def _exactly(value: float) -> Range:
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """A network's weights."""
-
-    all: int
-    body: int
-    """In products with every token: without the embedding and the head."""
-    head: int
-    """In products with the tokens that predict a response token."""
-    trained: int
-    bytes_per_token: int
-    """Activations of a token that autograd holds in half precision."""
-
-
-@dataclass(frozen=True)
 class Prompts:
     """A task in a model's tokens: lengths."""
 
@@ -94,25 +73,38 @@ class Training:
 
     data: Material
     prompts: Prompts
-    sizes: Sizes
+    plan: Plan
     flops: Range
-    memory: dict[str, int]
-    """Bytes by purpose."""
     step: dict[str, Any]
-    teacher_parameters: int = 0
     notes: list[str] = field(default_factory=list)
 
 
-def estimate(config: TrainConfig | TeachConfig, note: Callable[[str], None]) -> dict[str, Any]:
+def estimate(
+    config: TrainConfig | TeachConfig,
+    note: Callable[[str], None],
+    *,
+    processes: int = 1,
+    device_memory: int | None = None,
+) -> dict[str, Any]:
     """The costs of the run of `config`, as plain numbers by name.
 
     Args:
         config: Checked here as the run would check it.
         note: Called with a message before something that takes long.
+        processes: Those that would do the run.
+        device_memory: Bytes of a card on which it is to run: another one than is here, so in bf16 unless the settings
+            say fp32.
     """
     place = placement(config.engine)
-    found = _train(config, place, note) if isinstance(config, TrainConfig) else _teach(config, place, note)
-    data, prompts, sizes = found.data, found.prompts, found.sizes
+    if device_memory is not None:
+        place = Placement("cuda", torch.float32 if config.engine.precision == "fp32" else torch.bfloat16)
+    outline = partial(outline_model, weights=device_memory is None, report=note)
+    found = _train(config, place, outline) if isinstance(config, TrainConfig) else _teach(config, place, outline)
+    data, prompts, plan = found.data, found.prompts, found.plan
+    beside = not isinstance(config, TrainConfig) or config.pair.teacher_device is None
+    sharded = processes > 1 and config.engine.parallel == "fsdp"
+    memory = plan.memory(processes, sharded=sharded, teacher_beside=beside)
+    sizes = plan.student
     evaluating = prompts.evaluated.times(2 * sizes.body) + prompts.responses.times(2 * sizes.head)
     return {
         "task": data.task.describe(),
@@ -124,43 +116,44 @@ def estimate(config: TrainConfig | TeachConfig, note: Callable[[str], None]) -> 
         "right_response_tokens_mean": prompts.right,
         "parameters": sizes.all,
         "trained_parameters": sizes.trained,
-        **({"teacher_parameters": found.teacher_parameters} if found.teacher_parameters else {}),
+        **({"teacher_parameters": plan.teacher.all} if plan.teacher else {}),
         "device": place.device,
         "precision": place.precision,
         "step": {name: list(value) if isinstance(value, Range) else value for name, value in found.step.items()},
         "evaluation_tokens": list(prompts.evaluated),
         "flops": {"training": list(found.flops), "evaluation": list(evaluating)},
-        "memory_bytes": {**found.memory, "all": sum(found.memory.values())},
-        "time": _time(found.flops + evaluating, sizes, place),
+        "memory_bytes": _memory_json(memory),
+        "memory_phases": memory.phases,
+        **({} if device_memory is None else {"cards": _cards(plan, processes, device_memory)}),
+        "time": _time(found.flops + evaluating, sizes, place, device_memory),
         "notes": found.notes,
     }
 
 
-def _train(config: TrainConfig, place: Placement, note: Callable[[str], None]) -> Training:
+def _train(config: TrainConfig, place: Placement, load: Callable[..., Model]) -> Training:
     build_objective(config.objective)
     data, pair = material(config.task, "distill"), config.pair
 
     def outline(role: str) -> Model:
-        return outline_model(
+        return load(
             getattr(pair, role),
             f"pair.{role}",
             role=role,
             task=data.task,
             revision=getattr(pair, f"{role}_revision"),
             trust_remote_code=pair.trust_remote_code,
-            report=note,
         )
 
     student = outline("student")
-    ours = _sizes(student, pair.lora, config.engine.activation_checkpointing)
+    ours = sizes_of(student, pair.lora)
     if is_address(pair.teacher):
         # The service itself checks that its model has the student's tokens.
         notes = [f"the teacher at {pair.teacher} was not asked: its arithmetic, memory and time are not counted"]
-        theirs, teacher = Sizes(0, 0, 0, 0, 0), None
+        theirs, teacher = None, None
     else:
         teacher = outline("teacher")
         notes = list(check_pair(student, teacher).notes)
-        theirs = _sizes(teacher)
+        theirs = sizes_of(teacher)
     if config.engine.packed is False:
         notes.append("engine.packed is false: one forward pass over the prompt per response token, not counted")
 
@@ -175,10 +168,9 @@ def _train(config: TrainConfig, place: Placement, note: Callable[[str], None]) -
     responses = Range(shortest, shortest if set(shares) == {"gold"} else longest).times(rows)
     prompting = _exactly(prompts.prefix + rows * prompts.mean)
     decoded = responses.times(shares.get("student", 0.0))
-    limit = micro_tokens(student, config.engine)
-    parts = _micro_batches(rows, prompts, longest, limit)
-    reused = config.engine.reuse_rollout and config.rollout.staleness == 0 and parts == 1
-    forward = prompting.times(1 if reused else 2) + decoded + responses
+    work = Work(prompts.prefix, prompts.mean, prompts.longest, longest, rows)
+    plan = Plan(config, place.dtype, place.device, ours, theirs, student.vocab_size, work)
+    forward = prompting.times(1 if plan.reuses() else 2) + decoded + responses
     backward = prompting + responses
     scored = responses + _exactly(rows * prompts.mean)
     sampled = scored.times(shares.get("teacher", 0.0))
@@ -188,14 +180,10 @@ def _train(config: TrainConfig, place: Placement, note: Callable[[str], None]) -
         + backward.times((6 if config.engine.activation_checkpointing else 4) * ours.body)
         + (decoded + responses).times(2 * ours.head)
         + responses.times(4 * ours.head)
-        + (scored + sampled).times(2 * theirs.body)
-        + (responses + sampled).times(2 * theirs.head)
-    ).times(config.steps) + _exactly(2 * theirs.body * prompts.prefix)
-    at_once = min(limit, backward.high)
-    memory = _memory(ours, place, at_once)
-    memory["teacher_weights"] = theirs.all * place.dtype.itemsize
-    if not config.engine.fused:
-        memory["logits"] = int(at_once / backward.high * responses.high * student.vocab_size * 4 * 6)
+    ).times(config.steps)
+    if theirs is not None:
+        read = (scored + sampled).times(2 * theirs.body) + (responses + sampled).times(2 * theirs.head)
+        flops += read.times(config.steps) + _exactly(2 * theirs.body * prompts.prefix)
     step = {
         "prompts": config.batch_size,
         "responses": rows,
@@ -203,34 +191,31 @@ def _train(config: TrainConfig, place: Placement, note: Callable[[str], None]) -
         "student_forward_tokens": forward,
         "student_backward_tokens": backward,
         "teacher_tokens_at_most": scored + sampled,
-        "micro_batches": parts,
+        "micro_batches": plan.micro_batches(),
     }
-    return Training(data, prompts, ours, flops, memory, step, theirs.all, notes)
+    return Training(data, prompts, plan, flops, step, notes)
 
 
-def _teach(config: TeachConfig, place: Placement, note: Callable[[str], None]) -> Training:
+def _teach(config: TeachConfig, place: Placement, load: Callable[..., Model]) -> Training:
     data = material(config.task, "teacher")
-    model = outline_model(
+    model = load(
         config.model,
         "model",
         role="teacher",
         task=data.task,
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
-        report=note,
     )
     prompts = _prompts(config, data, {"model": model}, end=True)
     again = config.engine.activation_checkpointing
-    sizes = _sizes(model, config.lora, again)
+    sizes = sizes_of(model, config.lora)
     rows = config.batch_size
-    limit = micro_tokens(model, config.engine)
-    parts = _micro_batches(rows, prompts, round(prompts.right), limit)
+    work = Work(prompts.prefix, prompts.mean, prompts.longest, round(prompts.right), rows)
+    plan = Plan(config, place.dtype, place.device, sizes, None, model.vocab_size, work)
+    parts = plan.micro_batches()
     responses = _exactly(rows * prompts.right)
     backward = responses + _exactly(parts * prompts.prefix + rows * prompts.mean)
     flops = (backward.times((8 if again else 6) * sizes.body) + responses.times(6 * sizes.head)).times(config.steps)
-    at_once = min(limit, backward.high)
-    memory = _memory(sizes, place, at_once)
-    memory["logits"] = int(at_once / backward.high * responses.high * model.vocab_size * 4 * 3)
     step = {
         "prompts": rows,
         "response_tokens": responses,
@@ -238,7 +223,7 @@ def _teach(config: TeachConfig, place: Placement, note: Callable[[str], None]) -
         "backward_tokens": backward,
         "micro_batches": parts,
     }
-    return Training(data, prompts, sizes, flops, memory, step, notes=prompts.notes)
+    return Training(data, prompts, plan, flops, step, prompts.notes)
 
 
 # ---------------------------------------------------------------------------------------------------- the parts
@@ -263,49 +248,28 @@ def _prompts(config: TrainConfig | TeachConfig, data: Material, models: dict[str
     return Prompts(len(encoder.prefix), sum(lengths) / len(lengths), max(lengths), right, evaluated, responses, notes)
 
 
-def _sizes(model: Model, lora: LoraConfig | None = None, checkpointing: bool = False) -> Sizes:
-    whole = sum(p.numel() for p in model.network.parameters())
-    head = model.head.weight
-    embedding = getattr(model.network.get_input_embeddings(), "weight", head)
-    return Sizes(
-        all=whole,
-        body=whole - head.numel() - (0 if embedding is head else embedding.numel()),
-        head=head.numel(),
-        trained=whole if lora is None else _adapters(model, lora),
-        bytes_per_token=activation_bytes(model.network.config.get_text_config(), checkpointing=checkpointing),
-    )
+def _memory_json(memory: Memory) -> dict[str, int]:
+    return {**memory.by_purpose(), "all": memory.all}
 
 
-def _adapters(model: Model, lora: LoraConfig) -> int:
-    """Weights of the adapters."""
-    head = model.network.get_output_embeddings()
-    layers = [
-        part
-        for name, part in model.network.named_modules()
-        if isinstance(part, nn.Linear)
-        and part is not head
-        and (lora.targets == "all-linear" or name.rpartition(".")[2] in lora.targets)
-    ]
-    return sum(lora.r * (layer.in_features + layer.out_features) for layer in layers)
+def _cards(plan: Plan, processes: int, size: int) -> dict[str, Any]:
+    def told(layout: Layout) -> dict[str, Any]:
+        memory = layout.memory
+        return {
+            "cards": layout.cards,
+            "parallel": layout.parallel or None,
+            "teacher": layout.teacher or None,
+            "verdict": layout.verdict(size),
+            "memory_bytes": _memory_json(memory),
+            "teacher_bytes": {**memory.teacher, "all": sum(memory.teacher.values())} if memory.teacher else None,
+        }
+
+    return {"bytes": size, "layouts": [told(layout) for layout in layouts(plan, processes)]}
 
 
-def _micro_batches(rows: int, prompts: Prompts, response: int, limit: int) -> int:
-    each = max(1, int(limit // (prompts.mean + response)))
-    return -(-rows // each)
-
-
-def _memory(sizes: Sizes, place: Placement, tokens: float) -> dict[str, int]:
-    mixed = place.dtype.itemsize < 4
-    return {
-        "weights": sizes.all * place.dtype.itemsize,
-        "master_weights": sizes.trained * 4 if mixed else 0,
-        "gradients": sizes.trained * 4,
-        "optimizer": sizes.trained * 8,
-        "activations": int(tokens * sizes.bytes_per_token * place.dtype.itemsize / 2),
-    }
-
-
-def _time(flops: Range, sizes: Sizes, place: Placement) -> dict[str, Any]:
+def _time(flops: Range, sizes: Sizes, place: Placement, device_memory: int | None) -> dict[str, Any]:
+    if device_memory is not None:
+        return {"status": "n/a", "reason": "nothing is known here about the speed of that card"}
     if sizes.all < _TOO_SMALL:
         reason = "so small a network spends its time between the matrix products; try a few steps"
         return {"status": "n/a", "reason": reason}
@@ -368,12 +332,29 @@ def _lines(config: TrainConfig | TeachConfig, found: dict[str, Any]) -> Iterator
     yield "evaluation: tokens", _span(found["evaluation_tokens"])
     for key, value in found["flops"].items():
         yield f"{key}: FLOPs", f"{_span(value)} (2 forward and 4 backward per weight and token; no attention)"
-    memory = {key.replace("_", " "): f"{value / 2**30:.2f}" for key, value in found["memory_bytes"].items() if value}
+    memory = {key.replace("_", " "): f"{value / 1e9:.2f}" for key, value in found["memory_bytes"].items()}
     whole = memory.pop("all")
-    yield "memory", f"about {whole} GiB: {', '.join(f'{key} {gib}' for key, gib in memory.items())}"
+    if "cards" in found:
+        yield from ((f"memory: {key}", f"{size:>7} GB") for key, size in memory.items())
+        yield "memory: at most", f"{whole:>7} GB of one process"
+        yield from _card_lines(found["cards"])
+    else:
+        yield "memory", f"about {whole} GB at most: {', '.join(f'{key} {size}' for key, size in memory.items())}"
     yield "time", _time_text(found["time"])
     for note in found["notes"]:
         yield "note", note
+
+
+def _card_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    size = f"{found['bytes'] / 1e9:.3g} GB"
+    for layout in found["layouts"]:
+        count, parallel, alone = layout["cards"], layout["parallel"], layout["teacher_bytes"]
+        name = f"{count} × {size}{f', {parallel}' if parallel else ''}"
+        where = {"beside": ", teacher beside the student", "own card": ", teacher on one of them", None: ""}
+        whole = f"{layout['memory_bytes']['all'] / 1e9:.1f} GB"
+        if alone:
+            whole += f" for the student, {alone['all'] / 1e9:.1f} GB for the teacher"
+        yield name + where[layout["teacher"]], f"{layout['verdict']}: {whole}"
 
 
 def _time_text(found: dict[str, Any]) -> str:

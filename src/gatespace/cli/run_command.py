@@ -18,6 +18,7 @@ from gatespace.cli.progress import RunProgress
 from gatespace.cli.run_options import task_command
 from gatespace.config import TeachConfig, TrainConfig, describe, dump_config, dump_yaml
 from gatespace.config.base import Section
+from gatespace.errors import UsageError
 from gatespace.evaluation.concerns import of_teacher, start_of
 from gatespace.plugins import load_plugins, provider
 from gatespace.runs import RunFolder
@@ -27,16 +28,26 @@ _CHECKPOINT = re.compile(r"step-(\d+)")
 
 
 def execute(
-    config: TrainConfig | TeachConfig, *, dry_run: bool, quiet: bool, as_json: bool, processes: int = 1
+    config: TrainConfig | TeachConfig,
+    *,
+    dry_run: bool,
+    quiet: bool,
+    as_json: bool,
+    processes: int = 1,
+    device_memory: str | None = None,
 ) -> None:
-    """Run the job of `config`, or with `dry_run` print what it would cost."""
+    """Run the job of `config`, or with `dry_run` print what it would cost, on cards with `device_memory` too."""
     config = _with_model_folders(config)
+    if device_memory is not None and not dry_run:
+        raise UsageError("--device-memory is a question about a run, not a setting of one", instead="with --dry-run")
     if dry_run:
         from gatespace.cli.estimate import estimate, print_estimate
+        from gatespace.training.memory import device_bytes
 
+        size = None if device_memory is None else device_bytes(device_memory)
         load_plugins(config.plugins)
         with RunProgress(quiet=quiet, job="estimate") as progress:
-            found = estimate(config, progress.note)
+            found = estimate(config, progress.note, processes=processes, device_memory=size)
         print_estimate(config, found, as_json=as_json)
         return
     if processes > 1:

@@ -31,6 +31,7 @@ def teach(
     processes: options.Processes = 1,
     settings: options.ListSettings = False,
     dry_run: options.DryRun = False,
+    device_memory: options.DeviceMemory = None,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -66,4 +67,11 @@ def teach(
         Flag("--output", "output", output),
     ]
     chosen = options.load(TeachConfig, config, flags, sets or [], plugins)
-    execute(chosen, dry_run=dry_run, quiet=quiet, as_json=as_json, processes=processes)
+    execute(
+        chosen,
+        dry_run=dry_run,
+        device_memory=device_memory,
+        quiet=quiet,
+        as_json=as_json,
+        processes=processes,
+    )

@@ -49,6 +49,7 @@ def train(
     processes: options.Processes = 1,
     settings: options.ListSettings = False,
     dry_run: options.DryRun = False,
+    device_memory: options.DeviceMemory = None,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -88,4 +89,11 @@ def train(
         Flag("--output", "output", output),
     ]
     chosen = options.load(TrainConfig, config, flags, sets or [], plugins)
-    execute(chosen, dry_run=dry_run, quiet=quiet, as_json=as_json, processes=processes)
+    execute(
+        chosen,
+        dry_run=dry_run,
+        device_memory=device_memory,
+        quiet=quiet,
+        as_json=as_json,
+        processes=processes,
+    )

@@ -47,6 +47,8 @@ LATER: Mapping[str, Any] = MappingProxyType(
         "rollout.engine": "native",
         "evaluation.engine": "native",
         "engine.deterministic": False,
+        "optimizer.states": "fp32",
+        "engine.chunk_mb": None,
         "plugins": [],
     }
 )

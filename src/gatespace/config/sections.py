@@ -222,6 +222,10 @@ class OptimizerConfig(Section):
     """Decoupled weight decay. The paper does not name one; at its learning rate and length even 0.01 would shrink a
     weight by two millionths, and 0 leaves the loss as all that moves the weights."""
 
+    states: Literal["fp32", "8bit"] = "fp32"
+    """AdamW's mean and square of the gradient: fp32, 8 bytes of a weight; or 8bit, 2 bytes, quantised in blocks of 256
+    (torchao), which is another run with other numbers. Not with engine.parallel: fsdp."""
+
     clip: Positive | None = 1.0
     """The largest norm of the gradient over all weights; null: not clipped."""
 
@@ -268,8 +272,8 @@ class TeachEngineConfig(Section):
     weights, gradients and optimizer state. Both give the numbers of one process, but for rounding."""
 
     micro_tokens: Count | None = None
-    """Most tokens in a micro-batch of the update; null: as many as need about 6 GiB, by the model's sizes alone. Loss
-    and gradient do not depend on it but for rounding."""
+    """Most tokens in a micro-batch of the update; null: as many as need about 6 GiB, by the sizes of the model and the
+    shared prefix alone. Loss and gradient do not depend on it but for rounding."""
 
     packed: Switch | None = None
     """Run networks over packed tokens without padding; null: where the architecture allows it. Exact; false is for
@@ -294,6 +298,10 @@ class EngineConfig(TeachEngineConfig):
     """Compute the loss from hidden states and heads in chunks, so that logits of all tokens are never in memory. Exact;
     false is for checking."""
 
+    chunk_mb: Positive | None = None
+    """Megabytes of the logits of such a chunk; null: 60 on a CPU, whose cache holds little more, and 512 elsewhere,
+    where small products waste the device. The loss does not depend on it but for rounding."""
+
 
 class EvaluationConfig(Section):
     """Greedy decoding of held-out texts, and the accuracy of the parsed labels."""
@@ -313,7 +321,8 @@ class EvaluationConfig(Section):
     """The longest response, in tokens."""
 
     batch_size: Count = 64
-    """Texts that are decoded together."""
+    """Most texts that are decoded together; fewer where they are so long that their keys and values would need more
+    than about 6 GiB."""
 
     final: Annotated[tuple[Split, ...], AfterValidator(_once)] = ("val", "test")
     """The splits that are evaluated at the end."""

@@ -309,9 +309,12 @@ def check_network(model: Model) -> None:
 
 
 def located(
-    name: str, revision: str | None, report: Callable[[str], None] | None
+    name: str, revision: str | None, report: Callable[[str], None] | None, *, weights: bool = True
 ) -> tuple[str, dict[str, Any], str | None]:
-    """Where transformers finds the model, with which options, and the source if it is known before loading."""
+    """Where transformers finds the model, with which options, and the source if it is known before loading.
+
+    A folder needs no `weights` where only shapes are asked for.
+    """
     if name in TINY:
         raise UsageError(
             f"{name!r} is built for a task",
@@ -327,7 +330,7 @@ def located(
     if folder.is_dir():
         if revision is not None:
             raise UsageError("a folder has no revisions", got=f"{name} and revision {revision!r}")
-        _check_folder(folder)
+        _check_folder(folder, weights=weights)
         origin = read_record(folder).get("source")
         return str(folder), {"local_files_only": True}, f"{folder} (from {origin})" if origin else str(folder)
     return hub_name(name), {"local_files_only": not hub_reachable(), "revision": revision or "main"}, None
@@ -353,10 +356,10 @@ def _commit(name: str, revision: str) -> str:
     return Path(file).parent.name if isinstance(file, str) else revision
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(folder: Path, *, weights: bool = True) -> None:
     if not (folder / "config.json").is_file():
         raise UsageError("not a model folder", got=str(folder), why="it has no config.json")
-    if any(folder.glob("*.safetensors")):
+    if not weights or any(folder.glob("*.safetensors")):
         return
     pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
     raise UsageError(

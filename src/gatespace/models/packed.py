@@ -32,7 +32,7 @@ _one_pass = threading.Lock()
 _HARMLESS = {"sliding_window", "position_ids", "cache_position", "use_cache", "output_attentions"}
 _ROOM = 32
 """Rows whose lengths are equal up to this many tokens attend together."""
-_LONG = 1 << 17
+LONG = 1 << 17
 """Queries times keys of a row above which its attention weights are not kept; 340 tokens after a prefix of 60."""
 
 
@@ -426,7 +426,7 @@ class _Decode(_Plan):
 
 
 def _is_long(length: int, keys: int) -> bool:
-    return length * keys > _LONG
+    return length * keys > LONG
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +11,7 @@ import torch
 from gatespace.models.body import body_of
 from gatespace.models.encode import Encoder
 from gatespace.models.load import Model
+from gatespace.models.sizes import sizes_of
 from gatespace.rollout.native import Rollout, Sampling, sample
 
 
@@ -50,7 +51,8 @@ def greedy(
         encoder: Knows all of `texts`.
         texts: What is asked about.
         max_new_tokens: The longest answer.
-        batch_size: Texts that are answered together; texts of like length are.
+        batch_size: Most texts that are answered together; texts of like length are, and fewer where they are long
+            (`Sizes.rollout_tokens`).
         progress: Called with the number of texts answered so far and the number of all.
         writer: Writes in place of the model.
     """
@@ -63,11 +65,15 @@ def greedy(
     def stop(ids: list[int]) -> bool:
         return ids[-1] in ends or encoder.closed(ids)
 
+    groups = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    if writer is None:
+        room = sizes_of(model).rollout_tokens(model.dtype.itemsize)
+        more = len(encoder.prefix) + max_new_tokens
+        groups = list(_within(room, groups, [len(prompt) + more for prompt in prompts]))
     body = body_of(model) if writer is None else None
     with torch.no_grad():
         prefix = body.prefix_cache(encoder.prefix) if body is not None and texts else None
-        for start in range(0, len(order), batch_size):
-            batch = order[start : start + batch_size]
+        for batch in groups:
             if writer is not None:
                 whole = [[*encoder.prefix, *prompts[i]] for i in batch]
                 rollout = writer.sample(whole, sampling=sampling, stop=stop)
@@ -78,5 +84,17 @@ def greedy(
             for i, ids, ended in zip(batch, rollout.responses, rollout.ended, strict=True):
                 answers[i] = Answer(tuple(ids), encoder.decode(ids), ended)
             if progress is not None:
-                progress(min(start + batch_size, len(order)), len(order))
+                progress(len(answers), len(order))
     return [answers[i] for i in range(len(texts))]
+
+
+def _within(room: int, groups: Sequence[Sequence[int]], sizes: Sequence[int]) -> Iterator[list[int]]:
+    """The groups, in which rows grow longer, divided where one has more than `room` tokens, padded to its longest."""
+    for group in groups:
+        part: list[int] = []
+        for row in group:
+            if part and (len(part) + 1) * sizes[row] > room:
+                yield part
+                part = []
+            part.append(row)
+        yield part

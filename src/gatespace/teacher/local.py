@@ -29,7 +29,7 @@ _VERSION = 3
 _SIZES = (32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Tokens of a forward pass: the smallest that holds what is left to compute, so that few misses of a cache cost little.
 """
-_PASS = _SIZES[-1]
+PASS = _SIZES[-1]
 """Passes are filled up to this size; longer rows take the next multiple of it."""
 _STEP = 16
 """Prompts attend at multiples of this length."""
@@ -70,14 +70,14 @@ class LocalTeacher:
         self._k = min(spec.k, spec.vocab_size)
         self._dtype = model.head.weight.dtype
         self._one_by_one = False
-        self._sizes: tuple[int, ...] = (_PASS,)
+        self._sizes: tuple[int, ...] = (PASS,)
         probe = (self.fingerprint, self._describe(), *spec.prefix, model.vocab_size, model.pad_id)
         probe = (*probe, str(model.device), torch.get_num_threads())
         with torch.no_grad():
             self.prefix_cache = self.body.prefix_cache(spec.prefix)
             if probe not in _batch_invariant:
                 _batch_invariant[probe] = self._invariant_sizes()
-        self._sizes = _batch_invariant[probe] or (_PASS,)
+        self._sizes = _batch_invariant[probe] or (PASS,)
         self._one_by_one = not _batch_invariant[probe]
         self.stats = TeacherStats()
         self.numerics = self._describe()
@@ -138,7 +138,7 @@ class LocalTeacher:
         batches: list[tuple[int, list[int]]] = []
         room: list[int] = []
         for row in sorted(range(len(rows)), key=lambda i: (-rows[i], i)):
-            size = -(-(prompts[row] + self.spec.max_new_tokens - 1) // _PASS) * _PASS
+            size = -(-(prompts[row] + self.spec.max_new_tokens - 1) // PASS) * PASS
             for place, (other, members) in enumerate(batches):
                 if not self._one_by_one and other == size and room[place] >= rows[row]:
                     members.append(row)
@@ -148,7 +148,7 @@ class LocalTeacher:
                 batches.append((size, [row]))
                 room.append(size - rows[row])
         return [
-            (size if size > _PASS else next(some for some in self._sizes if some >= size - left), members)
+            (size if size > PASS else next(some for some in self._sizes if some >= size - left), members)
             for (size, members), left in zip(batches, room, strict=True)
         ]
 
@@ -193,7 +193,7 @@ class LocalTeacher:
         if not isinstance(self.body, PackedBody):
             return ()
         every = list(range(6))
-        alone = [(_PASS, [0]), (_PASS, [3])]
+        alone = [(PASS, [0]), (PASS, [3])]
         # Full ones, with every row in many places.
         full = [
             (size, ([*every[turn % 6 :], *every[: turn % 6]] * 4)[:: -1 if turn % 2 else 1])
@@ -201,8 +201,8 @@ class LocalTeacher:
         ]
         if self._same_bits([*alone, *full]):
             return _SIZES
-        fixed = [*alone, (_PASS, every), (_PASS, every[::-1]), (_PASS, [2, 0, 5, 3])]
-        return (_PASS,) if self._same_bits(fixed) else ()
+        fixed = [*alone, (PASS, every), (PASS, every[::-1]), (PASS, [2, 0, 5, 3])]
+        return (PASS,) if self._same_bits(fixed) else ()
 
     def _same_bits(self, passes: Sequence[tuple[int, list[int]]]) -> bool:
         """Whether rows have the same bits in all passes: (size, rows in order, the last one cut off where it ends)."""
@@ -234,7 +234,7 @@ class LocalTeacher:
                 spec.payload if spec.payload == "hidden" else f"top{self._k}-of-{self.vocab_size}",
                 f"prefix{len(spec.prefix)}",
                 f"response{spec.max_new_tokens}",
-                f"pass{'-alone' if self._one_by_one else ''}{_PASS}",
+                f"pass{'-alone' if self._one_by_one else ''}{PASS}",
                 type(self.body).__name__,
                 str(self._dtype),
                 f"torch-{torch.__version__}",

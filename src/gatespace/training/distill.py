@@ -29,10 +29,11 @@ from gatespace.teacher.scores import ScoreSpec, Teacher
 from gatespace.training.batches import Batches
 from gatespace.training.clock import Clock
 from gatespace.training.job import Job
+from gatespace.training.memory import chunk_mb, micro_tokens
 from gatespace.training.processes import Processes
 from gatespace.training.progress import Progress
 from gatespace.training.rollouts import Ahead, MicroBatch, OnPolicy
-from gatespace.training.setup import encoder_for, material, micro_tokens, open_model, rollout_tokens, usable
+from gatespace.training.setup import encoder_for, material, open_model, usable
 from gatespace.training.telemetry import DistillationTrace
 
 
@@ -157,8 +158,8 @@ class Distillation(Job):
             "settings": config.rollout,
             "vocab_size": self.vocab_size,
             "seed": config.seed,
-            "micro_tokens": micro_tokens(self.model, config.engine),
-            "rollout_tokens": rollout_tokens(self.model),
+            "micro_tokens": micro_tokens(self.sizes, config.engine, len(self.encoder.prefix)),
+            "rollout_tokens": self.sizes.rollout_tokens(self.place.dtype.itemsize),
             "reuse": config.engine.reuse_rollout,
             "sampler": self.sampler,
             "processes": self.processes,
@@ -198,7 +199,13 @@ class Distillation(Job):
         head, inputs = self.model.head, self._loss_inputs(step, batch, hidden.device)
         if self.config.engine.fused:
             return fused_distillation_loss(
-                hidden[None], head, payload, teacher_head, objective=self.objective, inputs=inputs
+                hidden[None],
+                head,
+                payload,
+                teacher_head,
+                objective=self.objective,
+                inputs=inputs,
+                chunk_mb=chunk_mb(self.config, hidden.device.type),
             )
         if teacher_head is not None and isinstance(payload, Tensor):
             payload = teacher_head.logits(payload)

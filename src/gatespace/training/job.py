@@ -6,8 +6,10 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from gatespace.config import TeachConfig, TrainConfig
@@ -16,13 +18,15 @@ from gatespace.evaluation import Evaluation, evaluate
 from gatespace.models import Model
 from gatespace.models.cache_root import remove_leftovers
 from gatespace.models.encode import Encoder
+from gatespace.models.sizes import Sizes, sizes_of
 from gatespace.plugins import copy_plugins, plugins_digest
 from gatespace.rollout import Answer
 from gatespace.runs import RunFolder
 from gatespace.training.clock import Clock
 from gatespace.training.environment import environment
 from gatespace.training.fit import check_fit
-from gatespace.training.optimizer import Optimizer, Update
+from gatespace.training.memory import Plan, Work, check_devices, free_bytes
+from gatespace.training.optimizer import Optimizer, Update, eight_bit
 from gatespace.training.processes import Processes
 from gatespace.training.progress import Progress
 from gatespace.training.setup import Material, deterministic, placement
@@ -67,6 +71,8 @@ class Job(ABC):
     trace: StepTrace
     content: dict[str, str]
     """What was found where the settings pointed; part of the run's identity."""
+    sizes: Sizes
+    """Of the model that is trained."""
     about: dict[str, Any]
     """What environment.json says beside versions and machine."""
 
@@ -85,12 +91,27 @@ class Job(ABC):
         self.splits = (*config.evaluation.final, config.evaluation.split)
 
     def check(self, **models: Model) -> None:
-        """Raise where the run does not fit its models."""
+        """Raise where the run does not fit its models, or its devices."""
         if getattr(self.model.network, "is_quantized", False):
             raise UsageError(
                 "quantised weights are not trained", got=self.model.name, instead="the model in its own precision"
             )
-        for note in check_fit(self.config, self.data, self.encoder, **models):
+        notes = check_fit(self.config, self.data, self.encoder, **models)
+        if self.config.optimizer.states == "8bit":
+            eight_bit(self.processes)
+        learner, teacher, place = models.get("model") or models["student"], models.get("teacher"), self.place
+        self.sizes = sizes_of(learner)
+        here = torch.empty(0, device=place.device).device  # with its number
+        with self.processes.together():
+            if free_bytes(here) is not None:
+                right = max(len(self.encoder.gold(label, learner.turn_end)) for label in self.data.prompt.labels)
+                work = Work.of(self.config, self.encoder, [row.text for row in self.data.rows], right)
+                plan = Plan(self.config, place.dtype, here.type, self.sizes, None, learner.vocab_size, work)
+                if teacher is not None:
+                    weights = sum(p.nbytes for p in teacher.network.parameters())  # which may be quantised
+                    plan = replace(plan, teacher=sizes_of(teacher), teacher_bytes=weights)
+                notes += check_devices(plan, self.processes, here, None if teacher is None else teacher.device)
+        for note in notes:
             self.progress.note(note)
 
     def fingerprint(self) -> str:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import set_stance
 
 from gatespace.config import OptimizerConfig
-from gatespace.errors import RunError
+from gatespace.errors import RunError, UsageError, missing_extra
 from gatespace.training.processes import ONE, Processes
 
 
@@ -65,15 +69,15 @@ class Optimizer:
             self.masters = dict(self._own)
         matrices = [p for p in self.masters.values() if p.dim() > 1]
         vectors = [p for p in self.masters.values() if p.dim() <= 1]
-        device = next(iter(self.masters.values())).device.type
-        self._adam = torch.optim.AdamW(
-            # Norms and biases are not shrunk.
-            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            fused=device in ("cpu", "cuda"),
-        )
+        self._device = next(iter(self.masters.values())).device.type
+        # Norms and biases are not shrunk.
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+        self._eight = config.states == "8bit"
+        if self._eight:
+            self._adam = eight_bit(processes)([group for group in groups if group["params"]], **options)
+        else:
+            self._adam = torch.optim.AdamW(groups, **options, fused=self._device in ("cpu", "cuda"))
         self._adam.zero_grad()
 
     def step(self, number: int, tokens: int) -> Update:
@@ -95,8 +99,10 @@ class Optimizer:
         torch._foreach_mul_(gradients, factor / tokens)
         lr = learning_rate(self._config, number, self._steps)
         for group in self._adam.param_groups:
-            group["lr"] = lr
-        self._adam.step()
+            group["lr"] = torch.tensor(lr) if self._eight else lr
+        # torchao compiles its step, which on a CPU would need a C++ compiler.
+        with set_stance("force_eager") if self._eight and self._device == "cpu" else nullcontext():
+            self._adam.step()
         # Fused AdamW changes weights without counting it, which a memoised fingerprint relies on.
         torch.autograd.graph.increment_version(list(self.masters.values()))
         self._adam.zero_grad()
@@ -112,7 +118,8 @@ class Optimizer:
         """Everything that the next update depends on; of a sharded network in the first process only."""
         found = {f"weight/{name}": p.detach() for name, p in self.masters.items()}
         for name, p in self.masters.items():
-            found |= {f"{key}/{name}": value for key, value in self._adam.state.get(p, {}).items()}
+            for key, value in self._adam.state.get(p, {}).items():
+                found |= {f"{key}{part}/{name}": tensor for part, tensor in _parts(value).items()}
         return self._processes.gather_tensors(found)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
@@ -120,15 +127,19 @@ class Optimizer:
         with torch.no_grad():
             for name, p in self.masters.items():
                 p.copy_(self._processes.shard_like(p, tensors[f"weight/{name}"]))
-        fused = self._adam.param_groups[0]["fused"]
+        fused = self._adam.param_groups[0].get("fused", False)
         for name, p in self.masters.items():
             if (count := tensors.get(f"step/{name}")) is None:  # it never had a gradient
                 continue
             # Fused AdamW counts on the parameter's device, the others on the CPU.
-            self._adam.state[p] = {"step": count.to(p.device if fused else "cpu", copy=True)} | {
-                key: self._processes.shard_like(p, tensors[f"{key}/{name}"].to(p.device, copy=True))
-                for key in ("exp_avg", "exp_avg_sq")
-            }
+            self._adam.state[p] = state = {"step": count.to(p.device if fused else "cpu", copy=True)}
+            for key in ("exp_avg", "exp_avg_sq"):
+                if self._eight:
+                    state[key] = self._adam._new_buffer(p, key == "exp_avg")
+                    for part, tensor in _parts(state[key]).items():
+                        tensor.copy_(tensors[f"{key}{part}/{name}"])
+                else:
+                    state[key] = self._processes.shard_like(p, tensors[f"{key}/{name}"].to(p.device, copy=True))
         self._publish()
 
     def widen(self) -> None:
@@ -168,6 +179,26 @@ def _fold_into(master: Tensor) -> Callable[[Tensor], None]:
         parameter.grad = None
 
     return fold
+
+
+def eight_bit(processes: Processes) -> Any:
+    """AdamW with states of 8 bits; an error where there is none."""
+    if processes.sharded:
+        raise UsageError(
+            "optimizer.states: 8bit and engine.parallel: fsdp do not go together",
+            why="blocks of 256 weights do not end where shards do",
+            instead="optimizer.states: fp32, of which each process has a shard, or engine.parallel: ddp",
+        )
+    try:
+        return import_module("torchao.optim").AdamW8bit
+    except ImportError as error:
+        raise missing_extra("optimizer.states: 8bit", module="torchao", extra="8bit") from error
+
+
+def _parts(state: Any) -> dict[str, Tensor]:
+    """The plain tensors of a state: codes, scales and their map where it is quantised."""
+    names = state.__tensor_flatten__()[0] if hasattr(state, "__tensor_flatten__") else ()
+    return {f".{name}": getattr(state, name) for name in names} or {"": state}
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -20,9 +19,6 @@ from gatespace.seeding import stream
 from gatespace.tasks import Example, Prompt, Task
 from gatespace.tasks.configured import configured_prompt, configured_rows, load_configured_task
 from gatespace.training.processes import ONE, Processes
-
-_ACTIVATIONS = 6 << 30
-"""Bytes that the activations of a micro-batch may take."""
 
 
 @dataclass(frozen=True)
@@ -164,15 +160,16 @@ def outline_model(
     task: Task,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    weights: bool = True,
     report: Callable[[str], None] | None = None,
 ) -> Model:
-    """A model by name without its weights: shapes and tokenizer."""
+    """A model by name without its weights: shapes and tokenizer. `weights`: whether a folder must have them."""
     try:
         import transformers
     except ImportError as error:
         raise missing_extra("loading a model", module="transformers", extra="train") from error
     with in_setting(setting):
-        where, options, source = located(_built(name, role, task), revision, report)
+        where, options, source = located(_built(name, role, task), revision, report, weights=weights)
         options |= {"trust_remote_code": trust_remote_code}
         try:
             config = transformers.AutoConfig.from_pretrained(where, **options)
@@ -197,34 +194,3 @@ def encoder_for(material: Material, model: Model, splits: tuple[str, ...], *, sh
     for split in splits:
         texts += [row.text for row in material.task.rows(split)]
     return Encoder(material.prompt, model.tokenizer, texts, share=share)
-
-
-def micro_tokens(model: Model, engine: TeachEngineConfig) -> int:
-    """Most tokens in a micro-batch.
-
-    A function of model and settings alone, not of the memory that happens to be free: how a batch is divided shows in
-    the last bits of a run.
-    """
-    if engine.micro_tokens is not None:
-        return engine.micro_tokens
-    config = model.network.config.get_text_config()
-    return max(64, _ACTIVATIONS // activation_bytes(config, checkpointing=engine.activation_checkpointing))
-
-
-def rollout_tokens(model: Model) -> int:
-    """Most tokens that are sampled together: their keys and values, and the copy of them that decoding writes into."""
-    config: Any = model.network.config.get_text_config()
-    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    return max(64, _ACTIVATIONS // (2 * 2 * int(config.num_hidden_layers) * heads * width * model.dtype.itemsize))
-
-
-def activation_bytes(config: Any, *, checkpointing: bool = False) -> int:
-    """About how much autograd keeps for a token: per layer, some vectors of the stream's width and of the inner one.
-
-    With activation checkpointing, the input, key and value of every layer, and all of one layer.
-    """
-    hidden = int(config.hidden_size)
-    inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
-    layers, layer = int(config.num_hidden_layers), (34 * hidden + 6 * inner) * 2
-    return layers * 3 * hidden * 4 + layer if checkpointing else layers * layer

@@ -18,10 +18,11 @@ from gatespace.runs import RunFolder
 from gatespace.training.batches import Batches, Row, micro_batches
 from gatespace.training.clock import Clock
 from gatespace.training.job import Job
+from gatespace.training.memory import micro_tokens
 from gatespace.training.optimizer import Update
 from gatespace.training.processes import Processes
 from gatespace.training.progress import Progress
-from gatespace.training.setup import encoder_for, material, micro_tokens, open_model
+from gatespace.training.setup import encoder_for, material, open_model
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Supervised(Job):
         engine = config.engine
         self.body = body_of(self.model, packed=engine.packed, checkpointing=engine.activation_checkpointing)
         self._batches = Batches(self.data.rows, self.encoder, batch_size=config.batch_size, seed=config.seed)
-        self._micro_tokens = micro_tokens(self.model, config.engine)
+        self._micro_tokens = micro_tokens(self.sizes, config.engine, len(self.encoder.prefix))
         self._rows: list[Row] = []
         self.trace = SupervisedTrace(self.processes)
 

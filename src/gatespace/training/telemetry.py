@@ -12,6 +12,7 @@ from gatespace.gating.configured import build_gate
 from gatespace.gating.loss import LossInputs, LossOutput
 from gatespace.gating.tokens import TeacherTopK
 from gatespace.training.clock import Clock
+from gatespace.training.memory import TELEMETRY
 from gatespace.training.optimizer import Update
 from gatespace.training.rollouts import MicroBatch
 from gatespace.training.token_records import due, token_record, top_tokens
@@ -19,9 +20,6 @@ from gatespace.training.trace import Trace, kappa_share, kappa_squares
 
 if TYPE_CHECKING:
     from gatespace.training.distill import Distillation
-
-_LOGITS = 64 << 20
-"""Bytes of one model's logits that are looked at together."""
 
 
 class DistillationTrace:
@@ -132,7 +130,7 @@ class DistillationTrace:
         student_top: list[list[tuple[int, float]]] = []
         teacher_top: list[list[tuple[int, float]]] = []
         squares = []
-        at_once = max(1, _LOGITS // (4 * job.vocab_size))
+        at_once = max(1, TELEMETRY // (4 * job.vocab_size))
         for start in range(0, len(sampled), at_once):  # the logits of all would take gigabytes
             span = slice(start, min(start + at_once, len(sampled)))
             student, teacher = self._logits(batch, span)

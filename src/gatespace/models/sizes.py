@@ -1,0 +1,131 @@
+"""What a network's shapes say about memory: weights, what autograd keeps of a token, keys and values.
+
+Functions of shapes alone: they hold for a network without weights, and give the same on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from gatespace.config import LoraConfig
+from gatespace.models.load import Model
+from gatespace.models.packed import LONG
+
+ROOM = 6 << 30
+"""Bytes that the activations of a micro-batch, or the keys and values of texts that are decoded together, may take."""
+_LEAST = 64
+"""Tokens that are computed together in any case."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of a network, in elements."""
+
+    all: int
+    body: int
+    """Weights in products with every token: without the embedding and the head."""
+    head: int
+    """Weights in products with the tokens that predict a response token."""
+    trained: int
+    tied: bool
+    """Whether the head is the embedding."""
+    largest: int
+    """The largest tensor."""
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    queries: int
+    """The width of all heads together."""
+    keys: int
+    """The same for the heads of keys, which those of values equal."""
+    normed: bool
+    """Whether queries and keys have norms of their own."""
+
+    def planned(self, *, checkpointing: bool = False) -> int:
+        """Bytes of a token by which micro-batches are planned, in half precision.
+
+        About twice what is kept. The rest is for attention weights and for the backward pass; a better count would
+        divide batches in another way, and with that change the last bits of every run.
+        """
+        layer = (34 * self.hidden + 6 * self.inner) * 2
+        return self.layers * 3 * self.hidden * 4 + layer if checkpointing else self.layers * layer
+
+    def kept(self, *, checkpointing: bool = False) -> int:
+        """Elements of a token that autograd keeps for the backward pass, without attention weights.
+
+        Counted in Llama and Qwen3 with the packed body. With activation checkpointing, the input, key and value of
+        every layer, and all of the layer that is being recomputed.
+        """
+        # Gate, up, activation and product; queries, keys and values as they come and as rows; norms, in float32 too.
+        layer = 4 * self.inner + 3 * self.queries + 4 * self.keys + 8 * self.hidden
+        layer += 3 * (self.queries + self.keys) if self.normed else 0
+        layers = self.layers * (self.hidden + 2 * self.keys) + layer if checkpointing else self.layers * layer
+        return layers + 4 * self.hidden  # the last norm
+
+    def most_keys(self, prefix: int) -> int:
+        """The most keys of a row after `prefix` tokens whose attention weights are kept (see `packed.LONG`)."""
+        return int((prefix + math.isqrt(prefix * prefix + 4 * LONG)) // 2)
+
+    def attention(self, keys: int, *, checkpointing: bool = False) -> int:
+        """Attention weights that are kept of a token that sees `keys` keys, in elements."""
+        return self.heads * keys * (1 if checkpointing else self.layers)
+
+    def cached(self) -> int:
+        """Keys and values of a token, in elements."""
+        return 2 * self.layers * self.keys
+
+    def micro_tokens(self, *, checkpointing: bool = False, prefix: int = 0) -> int:
+        """Tokens of a micro-batch that need about `ROOM`; fewer after a shared prefix so long that attention counts."""
+        more = self.most_keys(prefix) - self.most_keys(0)  # what `planned` has no room for
+        needed = 2 * (self.kept(checkpointing=checkpointing) + self.attention(more, checkpointing=checkpointing))
+        return max(_LEAST, ROOM // max(self.planned(checkpointing=checkpointing), needed))
+
+    def rollout_tokens(self, itemsize: int) -> int:
+        """Most tokens decoded together: their keys and values, and the copy of them that decoding writes into."""
+        return max(_LEAST, ROOM // (2 * self.cached() * itemsize))
+
+
+def sizes_of(model: Model, lora: LoraConfig | None = None) -> Sizes:
+    """The sizes of a model, which may be without its weights; `lora` where it is yet to get its adapters."""
+    network: Any = model.network
+    config: Any = network.config.get_text_config()
+    tensors = list(network.parameters())
+    head = model.head.weight
+    embedding = getattr(network.get_input_embeddings(), "weight", head)
+    whole = sum(p.numel() for p in tensors)
+    hidden, heads = int(config.hidden_size), int(getattr(config, "num_attention_heads", None) or 1)
+    width = int(getattr(config, "head_dim", None) or hidden // heads)
+    trained = sum(p.numel() for p in tensors if p.requires_grad) if lora is None else _adapters(model, lora)
+    return Sizes(
+        all=whole,
+        body=whole - head.numel() - (0 if embedding is head else embedding.numel()),
+        head=head.numel(),
+        trained=trained,
+        tied=embedding is head,
+        largest=max(p.numel() for p in tensors),
+        layers=int(config.num_hidden_layers),
+        hidden=hidden,
+        inner=int(getattr(config, "intermediate_size", None) or 4 * hidden),
+        heads=heads,
+        queries=heads * width,
+        keys=int(getattr(config, "num_key_value_heads", None) or heads) * width,
+        normed=any(name.endswith("q_norm") for name, _ in network.named_modules()),
+    )
+
+
+def _adapters(model: Model, lora: LoraConfig) -> int:
+    """Weights of the adapters."""
+    head = model.network.get_output_embeddings()
+    layers = [
+        part
+        for name, part in model.network.named_modules()
+        if isinstance(part, nn.Linear)
+        and part is not head
+        and (lora.targets == "all-linear" or name.rpartition(".")[2] in lora.targets)
+    ]
+    return sum(lora.r * (layer.in_features + layer.out_features) for layer in layers)
