@@ -147,7 +147,7 @@ def test_a_dry_run_says_on_which_cards_a_pair_fits(cli, distil, taught, tmp_path
     printed = cli(*words, "--device-memory", "1GB").stdout
     assert "# 1 × 1 GB, teacher beside the student" in printed
     assert "does not fit" in printed
-    assert re.search(r"^# memory: master weights +\d", printed, re.M)
+    assert re.search(r"^# memory: weights +\d", printed, re.M)
     assert "no weights" in cli(*words).stderr  # here the run could not be made
     for more, text in (["--device-memory", "much"], "no size"), (["--device-memory", "8GB"], "--dry-run"):
         refused = cli(*(words if text == "no size" else [word for word in words if word != "--dry-run"]), *more)

@@ -1,0 +1,127 @@
+"""Peak memory of real runs on this CPU beside what `--dry-run` says of them.
+
+    python benchmarks/memory.py [--hidden 512] [--layers 8] [--cases fp32,bf16,checkpointing,8bit,lora] [--json FILE]
+
+A random Qwen3 student learns from a random teacher of the same size on the synthetic task, for two steps. Each case has
+a fresh process, which has made a tiny run before. Measured is the highest resident memory during the run beyond what
+the process held before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import measure
+
+CASES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"engine": {"precision": "bf16"}},
+    "checkpointing": {"engine": {"activation_checkpointing": True}},
+    "8bit": {"optimizer": {"states": "8bit"}},
+    "lora": {"pair": {"lora": {"r": 8}}},
+    "micro-batches": {"engine": {"micro_tokens": 300}},
+    "whole logits": {"engine": {"fused": False}},
+}
+
+
+def work(request: dict[str, Any]) -> dict[str, Any]:
+    """In the fresh process: what was said, and what was needed."""
+    from gatespace.cli.estimate import estimate
+    from gatespace.config import TrainConfig, parse_config
+    from gatespace.training.train import train
+
+    with tempfile.TemporaryDirectory() as place:
+        folder = network(Path(place) / "model", request)
+
+        def config(name: str, model: str, **more: Any) -> TrainConfig:
+            usual = {
+                "task": {"name": "synthetic", "brief": True},
+                "pair": {"student": model, "teacher": model, **more.pop("pair", {})},
+                "engine": {"precision": "fp32", "device": "cpu", **more.pop("engine", {})},
+                "rollout": {"max_new_tokens": request["new"], "stop": "eos"},
+                "teacher": {"cache": None},
+                "evaluation": {"every": 0, "final": []},
+                "checkpoint": {"every": 0, "model": False},
+                "batch_size": request["rows"],
+                "steps": 2,
+                "output": str(Path(place) / name),
+            }
+            return parse_config(TrainConfig, {**usual, **more})
+
+        case = {key: dict(value) for key, value in CASES[request["case"]].items()}
+        asked = config("run", str(folder), **case)
+        said = estimate(asked, lambda _: None)
+        train(config("warm", "tiny", **{key: value for key, value in case.items() if key == "optimizer"}))
+        measure.give_back_free_memory()
+        before = measure.rss()
+        _, cost = measure.measured(lambda: train(asked))
+    return {"said": said["memory_bytes"], "measured": cost.peak_rss - before, "parameters": said["parameters"]}
+
+
+def network(folder: Path, request: dict[str, Any]) -> Path:
+    """A random Qwen3 with the tokens of the synthetic task."""
+    import transformers
+
+    from gatespace.config import TaskConfig, parse_config
+    from gatespace.models import build_tiny
+    from gatespace.tasks.configured import load_configured_task
+
+    tokens = build_tiny(load_configured_task(parse_config(TaskConfig, {"name": "synthetic"}))).student
+    shutil.copytree(tokens, folder, ignore=shutil.ignore_patterns("config.json", "*.safetensors"))
+    hidden = request["hidden"]
+    config = transformers.Qwen3Config(
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=request["layers"],
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
+        head_dim=64,
+        vocab_size=request["vocabulary"],
+        tie_word_embeddings=True,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}")
+    parser.add_argument("--hidden", type=int, default=512, help="a multiple of 128")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocabulary", type=int, default=16384)
+    parser.add_argument("--rows", type=int, default=32, help="responses of a step")
+    parser.add_argument("--new", type=int, default=16, help="response tokens")
+    parser.add_argument("--threads", type=int, default=measure.usable_cores())
+    parser.add_argument("--timeout", type=float, default=1800)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    given = parser.parse_args()
+    facts = measure.environment(given.threads)
+    print(f"{facts['cpu']}, {given.threads} threads: hidden {given.hidden}, {given.layers} layers, {given.rows} rows")
+    print(f"{'case':<16} {'said MB':>8} {'measured MB':>12} {'ratio':>6}")
+    found = {}
+    for case in given.cases.split(","):
+        asked = {**vars(given), "json": None, "case": case}
+        got = measure.in_fresh_process(Path(__file__), asked, threads=given.threads, timeout=given.timeout)
+        if "unavailable" in got:
+            print(f"{case:<16} {got['unavailable']}")
+            continue
+        found[case] = got
+        said, real = got["said"]["all"] / 1e6, got["measured"] / 1e6
+        print(f"{case:<16} {said:>8.0f} {real:>12.0f} {real / said:>6.2f}", flush=True)
+    if given.json:
+        given.json.write_text(json.dumps({"environment": facts, "figures": found}, indent=2))
+
+
+if __name__ == "__main__":
+    if sys.stdin.isatty() or len(sys.argv) > 1:
+        main()
+    else:
+        text = sys.stdin.read()
+        measure.answer(work(json.loads(text))) if text else main()
