@@ -48,10 +48,10 @@ def pair() -> dict[str, Sizes]:
     return {name: sizes_of(outline(transformers.Qwen3Config(**COMMON, **shape))) for name, shape in SHAPES.items()}
 
 
-def plan(pair: dict[str, Sizes], **settings: Any) -> Plan:
+def plan(sizes: dict[str, Sizes], /, **settings: Any) -> Plan:
     config = parse_config(TrainConfig, {"pair": {"teacher": "t"}, "batch_size": 72, **settings})
     work = Work(prefix=130, mean=26.0, longest=36, new=256, rows=72)
-    return Plan(config, torch.bfloat16, "cuda", pair["4b"], pair["32b"], 151936, work)
+    return Plan(config, torch.bfloat16, "cuda", sizes["4b"], sizes["32b"], 151936, work)
 
 
 def test_weights_are_those_of_a_count_by_hand(pair: dict[str, Sizes]) -> None:
