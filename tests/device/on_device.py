@@ -13,6 +13,11 @@ from typer.testing import CliRunner
 from gatespace.cli.app import app
 from gatespace.config import TeachEngineConfig, TrainConfig, parse_config
 from gatespace.errors import UsageError
+from gatespace.models import build_tiny, load_model
+from gatespace.models.packed import PackedBody
+from gatespace.tasks import synthetic_task
+from gatespace.teacher.local import LocalTeacher
+from gatespace.teacher.scores import ScoreSpec
 from gatespace.training.setup import Placement
 from gatespace.training.train import train
 from tests.device import simulated
@@ -94,6 +99,27 @@ def test_a_teacher_on_another_device_gives_the_numbers_of_one_beside_the_student
         pair = {"student": "tiny", "teacher": "tiny", "teacher_device": teacher}
         there = run(student, name=f"-{teacher}", pair=pair, rollout=half, steps=2)
         assert losses(there) == pytest.approx(here, rel=1e-5)
+
+
+def test_a_network_that_is_spread_over_devices() -> None:
+    """Layers on two devices, with the hooks by which accelerate's device_map hands tensors on."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    folder = str(build_tiny(synthetic_task(size=600)).teacher)
+    whole, model = load_model(folder), load_model(folder)
+    body: Any = model.body
+    for place, module in enumerate((body.embed_tokens, *body.layers, body.norm, body.rotary_emb)):
+        device = simulated.NAME if place % 2 else "cpu"
+        module.to(device)
+        hooks.add_hook_to_module(module, hooks.AlignDevicesHook(torch.device(device)))
+    assert {p.device.type for p in body.parameters()} == {"cpu", simulated.NAME}
+    spec = ScoreSpec((5, 6, 7), TOKENS, model.vocab_size)
+    questions = [[11, 12, 13], [20, 21, 22, 23]], [[30, 31, 32], [40]]
+    teachers = [LocalTeacher(one, spec) for one in (whole, model)]
+    here, there = (teacher.score(*questions).payload for teacher in teachers)
+    assert isinstance(teachers[1].body, PackedBody)
+    torch.testing.assert_close(there, here, atol=1e-5, rtol=1e-5)
+    with pytest.raises(UsageError, match="spread over several devices"):
+        teachers[1].body.decoding(teachers[1].body.forward(questions[0]), TOKENS)
 
 
 def test_a_deterministic_run(run: Any) -> None:

@@ -96,8 +96,8 @@ class PairConfig(Section):
     """Branch, tag or commit of a teacher from the Hub; null: its main branch."""
 
     teacher_device: Annotated[str, Strict(), AfterValidator(_device)] | None = None
-    """Where a teacher in this process computes: cpu, cuda:1 and so on; null: where the student does. Its scores go to
-    the student's device, with a copy of its head."""
+    """Where a teacher in this process computes: cpu, cuda:1 and so on; auto: its layers are spread over all GPUs; null:
+    where the student does. Its scores go to the student's device, with a copy of its head."""
 
     teacher_quantization: Literal["int8", "nf4"] | None = None
     """Quantise a teacher in this process when it is loaded, all linear layers but its head; needs bitsandbytes. One

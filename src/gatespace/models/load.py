@@ -177,7 +177,8 @@ def load_model(
         name: A folder; ``smollm2``; or a Hub id, ``org/name`` or ``hub:org/name``. A folder comes before a Hub id of
             the same name, and the short name before a folder (write ``./smollm2`` for the folder).
         dtype: Precision of the weights.
-        device: Where the weights go; ``meta``: nowhere, only shapes and tokenizer are read.
+        device: Where the weights go; ``auto``: over all GPUs, layer by layer; ``meta``: nowhere, only shapes and
+            tokenizer are read.
         revision: Branch, tag or commit of a Hub id.
         trust_remote_code: Whether code that comes with the model may run.
         quantization: ``int8`` or ``nf4``: quantise linear layers, all but the head, with bitsandbytes; None: not.
@@ -210,8 +211,9 @@ def load_model(
             f"the tokenizer of {name} has no tokens", why="its files are missing, tokenizer.json above all"
         )
     quantised = quantization is not None or getattr(config, "quantization_config", None) is not None
-    if quantised or device == "meta":
-        options |= {"device_map": {"": device}}  # quantised layers cannot be moved later
+    by_map = quantised or device in ("auto", "meta")  # quantised layers cannot be moved later
+    if by_map:
+        options |= {"device_map": device if device == "auto" else {"": device}}
     if quantization is not None:
         options |= {"quantization_config": _bitsandbytes(quantization, config, dtype, name)}
     try:
@@ -236,9 +238,14 @@ def load_model(
             why="they would be random numbers",
         )
     model = Model(network.eval(), tokenizer, name, source)
+    if device == "auto" and any(parameter.is_meta for parameter in network.parameters()):
+        raise UsageError(
+            f"{name} does not fit on the GPUs of this machine together",
+            instead="quantised weights (int8, nf4), cpu, or a service on another machine",
+        )
     if device != "meta":
         _align(network)
-        if not quantised:
+        if not by_map:
             network.to(device)
         check_network(model)
     return model
@@ -280,7 +287,7 @@ def check_network(model: Model) -> None:
     # Two rows that differ in the last place only: a causal network gives them the same hidden states before it.
     ids = torch.tensor([[last // 5, last // 2, 0], [last // 5, last // 2, last]], device=model.device)
     with torch.no_grad():
-        hidden = model.body(input_ids=ids, use_cache=False).last_hidden_state
+        hidden = model.body(input_ids=ids, use_cache=False).last_hidden_state.to(model.device)
         logits = network(input_ids=ids, use_cache=False).logits.float()
         flat, rows = hidden.flatten(0, 1), len(head.weight)
         projection = Projection(flat, head, rows)

@@ -13,7 +13,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -137,7 +137,6 @@ class PackedBody:
             inline=len(inline),
             past=past,
             shape=shape,
-            device=self.device,
             dtype=self.dtype,
         )
         given = torch.tensor([ids, positions], device=self.device)
@@ -231,6 +230,12 @@ class Decoding:
             raise UsageError("decoding starts after a pass over whole prompts", got="a pass that continued another")
         self._body = body
         prefix, cache = forward.prefix, forward.cache
+        if len({key.device for key, _ in cache.layers}) > 1:
+            raise UsageError(
+                "a model that is spread over several devices scores, and writes nothing",
+                got=body.model.name,
+                instead="one device: pair.teacher_device: cuda:1",
+            )
         before = prefix.lengths[0] if prefix is not None else 0
         rows, longest = len(cache.lengths), max(cache.lengths)
         index = _padded(torch.tensor(cache.lengths), longest)[0].to(body.device)
@@ -303,7 +308,6 @@ class _Rows(_Plan):
         inline: int,
         past: KVCache | None,
         shape: Callable[[int], int] | None,
-        device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         self.prefix, self.inline, self.past = prefix, inline, past
@@ -328,7 +332,7 @@ class _Rows(_Plan):
             if past is None and _is_long(length, before + length) and before <= length:
                 if shape is not None:
                     targets.append(index[real])
-                    self.groups.append(_Group(len(rows), length, index.to(device), real.to(device), None, None))
+                    self.groups.append(_Group(len(rows), length, index, real, None, None))
                     continue
                 for row in rows:  # as it lies in the pass: a copy of a long row would have to be kept
                     span = slice(int(offsets[row]), int(offsets[row]) + lengths[row])
@@ -345,14 +349,23 @@ class _Rows(_Plan):
                 parts.insert(1, visible)
             mask = _mask(torch.cat(parts, -1), dtype)
             targets.append(index[real])
-            past_index = None if past_index is None else past_index.to(device)
-            self.groups.append(
-                _Group(len(rows), length, index.to(device), real.to(device), past_index, mask.to(device))
-            )
-        self.order = torch.cat(targets).argsort().to(device)
+            self.groups.append(_Group(len(rows), length, index, real, past_index, mask))
+        self.order = torch.cat(targets).argsort()
         time = torch.arange(inline)
         long = _is_long(inline, inline)
-        self.prefix_mask = None if long else _mask((time[:, None] >= time)[None], dtype).to(device)
+        self.prefix_mask = None if long else _mask((time[:, None] >= time)[None], dtype)
+        self._there: dict[torch.device, tuple[list[_Group], Tensor, Tensor | None]] = {}
+
+    def _on(self, device: torch.device) -> tuple[list[_Group], Tensor, Tensor | None]:
+        """Groups, order and mask of the prefix on a layer's device: a network may be spread over several."""
+        if device not in self._there:
+            moved = []
+            for group in self.groups:
+                tensors: dict[str, Any] = {name: t.to(device) for name, t in vars(group).items() if torch.is_tensor(t)}
+                moved.append(replace(group, **tensors))
+            mask = None if self.prefix_mask is None else self.prefix_mask.to(device)
+            self._there[device] = moved, self.order.to(device), mask
+        return self._there[device]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         if not self.complete:  # afterwards layers are recomputed in any order
@@ -361,14 +374,15 @@ class _Rows(_Plan):
                     "the layers of this network do not run one after another", instead="engine.packed: false"
                 )
             self.record.append((key, value))
+        groups, order, prefix_mask = self._on(key.device)
         shared = self.prefix.layers[layer] if self.prefix is not None else None
         before = []
         if self.inline:
             shared = key[:, : self.inline], value[:, : self.inline]
             first = query[:, : self.inline]
-            before.append(_attention(first[None], shared[0][None], shared[1][None], self.prefix_mask, scale)[0])
+            before.append(_attention(first[None], shared[0][None], shared[1][None], prefix_mask, scale)[0])
         outputs = []
-        for group in self.groups:
+        for group in groups:
             seen = []
             for side, new in enumerate((key, value)):
                 parts = [] if shared is None else [shared[side].expand(group.rows, -1, -1, -1)]
@@ -379,7 +393,7 @@ class _Rows(_Plan):
             output = _attention(_unpack(query, group.index, group.rows), seen[0], seen[1], group.mask, scale)
             joined = output.transpose(0, 1).flatten(1, 2)
             outputs.append(joined if group.real is None else joined.index_select(1, group.real))
-        rows = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1).index_select(1, self.order)
+        rows = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1).index_select(1, order)
         return torch.cat([*before, rows], 1) if before else rows
 
 

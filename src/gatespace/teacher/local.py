@@ -167,7 +167,7 @@ class LocalTeacher:
         forward = self.body.forward([*rows, *padding], prefix=self.prefix_cache, shape=shapes.__getitem__)
         self.stats.passes += 1
         self.stats.computed_tokens += sum(lengths)
-        states = forward.hidden.split([len(row) for row in (*rows, *padding)])
+        states = forward.hidden.to(self.model.device).split([len(row) for row in (*rows, *padding)])
         return [part[:length] for part, length in zip(states, lengths, strict=False)]
 
     def _top_k(self, hidden: Tensor, response: Sequence[int]) -> Tensor:

@@ -64,7 +64,7 @@ class Distillation(Job):
                     "pair.teacher",
                     role="teacher",
                     revision=pair.teacher_revision,
-                    device=usable(pair.teacher_device or self.place.device, "pair.teacher_device"),
+                    device=self._teacher_device(),
                     dtype=self.place.dtype,
                     quantization=pair.teacher_quantization,
                     **options,
@@ -106,6 +106,10 @@ class Distillation(Job):
             "precision": self.place.precision,
         }
         self.about = {} if local is not None else {"teacher": self.teacher.about()}
+
+    def _teacher_device(self) -> str:
+        device = self.config.pair.teacher_device or self.place.device
+        return device if device == "auto" else usable(device, "pair.teacher_device")
 
     @cached_property
     def teacher(self) -> Teacher:
