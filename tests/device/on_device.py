@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from gatespace import Gate, fused_gated_kl
 from gatespace.cli.app import app
 from gatespace.config import TeachEngineConfig, TrainConfig, parse_config
 from gatespace.errors import UsageError
@@ -179,3 +180,20 @@ def test_a_step_waits_for_the_device_once_in_eight_tokens(run: Any) -> None:
     assert clock[0] == clock[1] >= 4, "rollout, score, update and optimizer end with a wait each"
     # per token and layer of the student's two: 45 of transformers, 2 to store key and value, 3 of attention
     assert (more_launches - launches).total() / 32 <= 2 * (45 + 5) + 35, more_launches - launches
+
+
+@pytest.mark.parametrize("support", ["full", "hybrid"])
+def test_the_fused_loss_waits_once_and_not_per_chunk(support: str) -> None:
+    def waits(chunk_mb: float, recompute: bool) -> int:
+        generator = torch.Generator().manual_seed(1)
+        hidden, head, sent, sent_head = (
+            torch.randn(*shape, generator=generator).to(simulated.NAME) for shape in [(2, 5, 16), (300, 16)] * 2
+        )
+        hidden.requires_grad_()
+        gate, sampled = Gate(1, -1, 0, 2), torch.full((2, 5), 7)
+        options: dict[str, Any] = {"support": support, "chunk_mb": chunk_mb, "recompute": recompute}
+        simulated.reset()
+        fused_gated_kl(hidden, head, sent, sent_head, gate=gate, sampled=sampled, **options).loss.backward()
+        return simulated.waits.total()
+
+    assert waits(0.01, False) == waits(0.01, True) == waits(60, False) <= 8, simulated.waits  # 5 chunks and 1

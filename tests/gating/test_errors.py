@@ -178,6 +178,22 @@ def test_a_fused_teacher_that_forbids_what_the_student_gives() -> None:
     assert torch.isfinite(fused_gated_kl(z(B, T, H), z(V, H), z(B, T, H), teacher, gate=Gate.static(0)).loss)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_errors_of_the_fused_loss_name_the_place_whatever_chunk_it_is_in(recompute: bool) -> None:
+    given = {"gate": GATE, "chunk_mb": 1e-6, "recompute": recompute}  # a token each
+    student, teacher = z(B, T, H).requires_grad_(), z(B, T, H)
+    broken = teacher.clone()
+    broken[1, T - 1, 0] = NAN
+    place = f"[1, {T - 1}"
+    fails(lambda: fused_gated_kl(student, z(V, H), broken, z(V, H), **given), "the teacher has a logit", place)
+    fails(lambda: fused_gated_kl(broken.requires_grad_(), z(V, H), teacher, z(V, H), **given), "the student has", place)
+    sent = TeacherTopK(torch.arange(8).expand(B, T, 8), torch.full((B, T, 8), -3.0))
+    sampled = torch.zeros(B, T, dtype=torch.long)
+    sampled[1, T - 1] = V - 1
+    hybrid = {**given, "support": "hybrid", "sampled": sampled}
+    fails(lambda: fused_gated_kl(student, z(V, H), sent, None, **hybrid), "response token outside its top-K")
+
+
 def test_a_row_without_any_possible_token() -> None:
     teacher = z()
     teacher[0, 2] = -INF

@@ -506,6 +506,13 @@ def test_ids_that_a_bias_forbids_on_both_sides(recompute: bool) -> None:
     assert (fused.grads["weight"][forbidden] == 0).all()
 
 
+@pytest.mark.parametrize(("side", "lam"), [("teacher_bias", 0), ("bias", 1)])
+def test_ids_that_one_side_alone_forbids(side: str, lam: float) -> None:
+    x = inputs(28)
+    getattr(x, side)[[3, 17, 36]] = -np.inf
+    assert_same(*plain_and_fused(x, Gate.static(lam), bias=True))
+
+
 @pytest.mark.parametrize("recompute", [True, False])
 def test_frozen_parts(recompute: bool) -> None:
     x = inputs(15)

@@ -10,13 +10,26 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gatespace.errors import UsageError
+
+
+class derived:  # a decorator
+    """A property that is computed once: `cached_property` without the lock, which torch.compile cannot trace."""
+
+    def __init__(self, function: Callable[[Any], Tensor]) -> None:
+        self.function, self.name, self.__doc__ = function, function.__name__, function.__doc__
+
+    def __get__(self, owner: Any, _: type) -> Tensor:
+        value = self.function(owner)
+        setattr(owner, self.name, value)  # found before this descriptor from now on
+        return value
 
 
 class Tile:
@@ -26,27 +39,27 @@ class Tile:
         self.log_student = log_student
         self.log_teacher = log_teacher
 
-    @cached_property
+    @derived
     def ratio(self) -> Tensor:
         """l = log s - log t."""
         return self.log_student - self.log_teacher
 
-    @cached_property
+    @derived
     def student(self) -> Tensor:
         """s."""
         return self.log_student.exp()
 
-    @cached_property
+    @derived
     def teacher(self) -> Tensor:
         """t."""
         return self.log_teacher.exp()
 
-    @cached_property
+    @derived
     def near(self) -> Tensor:
         """l cut to [-1, 1], so that exponentials of it stay finite."""
         return self.ratio.clamp(-1.0, 1.0)
 
-    @cached_property
+    @derived
     def is_near(self) -> Tensor:
         """1 where |l| ≤ 1, else 0."""
         return (self.ratio == self.near).to(self.ratio.dtype)
@@ -55,7 +68,7 @@ class Tile:
         """`near` where |l| ≤ 1, else `far`; both are finite everywhere. (A `where` on random masks is slower.)"""
         return torch.addcmul(far, self.is_near, near - far)
 
-    @cached_property
+    @derived
     def excess(self) -> Tensor:
         """s - t."""
         return self.student - self.teacher
@@ -257,15 +270,22 @@ class AbsoluteDifference(Divergence):
         return tile.student * (tile.student - tile.teacher).sign()
 
 
-def both_kls(log_student: Tensor, ratio: Tensor) -> tuple[Tensor, Tensor]:
+_LEAST = -80.0
+"""A log-probability whose exponential, and that of its opposite, is a normal number of float32."""
+
+
+def both_kls(log_student: Tensor, log_teacher: Tensor) -> tuple[Tensor, Tensor]:
     """Σ of the terms of reverse and of forward KL over the last dimension, in half the work; takes its arguments over.
 
     With p = s·expm1(-l) = t - s the terms are p + s·l and -(p + s·l) - p·l. Exact where they are close, like
-    `ReverseKL.term`. Where l is below about -60 the exponential may overflow beside an s of 0: not for those.
+    `ReverseKL.term`. So that the exponential does not overflow beside an s of 0, s is at least e^-80, except in the
+    last l. Not for ids that the teacher forbids, where the parts of forward KL are too large to cancel.
     """
+    ratio = log_student - log_teacher
+    minus = log_teacher.sub_(log_student.clamp_(min=_LEAST))
     student = log_student.exp_()
-    difference = torch.neg(ratio).expm1_().mul_(student)
-    reverse = student.mul_(ratio).add_(difference)
+    difference = minus.expm1().mul_(student)
+    reverse = difference - student.mul_(minus)
     return reverse.sum(-1), -difference.mul_(ratio).add_(reverse).sum(-1)
 
 
@@ -275,10 +295,6 @@ def both_kls_gradient(
     """reverse·ψ_R + forward·ψ_F + share·s = s·(reverse·l + share) - forward·t, (N, 1) weights; takes the rest over."""
     total = (log_student - log_teacher).mul_(reverse).add_(share).mul_(log_student.exp_())
     return total.addcmul_(log_teacher.exp_(), forward, value=-1)
-
-
-LOWEST_RATIO = -60.0
-"""Least l for `both_kls`."""
 
 
 def not_negative(kl: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from gatespace.gating.vocabulary import LOWEST, check_rows, computable
 __all__ = ["LossInputs", "LossOutput", "distillation_loss", "forward_kl", "gated_kl", "reverse_kl"]
 
 DEFAULTS = LossInputs()
+_INFINITE = -LOWEST * 1e-9
 _FIELDS = ("lam", "weight", "forward_kl", "reverse_kl", "h", "u", "gap", "tail_mass")
 
 
@@ -258,16 +259,19 @@ def check_objective(objective: Objective, inputs: LossInputs) -> None:
         )
 
 
+def finite(loss: Tensor) -> Tensor:
+    """(N,) which losses are numbers, and not what stands for an infinite one."""
+    return loss.detach().isfinite() & (loss.detach().abs() < _INFINITE)
+
+
 def check_finite(result: TokenLoss, batch: Batch) -> None:
     """An infinite divergence is an error that says which side rules out what."""
-    loss = result.loss.detach()
-    bound = -LOWEST * 1e-9
-    finite = loss.isfinite() & (loss.abs() < bound)
-    if bool(finite.all()):
+    fine = finite(result.loss)
+    if bool(fine.all()):
         return
-    token = int((~finite).nonzero()[0])
-    reverse = float(result.telemetry["reverse_kl"][token])
-    which, zero, other = ("reverse", "teacher", "student") if not reverse < bound else ("forward", "student", "teacher")
+    token = int((~fine).nonzero()[0])
+    infinite = not float(result.telemetry["reverse_kl"][token]) < _INFINITE
+    which, zero, other = ("reverse", "teacher", "student") if infinite else ("forward", "student", "teacher")
     raise UsageError(
         f"{which} KL is infinite at {batch.place(token)}",
         why=f"the {zero} gives probability 0 (a logit of -inf) to a token that the {other} allows",

@@ -67,12 +67,11 @@ def _bucket(tokens: Tokens, k: int) -> KLPair:
         return _pair(log_s, log_t, torch.zeros_like(log_t[:, 0]))
     tail_t = tokens.teacher_log_tail(ids, temperature=temperature)
     tail_s = tokens.student_log_tail(ids, temperature=temperature)
+    # an id that the teacher forbids is no outcome of its own: its student mass belongs to the tail
     dead = log_t <= LOWEST / 2
-    if bool(dead.any()):
-        # an id that the teacher forbids is no outcome of its own: its student mass belongs to the tail
-        tail_s = torch.cat([tail_s[:, None], log_s.masked_fill(~dead, LOWEST)], -1).logsumexp(-1)
-        log_s = log_s.masked_fill(dead, LOWEST)
-        log_t = log_t.masked_fill(dead, LOWEST)
+    tail_s = torch.cat([tail_s[:, None], log_s.masked_fill(~dead, LOWEST)], -1).logsumexp(-1)
+    log_s = log_s.masked_fill(dead, LOWEST)
+    log_t = log_t.masked_fill(dead, LOWEST)
     # a tail of exactly 0 would make reverse KL infinite, which is what this support is there to avoid
     floor = torch.full_like(tail_t, TAIL_FLOOR).log()
     tail_t = torch.where(tail_t <= LOWEST / 2, floor, tail_t)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from gatespace.gating.divergences import (
-    LOWEST_RATIO,
     Divergence,
     ForwardKL,
     ReverseKL,
@@ -27,7 +26,7 @@ from gatespace.gating.divergences import (
 )
 from gatespace.gating.inputs import Batch
 from gatespace.gating.tokens import LogitsTeacher, Teacher, Tokens
-from gatespace.gating.vocabulary import inside, scaled, tiled_logsumexp, tiles, top_entries
+from gatespace.gating.vocabulary import inside, lowered, scaled, tiled_logsumexp, tiles, top_entries
 
 _BOTH_KLS = (ReverseKL(), ForwardKL())
 
@@ -133,10 +132,8 @@ class Tape:
         masses = []
         for tail in outside:
             share -= tail.grad
-            mass = (log_s - tail.value[:, None]).exp_().mul_(tail.grad[:, None])
-            rows, columns, _ = inside(tail.ids, start, stop)
-            mass[rows, columns] = 0.0
-            masses.append(mass)
+            mass = lowered((log_s - tail.value[:, None]).exp_(), tail.ids, 0.0, start)
+            masses.append(mass.mul_(tail.grad[:, None]))
         if tuple(term.divergence for term in sums) == _BOTH_KLS:
             weights = [weight[:, None] for weight in (sums[0].grad, sums[1].grad, share)]
             part = both_kls_gradient(log_s, log_t, *weights)
@@ -148,8 +145,8 @@ class Tape:
         for mass in masses:
             part += mass
         for some in selected:
-            rows, columns, places = inside(some.ids, start, stop)
-            part.index_put_((rows, columns), some.grad[rows, places], accumulate=True)
+            columns, here = inside(some.ids, start, stop)
+            part.scatter_add_(-1, columns, some.grad * here)
         return part if temperature == 1.0 else part.div_(temperature)
 
 
@@ -233,20 +230,17 @@ class ChunkTokens(Tokens):
             for start, stop in tiles(self.vocab_size, self._tile):
                 log_t = self.teacher.log_probs(start, stop, at)
                 log_s = scaled(self.logits[:, start:stop], at) - self.normaliser(at)[:, None]
-                if kinds == _BOTH_KLS:
-                    ratio = log_s - log_t
-                    if bool(ratio.amin() > LOWEST_RATIO):
-                        del log_t
-                        for total, part in zip(totals, both_kls(log_s, ratio), strict=True):
-                            total += part
-                        del log_s, ratio
-                        continue
-                tile = Tile(log_s, log_t)
-                for i, kind in enumerate(kinds):
-                    totals[i] += kind.term(tile).sum(-1)
-                    if wanted[i]:
-                        psi[i] += kind.psi(tile).sum(-1)
-                del log_s, log_t, tile  # before the next slice is made, so that two are never alive
+                if kinds == _BOTH_KLS and self.infinite is None:
+                    for total, part in zip(totals, both_kls(log_s, log_t), strict=True):
+                        total += part
+                else:
+                    tile = Tile(log_s, log_t)
+                    for i, kind in enumerate(kinds):
+                        totals[i] += kind.term(tile).sum(-1)
+                        if wanted[i]:
+                            psi[i] += kind.psi(tile).sum(-1)
+                    del tile
+                del log_s, log_t  # before the next slice is made, so that two are never alive
         if graph:
             assert isinstance(self.teacher, LogitsTeacher)
             self.tape.teacher[at] = self.teacher.normaliser(at)

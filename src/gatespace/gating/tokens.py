@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gatespace.errors import UsageError
-from gatespace.gating.divergences import Divergence, Tile
+from gatespace.gating.divergences import Divergence, Tile, derived
 from gatespace.gating.inputs import Batch
 from gatespace.gating.vocabulary import (
     LOWEST,
@@ -228,12 +227,12 @@ class LogitsTeacher:
         """(N, stop-start) log-probabilities of a slice of the vocabulary."""
         return scaled(self.logits[:, start:stop], temperature) - self.normaliser(temperature)[:, None]
 
-    @cached_property
+    @derived
     def choice(self) -> Tensor:
         """(N,) its most probable id y*; the lowest among equals."""
         return top_entry(self.logits)
 
-    @cached_property
+    @derived
     def entropy(self) -> Tensor:
         """(N,) entropy over the full vocabulary in nats, at temperature 1."""
         total = self.logits.new_zeros(self.logits.shape[0])
@@ -287,6 +286,9 @@ class TeacherTopK:
 class TopKTeacher:
     """N tokens of a `TeacherTopK`, with the methods of `LogitsTeacher`; what a top-K cannot tell is an error."""
 
+    strict = True
+    """Whether to be asked for what it does not know is an error at once; else the answer is NaN."""
+
     def __init__(self, ids: Tensor, log_probs: Tensor, sampled_log_probs: Tensor | None, vocab_size: int) -> None:
         order = log_probs.argsort(dim=-1, descending=True, stable=True)
         self.ids = ids.gather(-1, order)
@@ -333,10 +335,12 @@ class TopKTeacher:
         """How many tokens the teacher sent per position."""
         return self.ids.shape[-1]
 
-    def part(self, span: slice) -> TopKTeacher:
+    def part(self, span: slice, *, strict: bool = True) -> TopKTeacher:
         """The same teacher for some of the tokens."""
         sampled = None if self.sampled_log_probs is None else self.sampled_log_probs[span]
-        return TopKTeacher(self.ids[span], self.known[span], sampled, self.vocab_size)
+        part = TopKTeacher(self.ids[span], self.known[span], sampled, self.vocab_size)
+        part.strict = strict
+        return part
 
     @property
     def choice(self) -> Tensor:
@@ -361,12 +365,12 @@ class TopKTeacher:
     def at(self, ids: Tensor, temperature: float) -> Tensor:
         _only_at_one(temperature)
         hit = ids[:, :, None] == self.ids[:, None, :]
-        if not bool(hit.any(-1).all()):
+        if self.strict and not bool(hit.any(-1).all()):
             raise UsageError(
                 "a top-K teacher was asked for a token outside its top-K",
                 instead="use support bucket, hybrid or renorm, or a teacher that gives hidden states or logits",
             )
-        return (self.known[:, None, :] * hit).sum(-1)
+        return torch.where(hit.any(-1), (self.known[:, None, :] * hit).sum(-1), torch.nan)
 
     def log_tail(self, ids: Tensor, temperature: float) -> Tensor:
         _only_at_one(temperature)
@@ -380,15 +384,13 @@ class TopKTeacher:
     def sampled(self, ids: Tensor, temperature: float) -> Tensor:
         _only_at_one(temperature)
         hit = ids[:, None] == self.ids
-        known = (self.known * hit).sum(-1)
-        if self.sampled_log_probs is not None:
-            return torch.where(hit.any(-1), known, self.sampled_log_probs)
-        if bool(hit.any(-1).all()):
-            return known
-        raise UsageError(
-            "the teacher's log-probability of a response token outside its top-K is needed and was not given",
-            instead="pass TeacherTopK(..., sampled_log_probs=...) of shape (B, T)",
-        )
+        given = self.sampled_log_probs
+        if given is None and self.strict and not bool(hit.any(-1).all()):
+            raise UsageError(
+                "the teacher's log-probability of a response token outside its top-K is needed and was not given",
+                instead="pass TeacherTopK(..., sampled_log_probs=...) of shape (B, T)",
+            )
+        return torch.where(hit.any(-1), (self.known * hit).sum(-1), torch.nan if given is None else given)
 
     def log_probs(self, start: int, stop: int, temperature: float) -> Tensor:
         raise UsageError(

@@ -102,12 +102,17 @@ def check_k(k: int, vocab_size: int, name: str = "K") -> None:
         raise UsageError(f"{name} must lie between 1 and the vocabulary size", got=f"{name}={k}, V={vocab_size}")
 
 
+def possible(logits: Tensor) -> Tensor:
+    """(N,) which rows are fit to be computed with. NaN and +inf both surface in the maximum."""
+    return logits.amax(-1).isfinite()
+
+
 def check_rows(side: str, logits: Tensor, batch: Batch) -> None:
     """NaN, +inf and rows without any possible token are errors that say where; -inf elsewhere is a forbidden id."""
-    best = logits.amax(-1)  # NaN and +inf both surface in the maximum
-    if bool(best.isfinite().all()):
+    fine = possible(logits)
+    if bool(fine.all()):
         return
-    token = int((~best.isfinite()).nonzero()[0])
+    token = int((~fine).nonzero()[0])
     row = logits[token]
     bad = (row.isnan() | (row == torch.inf)).nonzero()
     if bad.numel() == 0:
@@ -138,16 +143,23 @@ def tiled_logsumexp(logits: Tensor, temperature: float, width: int, without: Ten
     for start, stop in tiles(logits.shape[-1], width):
         part = scaled(logits[:, start:stop], temperature)
         if without is not None:
-            rows, columns, _ = inside(without, start, stop)
-            part = part.clone()
-            part[rows, columns] = LOWEST
+            part = lowered(part.clone(), without, LOWEST, start)
         # not Tensor.logsumexp, which looks for infinite maxima in two more sweeps; there are none here
         most = part.amax(-1)
         parts.append((part - most[:, None]).exp_().sum(-1).log_().add_(most))
     return torch.stack(parts, -1).logsumexp(-1) if len(parts) > 1 else parts[0]
 
 
-def inside(ids: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, columns within the slice, and places in `ids` (N, K) of the ids that fall into [start, stop)."""
-    rows, places = ((ids >= start) & (ids < stop)).nonzero(as_tuple=True)
-    return rows, ids[rows, places] - start, places
+def lowered(values: Tensor, ids: Tensor, least: float, start: int) -> Tensor:
+    """`values` (N, width) of the slice that begins at `start`, in place, with `least` at `ids` (N, K)."""
+    columns, here = inside(ids, start, start + values.shape[-1])
+    bound = torch.where(here, least, torch.inf).to(values.dtype)
+    return values.scatter_reduce_(-1, columns, bound, "amin")
+
+
+def inside(ids: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Columns (N, K) of `ids` within the slice [start, stop), and which of them lie in it; others get its ends.
+
+    No shape depends on where they lie, so that nobody has to wait for a number of the device.
+    """
+    return (ids - start).clamp(0, stop - start - 1), (ids >= start) & (ids < stop)
