@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from gatespace.errors import MissingExtraError, RunError, UsageError
 from gatespace.models import TinyPair, load_model
 from gatespace.training.optimizer import Optimizer, eight_bit, learning_rate
 from gatespace.training.processes import Processes
+from gatespace.training.progress import Silent
+from gatespace.training.train import train
 
 
 def config(**settings: Any) -> OptimizerConfig:
@@ -291,6 +294,24 @@ def test_states_of_8_bits_learn_alike_and_resume_to_the_bit(dtype: torch.dtype) 
         advance(one, other, range(8, 12))
     assert all(torch.equal(p, weights(small[0])[name]) for name, p in weights(module).items())
     assert all(torch.equal(tensor, small[1].tensors()[name]) for name, tensor in optimizer.tensors().items())
+
+
+class Killed(Silent):
+    def step(self, step: int, *_: Any) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+
+def test_a_run_with_states_of_8_bits_resumes_to_the_same_bytes(train_config: Any, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    ways = [train_config(optimizer={"states": "8bit"}, output=str(tmp_path / name)) for name in ("whole", "killed")]
+    train(ways[0])
+    with pytest.raises(KeyboardInterrupt):
+        train(ways[1], Killed())
+    assert [path.name for path in (tmp_path / "killed" / "checkpoints").iterdir()] == ["step-000002"]
+    train(ways[1])
+    for name in ("metrics.jsonl", "model/model.safetensors"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes()
 
 
 def test_states_of_8_bits_are_not_sharded_and_need_a_package(monkeypatch: pytest.MonkeyPatch) -> None:

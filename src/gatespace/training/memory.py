@@ -1,7 +1,8 @@
 """The memory of a run on its devices, by purpose: counted from shapes and settings before anything is computed.
 
-What lasts (weights, masters, gradients, optimizer states, a teacher) is arithmetic. What comes and goes is counted by
-phase, of which the largest adds to what lasts; `benchmarks/memory.py` holds it against real runs.
+What lasts (weights, masters, optimizer states, a teacher) and gradients, which are there from the first backward pass
+of a step to its end, are arithmetic. What comes and goes is counted by phase, of which the largest adds to that;
+`benchmarks/memory.py` holds it against real runs.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ class Memory:
     """Bytes on the device of one process."""
 
     lasting: dict[str, int]
+    gradients: int
+    """From the first update of a step on: not in a rollout or an evaluation."""
     phases: dict[str, dict[str, int]]
     """Phase → purpose → bytes. Phases do not overlap."""
     loading: int
@@ -80,21 +83,26 @@ class Memory:
     @property
     def phase(self) -> str:
         """The one that needs most."""
-        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+        return max(self.phases, key=lambda name: sum(self.during(name).values()))
 
     @property
     def passing(self) -> int:
-        """Of that phase."""
+        """What comes and goes in that phase."""
         return sum(self.phases[self.phase].values())
 
     @property
     def all(self) -> int:
         """The most at any moment."""
-        return max(sum(self.lasting.values()) + self.passing, self.loading)
+        return max(sum(self.by_purpose().values()), self.loading)
+
+    def during(self, phase: str) -> dict[str, int]:
+        """Purpose → bytes in a phase."""
+        gradients = {} if phase in ("rollout", "evaluation") else {"gradients": self.gradients}
+        return {name: size for name, size in (self.lasting | gradients | self.phases[phase]).items() if size}
 
     def by_purpose(self) -> dict[str, int]:
-        """What lasts, and the phase that needs most."""
-        return {name: size for name, size in (self.lasting | self.phases[self.phase]).items() if size}
+        """In the phase that needs most."""
+        return self.during(self.phase)
 
 
 @dataclass(frozen=True)
@@ -152,7 +160,6 @@ class Plan:
             # The shards of FSDP are the masters.
             "weights": ours.all * 4 // parts if sharded else ours.all * item,
             "master_weights": ours.trained * 4 if mixed and not sharded else 0,
-            "gradients": ours.trained * 4 // parts,
             "optimizer": int(ours.trained * states) // parts,
         }
         own_card: dict[str, int] = {}
@@ -183,7 +190,7 @@ class Plan:
                 own_card = weights | scoring
                 lasting["teacher_head"] = theirs.head * item
         loading = 0 if sharded else ours.all * 4 + lasting["master_weights"] + lasting.get("teacher_weights", 0)
-        return Memory(lasting, phases, loading, own_card)
+        return Memory(lasting, ours.trained * 4 // parts, phases, loading, own_card)
 
     # ------------------------------------------------------------------ phases
 
