@@ -197,7 +197,8 @@ def eight_bit(processes: Processes) -> Any:
 
 def _parts(state: Any) -> dict[str, Tensor]:
     """The plain tensors of a state: codes, scales and their map where it is quantised."""
-    names = state.__tensor_flatten__()[0] if hasattr(state, "__tensor_flatten__") else ()
+    sharded = hasattr(state, "full_tensor")  # its parts are of this process alone
+    names = state.__tensor_flatten__()[0] if hasattr(state, "__tensor_flatten__") and not sharded else ()
     return {f".{name}": getattr(state, name) for name in names} or {"": state}
 
 
