@@ -52,6 +52,18 @@ def test_weights_that_need_another_package(method: str, tiny: TinyPair, tmp_path
         load_model(str(folder))
 
 
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="it is installed")
+@pytest.mark.parametrize("quantization", ["int8", "nf4"])
+def test_quantising_needs_bitsandbytes(quantization: str, tiny: TinyPair) -> None:
+    with pytest.raises(UsageError, match="pip install bitsandbytes"):
+        load_model(str(tiny.teacher), quantization=quantization)
+
+
+def test_quantisation_by_a_name_that_is_none(tiny: TinyPair) -> None:
+    with pytest.raises(UsageError, match="int7"):
+        load_model(str(tiny.teacher), quantization="int7")
+
+
 @needs_bitsandbytes
 @pytest.mark.parametrize(("quantization", "allowed"), [("int8", 0.08), ("nf4", 0.5)])
 def test_a_teacher_is_quantised_when_it_is_loaded(quantization: str, allowed: float, tiny: TinyPair) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gatespace.errors import UsageError, missing_extra
+from gatespace.errors import UsageError, missing_extra, unknown_name
 from gatespace.gating.projection import Head, Projection, logits_buffer
 from gatespace.models.cache_root import new_folder, read_record, write_record
 from gatespace.models.hub import first_line, hub_reachable, without_progress_bars
@@ -214,9 +214,9 @@ def load_model(
     by_map = quantised or device in ("auto", "meta")  # quantised layers cannot be moved later
     if by_map:
         options |= {"device_map": device if device == "auto" else {"": device}}
-    if quantization is not None:
-        options |= {"quantization_config": _bitsandbytes(quantization, config, dtype, name)}
     try:
+        if quantization is not None:
+            options |= {"quantization_config": _bitsandbytes(quantization, config, dtype, name)}
         with without_progress_bars():
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 where, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
@@ -254,6 +254,8 @@ def load_model(
 def _bitsandbytes(quantization: str, config: Any, dtype: torch.dtype, name: str) -> Any:
     from transformers import BitsAndBytesConfig
 
+    if quantization not in ("int8", "nf4"):
+        raise unknown_name("quantization", quantization, ("int8", "nf4"))
     if getattr(config, "quantization_config", None) is not None:
         raise UsageError(
             "weights that were saved quantised cannot be quantised again", got=f"{quantization} for {name}"

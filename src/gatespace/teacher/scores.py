@@ -191,7 +191,10 @@ class RowScores:
                 (key, vector.tobytes()) for key, vector in zip(keys, vectors.view(torch.uint8).numpy(), strict=True)
             )
         form = self._form
-        joined = torch.cat([scores.to(form.device) for scores in self._rows if scores is not None])[None]
+        rows = [scores for scores in self._rows if scores is not None]
+        if len({scores.device for scores in rows}) > 1:  # some from the cache
+            rows = [scores.to(form.device) for scores in rows]
+        joined = torch.cat(rows).to(form.device)[None]
         if form.payload == "hidden":
             return Scores(joined, form.head)
         ids, log_probs, sampled = joined.split([form.k, form.k, 1], -1)

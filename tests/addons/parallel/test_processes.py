@@ -17,9 +17,10 @@ from filelock import FileLock
 from safetensors.torch import load_file
 
 from gatespace.addons.parallel.processes import Distributed
+from gatespace.addons.service.server import TeacherServer
 from gatespace.config import TeachConfig, TrainConfig, parse_config
 from gatespace.files import read
-from gatespace.models import TinyPair
+from gatespace.models import TinyPair, load_model
 from gatespace.training import train as run
 from gatespace.training.processes import ONE
 
@@ -235,18 +236,28 @@ def test_a_killed_run_goes_on_to_the_same_bytes(pairs: Path, taught: Path, tiny:
     assert (tmp_path / "run" / name).read_bytes() == (whole / name).read_bytes()
 
 
-def test_accelerate_launches_it(pairs: Path, taught: Path, tiny: TinyPair, tmp_path: Path) -> None:
+def test_accelerate_launches_it_with_one_teacher_for_all(
+    pairs: Path, taught: Path, tiny: TinyPair, tmp_path: Path
+) -> None:
+    """A service gives the bytes of a teacher in every process."""
     config = settings("plain", taught, tiny, tmp_path / "run")
-    words = command(config, tmp_path)
-    options = ["--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", "--num_machines", "1"]
-    options += ["--mixed_precision", "no", "--dynamo_backend", "no"]
-    accelerate = [sys.executable, "-m", "accelerate.commands.launch", *options, "-m", "gatespace", "train", words[4]]
-    process = start(accelerate)
-    out, err = process.communicate(timeout=600)
-    assert process.returncode == 0, err
+    with TeacherServer(load_model(str(taught / "model")), "tcp://127.0.0.1:0") as server:
+        config["pair"]["teacher"] = server.address
+        out, err = accelerated(command(config, tmp_path)[4])
     assert "model  " in out
+    assert "holds the whole teacher" not in err
     whole = pairs / "plain-fsdp"
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+def accelerated(config: str) -> tuple[str, str]:
+    """What a run that accelerate has launched writes."""
+    options = ["--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", "--num_machines", "1"]
+    options += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+    process = start([sys.executable, "-m", "accelerate.commands.launch", *options, "-m", "gatespace", "train", config])
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    return out, err
 
 
 def test_an_error_is_told_once_and_ends_all(taught: Path, tiny: TinyPair, tmp_path: Path) -> None:

@@ -66,6 +66,9 @@ def serve(
     precision: Annotated[
         str | None, _option("--precision", "NAME", "fp32, bf16, or auto by the machine.", shown="auto")
     ] = None,
+    quantization: Annotated[
+        str | None, _option("--quantization", "NAME", "int8 or nf4: quantise the linear layers with bitsandbytes.")
+    ] = None,
     device: Annotated[str, _option("--device", "NAME", "auto, cpu, cuda, cuda:1 or xpu.", shown=True)] = "auto",
     cache: Annotated[
         str, _option("--cache", "DIR", "Score cache: a folder, auto (in the user's cache), or none.", shown=True)
@@ -135,7 +138,7 @@ def serve(
 
         facts: dict[str, Any] = {"engine": engine}
         if vllm is None:
-            source: Backend = LocalBackend(_load(model, precision, device, note), cache=scores)
+            source: Backend = LocalBackend(_load(model, precision, device, quantization, note), cache=scores)
         else:
             source = VllmBackend(
                 model_folder(model),
@@ -177,14 +180,18 @@ def _check_engine(engine: str, vllm: str | None, arguments: str) -> None:
         raise UsageError("--vllm-args are for a vLLM that is started here", got=vllm)
 
 
-def _load(name: str, precision: str | None, device: str, note: Callable[[str], None]) -> Model:
+def _load(
+    name: str, precision: str | None, device: str, quantization: str | None, note: Callable[[str], None]
+) -> Model:
     from gatespace.cli.found_model import model_folder
     from gatespace.config import TeachEngineConfig, parse_config
     from gatespace.models import load_model
     from gatespace.training.setup import placement
 
     place = placement(parse_config(TeachEngineConfig, {"device": device, "precision": precision or "auto"}))
-    return load_model(model_folder(name), dtype=place.dtype, device=place.device, report=note)
+    return load_model(
+        model_folder(name), dtype=place.dtype, device=place.device, quantization=quantization, report=note
+    )
 
 
 def _open_cache(where: str, max_mb: int, note: Callable[[str], None]) -> ScoreCache | None:
