@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -25,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gatespace.errors import UsageError
 from gatespace.models.load import Model
+from gatespace.models.tree import Parents, depths
 
 _NAME = "gatespace"
 _one_pass = threading.Lock()
@@ -75,7 +77,7 @@ class Forward:
     cache: KVCache
     prefix: KVCache | None
     continued: bool = False
-    """Whether the rows went on from an earlier pass, so that `cache` is not all that they have."""
+    """Whether the rows went on from an earlier pass, so that `cache` is not all that they have, or are trees."""
 
     def last(self) -> Tensor:
         """(B, H) hidden states at the last token of every row."""
@@ -112,6 +114,7 @@ class PackedBody:
         prefix: KVCache | Sequence[int] | None = None,
         past: KVCache | None = None,
         shape: Callable[[int], int] | None = None,
+        parents: Parents = None,
     ) -> Forward:
         """Hidden states of all tokens of `rows`.
 
@@ -121,6 +124,10 @@ class PackedBody:
             past: The KV cache of each row from an earlier pass, after the prefix.
             shape: The padded length of row i in attention. The bits of a row's result depend on its shape, not on
                 the other rows. None: short rows together, long rows together.
+            parents: Rows that are trees: for each of the row's tokens the place of the token that it follows, which
+                stands before it in the row, or -1 where it follows what stands before the row. A token sees its
+                ancestors only. None, for all rows or for one: every token follows the one before it. The KV cache of
+                a tree is not continued.
         """
         inline = tuple(prefix) if prefix is not None and not isinstance(prefix, KVCache) else ()
         before = len(inline) if not isinstance(prefix, KVCache) else prefix.lengths[0]
@@ -128,7 +135,11 @@ class PackedBody:
         ids = [*inline, *(token for row in rows for token in row)]
         positions = [
             *range(len(inline)),
-            *(start + t for start, row in zip(starts, rows, strict=True) for t in range(len(row))),
+            *(
+                start + depth
+                for row, (start, tokens) in enumerate(zip(starts, rows, strict=True))
+                for depth in depths(parents and parents[row], len(tokens))
+            ),
         ]
         lengths = tuple(len(row) for row in rows)
         plan = _Rows(
@@ -137,6 +148,7 @@ class PackedBody:
             inline=len(inline),
             past=past,
             shape=shape,
+            parents=parents,
             dtype=self.dtype,
         )
         given = torch.tensor([ids, positions], device=self.device)
@@ -149,7 +161,7 @@ class PackedBody:
             )
         else:
             root = prefix if isinstance(prefix, KVCache) else None
-        return Forward(hidden[len(inline) :], cache, root, past is not None)
+        return Forward(hidden[len(inline) :], cache, root, past is not None or parents is not None)
 
     def prefix_cache(self, ids: Sequence[int]) -> KVCache | None:
         """The KV cache of the shared prefix; None if it is empty."""
@@ -227,7 +239,7 @@ class Decoding:
 
     def __init__(self, body: PackedBody, forward: Forward, room: int) -> None:
         if forward.continued:
-            raise UsageError("decoding starts after a pass over whole prompts", got="a pass that continued another")
+            raise UsageError("decoding starts after a pass over whole prompts", got="a pass over continuations")
         self._body = body
         prefix, cache = forward.prefix, forward.cache
         if len({key.device for key, _ in cache.layers}) > 1:
@@ -308,6 +320,7 @@ class _Rows(_Plan):
         inline: int,
         past: KVCache | None,
         shape: Callable[[int], int] | None,
+        parents: Parents,
         dtype: torch.dtype,
     ) -> None:
         self.prefix, self.inline, self.past = prefix, inline, past
@@ -315,7 +328,8 @@ class _Rows(_Plan):
         self.complete = False
         before = inline if prefix is None else prefix.lengths[0]
         behind = past.lengths if past is not None else (0,) * len(lengths)
-        self.longest = before + max(sum(pair) for pair in zip(lengths, behind, strict=True))
+        deepest = [1 + max(depths(parents and parents[row], length)) for row, length in enumerate(lengths)]
+        self.longest = before + max(sum(pair) for pair in zip(deepest, behind, strict=True))
         sizes: dict[tuple[int, int], list[int]] = {}
         for row, length in enumerate(lengths):
             size = (shape(row), behind[row]) if shape is not None else (_up(length), _up(behind[row]))
@@ -329,7 +343,9 @@ class _Rows(_Plan):
             index, real = _padded(own, length, offsets[rows])
             time = torch.arange(length)
             past_index = None
-            if past is None and _is_long(length, before + length) and before <= length:
+            trees = [parents[row] for row in rows] if parents is not None else []
+            line = all(tree is None for tree in trees)
+            if past is None and line and _is_long(length, before + length) and before <= length:
                 if shape is not None:
                     targets.append(index[real])
                     self.groups.append(_Group(len(rows), length, index, real, None, None))
@@ -339,7 +355,8 @@ class _Rows(_Plan):
                     targets.append(torch.arange(span.start, span.stop))
                     self.groups.append(_Group(1, lengths[row], span, None, None, None))
                 continue
-            parts = [torch.ones(1, length, before, dtype=torch.bool), (time[:, None] >= time)[None]]
+            seen_here = (time[:, None] >= time)[None] if line else torch.stack([_ancestors(t, length) for t in trees])
+            parts = [torch.ones(1, length, before, dtype=torch.bool).expand(len(seen_here), -1, -1), seen_here]
             if past is not None and past_offsets is not None:
                 seen = torch.tensor([past.lengths[row] for row in rows])
                 longest = past_room if shape is not None else int(seen.max())
@@ -613,6 +630,17 @@ def _unpack(tensor: Tensor, index: Tensor | slice, rows: int) -> Tensor:
         return tensor[None, :, index]
     heads, _, width = tensor.shape
     return tensor.index_select(1, index).view(heads, rows, -1, width).transpose(0, 1)
+
+
+def _ancestors(parents: Sequence[int] | None, length: int) -> Tensor:
+    """(length, length) which tokens of a row each of its tokens sees; padding sees at least itself."""
+    if parents is None:
+        return torch.ones(length, length, dtype=torch.bool).tril()
+    seen = np.eye(length, dtype=bool)
+    for place, parent in enumerate(parents):
+        if parent >= 0:
+            seen[place] |= seen[parent]
+    return torch.from_numpy(seen)
 
 
 def _up(length: int) -> int:
