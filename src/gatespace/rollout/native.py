@@ -95,6 +95,7 @@ def sample(
     sampling: Sampling,
     stop: Callable[[list[int]], bool],
     draws: Sequence[Callable[[], float]] = (),
+    begun: Sequence[Sequence[int]] = (),
     ahead: int | None = None,
 ) -> Rollout:
     """Continue every row of `forward`.
@@ -110,6 +111,7 @@ def sample(
         sampling: How tokens are chosen.
         stop: Whether a response, its last token included, is at its end.
         draws: Per row, a source of uniform numbers in [0, 1); not needed at temperature 0.
+        begun: Per row, what its response begins with; only what follows is chosen. Empty: all of it.
         ahead: None: 1 on a CPU, which has nothing to wait for; elsewhere 8 at most, and no more than an eighth of
             `max_new_tokens`, so that little is written in vain.
     """
@@ -122,6 +124,7 @@ def sample(
         ahead = 1 if device.type == "cpu" else max(1, min(_AHEAD, most // 8))
     numbers = [[draw() for draw in draws] or [0.0] * count for _ in range(most)]
     uniform = torch.tensor(numbers, dtype=torch.float64, device=device)
+    fixed = torch.tensor([[*ids, *[-1] * (most - len(ids))] for ids in begun], device=device).t() if begun else None
     hidden, tokens = forward.last().detach(), torch.empty(0)  # no tokens yet
     decoding = None
     # `active` are the rows in the order of `hidden`; ended ones among them are carried along until cleared away
@@ -132,7 +135,8 @@ def sample(
             if place:
                 decoding = decoding or body.decoding(forward, most)
                 hidden = decoding.step(tokens)
-            tokens, log_probs = choose(_logits(hidden, body.model.head, vocab_size), sampling, uniform[place])
+            logits = next_logits(hidden, body.model.head, vocab_size)
+            tokens, log_probs = choose(logits, sampling, uniform[place], None if fixed is None else fixed[place])
             block.append(torch.stack([tokens.double(), log_probs.double()], -1))
         written += len(block)
         for row, found in zip(active, torch.stack(block, 1).tolist(), strict=True):
@@ -149,18 +153,21 @@ def sample(
             decoding.keep(going)
             index = torch.tensor(going, device=device)
             active, tokens, uniform = [active[place] for place in going], tokens[index], uniform[:, index]
+            fixed = None if fixed is None else fixed[:, index]
 
 
-def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def choose(logits: Tensor, sampling: Sampling, uniform: Tensor, fixed: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """A token per row of `logits` (B, V) by the inverse of its cumulative distribution, with its log-probability.
 
     Args:
         logits: On any device.
         sampling: Temperature and top_p.
         uniform: (B,) float64 in [0, 1); not looked at where the temperature is 0.
+        fixed: (B,) tokens that are taken whatever their probability; -1: one is chosen.
     """
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
+        tokens = tokens if fixed is None else tokens.where(fixed < 0, fixed)
         return tokens, logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
     mass = torch.softmax(logits.double() / sampling.temperature, -1)
     if sampling.top_p < 1:
@@ -171,10 +178,12 @@ def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor,
     total = cumulative[:, -1:]
     # the first id whose cumulative mass lies beyond the point, so never one of mass 0
     tokens = torch.searchsorted(cumulative, uniform[:, None] * total, right=True).clamp(max=logits.shape[1] - 1)
+    tokens = tokens if fixed is None else tokens.where(fixed[:, None] < 0, fixed[:, None])
     return tokens[:, 0], (mass.gather(1, tokens) / total).log()[:, 0]
 
 
-def _logits(hidden: Tensor, head: Head, vocab_size: int) -> Tensor:
+def next_logits(hidden: Tensor, head: Head, vocab_size: int) -> Tensor:
+    """(B, V) logits of the next token, in float32 or float64."""
     projection = Projection(hidden, head, vocab_size)
     rows = hidden.shape[0]
     out = logits_buffer(hidden, rows, vocab_size, projection.dtype)
