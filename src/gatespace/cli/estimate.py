@@ -131,7 +131,7 @@ def estimate(
 
 
 def _train(config: TrainConfig, place: Placement, load: Callable[..., Model]) -> Training:
-    build_objective(config.objective)
+    build_objective(config.objective, expected=config.rollout.expected is not None)
     data, pair = material(config.task, "distill"), config.pair
 
     def outline(role: str) -> Model:

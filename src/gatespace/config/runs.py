@@ -94,6 +94,13 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _expected_tokens_are_not_shuffled(self) -> TrainConfig:
+        if self.rollout.expected is not None and self.objective.shuffle:
+            what = "λ is permuted over sampled tokens, which count alike; expected ones count by their probability"
+            raise Fault("objective.shuffle", what, instead="false, or rollout.expected: null")
+        return self
+
+    @model_validator(mode="after")
     def _top_k_is_enough(self) -> TrainConfig:
         """What a top-K cannot tell is found out here, not in the first step."""
         if self.teacher.payload == "hidden":
