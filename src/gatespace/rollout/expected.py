@@ -36,6 +36,8 @@ _AT_ONCE = 64
 """Nodes whose distributions over the vocabulary, in float64, are in memory together."""
 _TOKENS = 64
 """Likeliest tokens of a node that are looked at, or as many as the tree may have nodes where that is more."""
+_LEAST = 1e-2
+"""Where a tree is full, ended responses of less than this share of what may be left out are not looked for."""
 _NOTHING = 1e-12
 """Mass below which float64 cannot tell what is left from rounding."""
 
@@ -54,8 +56,7 @@ class Expansion:
     nodes: int = 0
     """How many nodes the tree has."""
     uncovered: float = 0.0
-    """Mass of the responses that leave the tree. Where the search was over before it looked at an ended response, that
-    one counts here too, and so does what is unlikelier than the `_TOKENS` likeliest tokens of a node."""
+    """Mass of the responses that leave the tree. An ended response that the search has not come to counts here too."""
 
 
 @torch.no_grad()
@@ -98,7 +99,7 @@ def expand(
     ends = cache(lambda path: stop([*path]))  # the same few prefixes are asked about for every prompt
     looked_at = min(vocab_size, max(max_nodes, _TOKENS))
     searches = [_Search(mass, max_nodes, max_new_tokens, ends) for _ in range(count)]
-    while any(wanted := [search.advance() for search in searches]):
+    while any(wanted := [search.run() for search in searches]):
         states = _states(body, forward, wanted)
         found = [
             tokens
@@ -126,62 +127,60 @@ def expand(
 
 
 class _Search:
-    """The tree of one prompt. Which nodes it gets depends on `known` alone, not on when that became known."""
+    """The tree of one prompt: a function of `known` alone, not of when that became known."""
 
     def __init__(self, mass: float, max_nodes: int, longest: int, ends: Callable[[_Prefix], bool]) -> None:
         self._mass, self._max_nodes, self._longest, self._ends = mass, max_nodes, longest, ends
+        self.known: dict[_Prefix, list[tuple[int, float]]] = {}
+        """Prefix → its likeliest next tokens and their probabilities, likeliest first."""
         self.nodes: dict[_Prefix, float] = {}
         """Prefix → its probability."""
         self.inside: dict[_Prefix, dict[int, float]] = {}
         """Node → next tokens that lead to nodes and to ended responses, with their mass; see `leaving`."""
-        self.known: dict[_Prefix, list[tuple[int, float]]] = {}
-        """Prefix → its likeliest next tokens and their probabilities, likeliest first."""
-        self._heap: list[tuple[float, _Prefix]] = [(-1.0, ())]
-        self._covered = 0.0
 
-    def advance(self) -> list[_Prefix]:
-        """Grow the tree as far as distributions are known; prefixes whose distributions are needed, none at the end."""
-        while self._heap and self._covered < self._mass:
-            probability, prefix = -self._heap[0][0], self._heap[0][1]
-            ended = bool(prefix) and self._ends(prefix)
-            if not ended and len(self.nodes) < self._max_nodes and prefix not in self.known:
-                return self._wanted()
-            heappop(self._heap)
-            if ended:
-                self._covered += probability
-            elif len(self.nodes) < self._max_nodes:
-                self._grow(prefix, probability)
-            else:
-                continue  # it stays outside; of those that follow some are ended
-            if prefix:
-                self.inside[prefix[:-1]][prefix[-1]] = probability
-        return []
+    def run(self) -> list[_Prefix]:
+        """Search as far as distributions are known; the prefixes whose distributions are missing, none at the end.
 
-    def _grow(self, prefix: _Prefix, probability: float) -> None:
-        self.nodes[prefix], self.inside[prefix] = probability, {}
-        if len(prefix) + 1 == self._longest:  # every token ends the response
-            self._covered += probability
-            return
-        for token, share in self.known[prefix]:
-            if probability * share > 0:
-                heappush(self._heap, (-probability * share, (*prefix, token)))
-
-    def _wanted(self) -> list[_Prefix]:
-        """The next prefixes in the order of the search.
-
-        The mass cannot be covered without them, so that all become nodes, unless the tree is full before: what follows
-        them may be likelier than the last of them. Therefore no more than half of the room that is left.
+        Where one is missing its mass counts as covered, and it as a node. What is met after it is then needed for
+        certain, but for what its own continuations will displace: those of all depths are ranked together. A search
+        is complete after as many rounds as its tree is deep.
         """
-        room = -(-(self._max_nodes - len(self.nodes)) // 2)
-        found: list[_Prefix] = []
-        before = 0.0
-        for minus, prefix in sorted(self._heap):
-            if self._covered + before >= self._mass or len(found) == room:
-                break
-            before -= minus
-            if prefix not in self.known and not (prefix and self._ends(prefix)):
-                found.append(prefix)
-        return found
+        self.nodes, self.inside = {}, {}
+        missing: list[_Prefix] = []
+        covered, count = 0.0, 0
+        heap: list[tuple[float, _Prefix, int]] = [(-1.0, (), 0)]
+
+        def push(parent: _Prefix, rank: int) -> None:
+            # one child of a node at a time: the next one when this one's turn has come
+            tokens = self.known[parent]
+            if rank < len(tokens) and (probability := self.nodes[parent] * tokens[rank][1]) > 0:
+                heappush(heap, (-probability, (*parent, tokens[rank][0]), rank))
+
+        while heap and covered < self._mass:
+            minus, prefix, rank = heappop(heap)
+            probability, parent = -minus, prefix[:-1]
+            if prefix:
+                push(parent, rank + 1)
+            if prefix and self._ends(prefix):
+                covered += probability
+            elif count == self._max_nodes:
+                if missing or probability < _LEAST * (1 - self._mass):
+                    break
+                continue  # it stays outside, but a response that follows may have ended
+            elif prefix not in self.known:
+                missing.append(prefix)
+                covered, count = covered + probability, count + 1
+                continue
+            else:
+                self.nodes[prefix], self.inside[prefix] = probability, {}
+                count += 1
+                if len(prefix) + 1 == self._longest:  # every token ends the response
+                    covered += probability
+                else:
+                    push(prefix, 0)
+            if prefix:
+                self.inside[parent][prefix[-1]] = probability
+        return missing
 
     def leaving(self) -> dict[_Prefix, float]:
         """Node → the mass of responses that leave the tree there."""
