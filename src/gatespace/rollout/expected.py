@@ -226,8 +226,9 @@ def _sample_rest(
     for row, (search, node) in enumerate(zip(searches, nodes, strict=True)):
         if expansions[row].uncovered > _NOTHING:
             logits[row, [*search.inside[node]]] = -math.inf
-    uniform = torch.tensor([draw() for draw in draws], dtype=torch.float64, device=logits.device)
-    begun = [(*node, token) for node, token in zip(nodes, choose(logits, sampling, uniform)[0].tolist(), strict=True)]
+    uniform = torch.tensor([[draw()] for draw in draws], dtype=torch.float64, device=logits.device)
+    tokens, _ = choose(logits, sampling, uniform)
+    begun = [(*node, *token) for node, token in zip(nodes, tokens.tolist(), strict=True)]
     rollout = sample(body, forward, vocab_size=vocab_size, sampling=sampling, stop=stop, draws=draws, begun=begun)
     for row, (found, beginning) in enumerate(zip(expansions, begun, strict=True)):
         response, inside = rollout.responses[row], len(beginning)
