@@ -224,18 +224,28 @@ def _sample_rest(
         nodes.append(next((node for node, upto in zip(leaving, sums, strict=True) if upto > point), ()))
     logits = next_logits(_states(body, forward, [[node] for node in nodes]), body.model.head, vocab_size)
     for row, (search, node) in enumerate(zip(searches, nodes, strict=True)):
-        if expansions[row].uncovered > _NOTHING:
-            logits[row, [*search.inside[node]]] = -math.inf
+        logits[row, [*search.inside[node]]] = -math.inf
     uniform = torch.tensor([[draw()] for draw in draws], dtype=torch.float64, device=logits.device)
     tokens, _ = choose(logits, sampling, uniform)
-    begun = [(*node, *token) for node, token in zip(nodes, tokens.tolist(), strict=True)]
-    rollout = sample(body, forward, vocab_size=vocab_size, sampling=sampling, stop=stop, draws=draws, begun=begun)
-    for row, (found, beginning) in enumerate(zip(expansions, begun, strict=True)):
-        response, inside = rollout.responses[row], len(beginning)
-        if found.uncovered > _NOTHING and len(response) > inside:
-            found.responses.append(response)
-            found.weights.append([0.0] * inside + [found.uncovered] * (len(response) - inside))
-            found.ended.append(rollout.ended[row])
+    begun = [[*node, *token] for node, token in zip(nodes, tokens.tolist(), strict=True)]
+    rows = [row for row, one in enumerate(expansions) if one.uncovered > _NOTHING and not stop(begun[row])]
+    if not rows:
+        return
+    rollout = sample(
+        body,
+        forward,
+        vocab_size=vocab_size,
+        sampling=sampling,
+        stop=stop,
+        draws=[draws[row] for row in rows],
+        parents=rows,
+        begun=[begun[row] for row in rows],
+    )
+    for row, response, ended in zip(rows, rollout.responses, rollout.ended, strict=True):
+        found, inside = expansions[row], len(begun[row])
+        found.responses.append(response)
+        found.weights.append([0.0] * inside + [found.uncovered] * (len(response) - inside))
+        found.ended.append(ended)
 
 
 def _states(body: Body, forward: Forward, prefixes: Sequence[Sequence[_Prefix]]) -> Tensor:

@@ -167,6 +167,7 @@ class Distillation(Job):
             "reuse": config.engine.reuse_rollout,
             "sampler": self.sampler,
             "processes": self.processes,
+            "share": config.engine.share_prompt,
             "merge": not config.objective.shuffle,  # a permutation is over all tokens of the step
         }
         ahead = self.processes.sharded or config.rollout.staleness > 0
