@@ -197,6 +197,13 @@ class RolloutConfig(Section):
     expected: ExpectedConfig | None = None
     """Learn from the mean over the student's own responses in place of samples, for short answers; null: samples."""
 
+    @property
+    def room(self) -> int:
+        """Most response tokens that a prompt is followed by, for each of `per_prompt`."""
+        if self.expected is None:
+            return self.max_new_tokens
+        return self.expected.max_nodes + (self.max_new_tokens if self.expected.rest == "sample" else 0)
+
     @model_validator(mode="after")
     def _expected_is_the_students_own(self) -> RolloutConfig:
         if self.expected is not None:

@@ -55,6 +55,8 @@ class Expansion:
     """Whether the response came to an end by itself."""
     nodes: int = 0
     """How many nodes the tree has."""
+    finished: float = 0.0
+    """Probability that a response comes to an end by itself, of those in the tree and of the sampled rest."""
     uncovered: float = 0.0
     """Mass of the responses that leave the tree. An ended response that the search has not come to counts here too."""
 
@@ -131,12 +133,14 @@ class _Search:
 
     def __init__(self, mass: float, max_nodes: int, longest: int, ends: Callable[[_Prefix], bool]) -> None:
         self._mass, self._max_nodes, self._longest, self._ends = mass, max_nodes, longest, ends
+        self._least = _LEAST * (1 - mass)
         self.known: dict[_Prefix, list[tuple[int, float]]] = {}
         """Prefix → its likeliest next tokens and their probabilities, likeliest first."""
         self.nodes: dict[_Prefix, float] = {}
         """Prefix → its probability."""
         self.inside: dict[_Prefix, dict[int, float]] = {}
         """Node → next tokens that lead to nodes and to ended responses, with their mass; see `leaving`."""
+        self._finished = 0.0
 
     def run(self) -> list[_Prefix]:
         """Search as far as distributions are known; the prefixes whose distributions are missing, none at the end.
@@ -145,7 +149,7 @@ class _Search:
         certain, but for what its own continuations will displace: those of all depths are ranked together. A search
         is complete after as many rounds as its tree is deep.
         """
-        self.nodes, self.inside = {}, {}
+        self.nodes, self.inside, self._finished = {}, {}, 0.0
         missing: list[_Prefix] = []
         covered, count = 0.0, 0
         heap: list[tuple[float, _Prefix, int]] = [(-1.0, (), 0)]
@@ -162,9 +166,9 @@ class _Search:
             if prefix:
                 push(parent, rank + 1)
             if prefix and self._ends(prefix):
-                covered += probability
+                covered, self._finished = covered + probability, self._finished + probability
             elif count == self._max_nodes:
-                if missing or probability < _LEAST * (1 - self._mass):
+                if missing or probability < self._least:
                     break
                 continue  # it stays outside, but a response that follows may have ended
             elif prefix not in self.known:
@@ -176,11 +180,17 @@ class _Search:
                 count += 1
                 if len(prefix) + 1 == self._longest:  # every token ends the response
                     covered += probability
+                    self._finished += self._ended_after(prefix)
                 else:
                     push(prefix, 0)
             if prefix:
                 self.inside[parent][prefix[-1]] = probability
         return missing
+
+    def _ended_after(self, node: _Prefix) -> float:
+        """Mass of the last tokens with which a response ends by itself, and not because it is the longest."""
+        shares = ((token, self.nodes[node] * share) for token, share in self.known[node])
+        return math.fsum(mass for token, mass in shares if mass > self._least and self._ends((*node, token)))
 
     def leaving(self) -> dict[_Prefix, float]:
         """Node → the mass of responses that leave the tree there."""
@@ -193,7 +203,8 @@ class _Search:
     def result(self) -> Expansion:
         last = self.nodes.keys() - {node[:-1] for node in self.nodes if node}
         paths = [(-self.nodes[node] * self.known[node][0][1], (*node, self.known[node][0][0])) for node in last]
-        found = Expansion(nodes=len(self.nodes), uncovered=math.fsum(self.leaving().values()))
+        left = math.fsum(self.leaving().values())
+        found = Expansion(nodes=len(self.nodes), finished=self._finished, uncovered=left)
         counted: set[_Prefix] = set()
         for _, path in sorted(paths):
             nodes = [path[:place] for place in range(len(path))]
@@ -228,7 +239,13 @@ def _sample_rest(
     uniform = torch.tensor([[draw()] for draw in draws], dtype=torch.float64, device=logits.device)
     tokens, _ = choose(logits, sampling, uniform)
     begun = [[*node, *token] for node, token in zip(nodes, tokens.tolist(), strict=True)]
-    rows = [row for row, one in enumerate(expansions) if one.uncovered > _NOTHING and not stop(begun[row])]
+    rows = []
+    for row, found in enumerate(expansions):
+        if found.uncovered > _NOTHING:
+            if stop(begun[row]):
+                found.finished += found.uncovered
+            else:
+                rows.append(row)
     if not rows:
         return
     rollout = sample(
@@ -246,6 +263,7 @@ def _sample_rest(
         found.responses.append(response)
         found.weights.append([0.0] * inside + [found.uncovered] * (len(response) - inside))
         found.ended.append(ended)
+        found.finished += found.uncovered * ended
 
 
 def _states(body: Body, forward: Forward, prefixes: Sequence[Sequence[_Prefix]]) -> Tensor:

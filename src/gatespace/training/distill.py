@@ -28,6 +28,7 @@ from gatespace.teacher.local import LocalTeacher
 from gatespace.teacher.scores import ScoreSpec, Teacher
 from gatespace.training.batches import Batches
 from gatespace.training.clock import Clock
+from gatespace.training.expected import Expected, ExpectedAhead
 from gatespace.training.job import Job
 from gatespace.training.memory import chunk_mb, micro_tokens
 from gatespace.training.processes import Processes
@@ -47,7 +48,8 @@ class Distillation(Job):
         self, config: TrainConfig, run: RunFolder, processes: Processes, progress: Progress, stack: ExitStack
     ) -> None:
         super().__init__(config, run, processes, progress, stack)
-        self.objective = build_objective(config.objective)
+        expected = config.rollout.expected is not None
+        self.objective = build_objective(config.objective, expected=expected)
         self.data = material(config.task, "distill")
         pair = config.pair
         options: dict[str, Any] = {
@@ -170,8 +172,11 @@ class Distillation(Job):
             "share": config.engine.share_prompt,
             "merge": not config.objective.shuffle,  # a permutation is over all tokens of the step
         }
-        ahead = self.processes.sharded or config.rollout.staleness > 0
-        self.rollouts = Ahead(**options, steps=config.steps) if ahead else OnPolicy(**options)
+        expected = config.rollout.expected is not None
+        if self.processes.sharded or config.rollout.staleness > 0:
+            self.rollouts: OnPolicy = (ExpectedAhead if expected else Ahead)(**options, steps=config.steps)
+        else:
+            self.rollouts = (Expected if expected else OnPolicy)(**options)
         self.trace = DistillationTrace(self)
 
     # ------------------------------------------------------------------ a step
