@@ -99,6 +99,17 @@ def test_plans_fit_a_terminal_of_80_columns(own_cache, words):
     }
 
 
+def test_a_study_takes_expected_rollouts(cli):
+    words = ["plan", "demo", "--json", "--no-estimate", "--set", "axes.controls.shuffled=[]"]
+    words += ["--set", "axes.published=[todi, akl]"]
+    sampled, expected = (
+        {run["id"] for run in json.loads(cli(*words, *more).stdout)["runs"]}
+        for more in ([], ["--set", "train.rollout.expected.max_nodes=16"])
+    )
+    assert len(sampled) == len(expected) > 100
+    assert not sampled & expected  # they are other runs
+
+
 def test_plan_says_what_could_be_supported_and_how_many_seeds_that_takes(cli):
     words = ["plan", "demo", "--no-estimate", "--set", "seeds=[1,2,3]"]
     shown = cli(*words).stdout
@@ -121,6 +132,11 @@ def test_plan_says_what_could_be_supported_and_how_many_seeds_that_takes(cli):
         (["plan", "demo", "--set", "axes.published=[nothing]"], "axes.published.method: unknown objective 'nothing'"),
         (["plan", "demo", "--set", "axes.published=[{method: todi, params: {bta: 1}}]"], "'beta'"),
         (["run", "demo", "--set", "points=['4,0,-1,0,nosuch=1']"], "unknown signal 'nosuch'"),
+        (["plan", "demo", "--set", "train.rollout.expected={}"], "objective.shuffle: λ is permuted over sampled"),
+        (
+            ["plan", "demo", "--set", "train.rollout.expected={}", "--set", "axes.controls.shuffled=[]"],
+            "axes.published: this objective reads the response that was sampled",
+        ),
         (["run", "demo", "--engine", "spark"], "spark"),
         (["run", "demo", "--address", "auto"], "--engine ray"),
         (["run", "demo", "--results", "folder"], "--results is no URL"),

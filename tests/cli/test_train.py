@@ -66,6 +66,25 @@ def test_a_teacher_that_knows_no_more_than_the_student_is_warned_of(cli, distil,
     assert found[1:] == stored  # which hold nothing that lies outside of the run
 
 
+def test_a_student_learns_from_expected_rollouts(cli, distil, taught, tmp_path):
+    words = [*distil, "--steps", "2", "--output", tmp_path / "run", "--set", "rollout.expected.max_nodes=9"]
+    words[words.index("--student") + 1] = str(taught.folder)
+    dry = cli(*words, "--dry-run", "--json")
+    assert dry.exit_code == 0, dry.stderr
+    assert json.loads(dry.stdout)["estimate"]["step"]["response_tokens"][1] == 6 * 9
+    result = cli(*words)
+    assert result.exit_code == 0, result.stderr
+    run = json.loads((tmp_path / "run" / "summary.json").read_text())["run"]
+    assert f"over {round(run['tokens'])} tokens of 12 responses" in result.stdout
+    for record in records(tmp_path / "run", "metrics"):
+        assert 1 < record["nodes"] <= 9
+        assert record["uncovered"] < 0.5
+        assert record["ended"] > 0.5
+    refused = cli(*words, "--set", "objective.support=hybrid", "--output", tmp_path / "other", "--dry-run")
+    assert refused.exit_code == 2
+    assert "objective: this objective reads the response that was sampled" in refused.stderr
+
+
 def test_without_a_model_there_is_no_next_step(cli, distil, tmp_path):
     words = [*distil, "--steps", "2", "--set", "checkpoint.model=false", "--output", tmp_path / "run"]
     result = cli(*words)

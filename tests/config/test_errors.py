@@ -131,7 +131,7 @@ def test_what_a_top_k_cannot_tell(overrides: tuple[str, ...], message: str) -> N
 def test_expected_tokens_are_not_shuffled() -> None:
     error = failing("rollout.expected={}", "objective.shuffle=true")
     assert "objective.shuffle: λ is permuted over sampled tokens" in error
-    assert "instead: false, or rollout.expected: null" in error
+    assert "instead: false (axes.controls of a study), or rollout.expected: null" in error
 
 
 @pytest.mark.parametrize(

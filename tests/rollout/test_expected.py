@@ -122,6 +122,10 @@ def test_the_whole_tree_is_the_mean_over_all_responses(kind: Any, small: Model) 
         mean = sum(len(response) * probability for response, probability in responses(share(small, tuple(prompt))))
         assert sum(map(sum, found.weights)) == pytest.approx(mean)
         assert found.ended == [stop(response) for response in found.responses]
+        finished = sum(
+            probability for response, probability in responses(share(small, tuple(prompt))) if stop(response)
+        )
+        assert found.finished == pytest.approx(finished, rel=1e-10)
 
 
 @pytest.mark.parametrize(("mass", "most"), [(0.3, 99), (0.9, 99), (0.99, 99), (1.0, 7), (0.9, 1), (0.5, 12), (1.0, 40)])

@@ -97,7 +97,9 @@ class TrainConfig(Section):
     def _expected_tokens_are_not_shuffled(self) -> TrainConfig:
         if self.rollout.expected is not None and self.objective.shuffle:
             what = "λ is permuted over sampled tokens, which count alike; expected ones count by their probability"
-            raise Fault("objective.shuffle", what, instead="false, or rollout.expected: null")
+            raise Fault(
+                "objective.shuffle", what, instead="false (axes.controls of a study), or rollout.expected: null"
+            )
         return self
 
     @model_validator(mode="after")

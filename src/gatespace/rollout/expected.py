@@ -145,9 +145,9 @@ class _Search:
     def run(self) -> list[_Prefix]:
         """Search as far as distributions are known; the prefixes whose distributions are missing, none at the end.
 
-        Where one is missing its mass counts as covered, and it as a node. What is met after it is then needed for
-        certain, but for what its own continuations will displace: those of all depths are ranked together. A search
-        is complete after as many rounds as its tree is deep.
+        A missing prefix counts as a node and its whole mass as covered, and the search goes on. What it asks for then
+        will be in the tree, unless likelier continuations of a missing prefix fill it before. All missing prefixes of
+        one length are asked for together, so that there are as many rounds as the tree is deep.
         """
         self.nodes, self.inside, self._finished = {}, {}, 0.0
         missing: list[_Prefix] = []

@@ -142,7 +142,7 @@ class LamStats:
     sd: float
     saturated: float
     """The share of tokens whose λ is within `SATURATION` of 0 or 1."""
-    hist: tuple[int, ...]
+    hist: tuple[float, ...]
     """Tokens in bins of equal width over [0, 1]."""
     rkl_mean: float | None
     """Σ λ·RKL / Σ RKL: the constant that gives reverse KL the same total weight."""

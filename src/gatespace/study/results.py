@@ -89,7 +89,7 @@ def _lam(run: Mapping[str, Any]) -> LamStats | None:
         saturated=run["lam_saturated"],
         hist=tuple(run["lam_hist"]),
         rkl_mean=run["lam_rkl_mean"],
-        tokens=run["tokens"],
+        tokens=round(run["tokens"]),  # expected ones are no whole number
     )
 
 
@@ -101,9 +101,9 @@ def _cost(folder: RunFolder, run: Mapping[str, Any]) -> Cost:
         seconds=fsum(value for record in timings for value in record["wall"].values()),
         cpu_seconds=fsum(value for record in timings for value in record["cpu"].values()),
         steps=run["steps"],
-        response_tokens=run["tokens"],
+        response_tokens=round(run["tokens"]),
         teacher_tokens=sum(record["teacher_tokens"] for record in timings),
-        scores_asked=hits + misses if hits + misses else run["tokens"],
+        scores_asked=hits + misses if hits + misses else round(run["tokens"]),
         scores_cached=hits,
     )
 

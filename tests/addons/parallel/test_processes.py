@@ -39,6 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "objective": {"method": "sampled_reverse_kl"},
     },
     "stale": {"rollout": {"staleness": 1, "max_new_tokens": 8}},
+    "expected": {"rollout": {"expected": {"max_nodes": 4, "rest": "sample"}, "max_new_tokens": 8}},
 }
 ONLY_DDP: dict[str, dict[str, Any]] = {"lora": {"pair": {"lora": {"r": 4}}}}
 
