@@ -306,7 +306,7 @@ def _small_window(own):
         (_no_table, [], "tickets.csv"),
         (_other_tokens, [], "do not have the same vocabulary"),
         (_small_window, [], "rollout.max_new_tokens: prompt and response do not fit .* of pair.teacher"),
-        (None, ["train.objective.top_k=100000"], "objective.top_k: there are not so many tokens"),
+        (None, ["train.objective.top_k=100000"], "objective.top_k: larger than the vocabulary"),
         (None, ["axes.published=[{method: eopd, params: {top_k: 99999}}]"], "eopd.*params.top_k"),
         (None, ["train.rollout.max_new_tokens=100000"], "rollout.max_new_tokens: prompt and response do not fit"),
         (None, ["train.evaluation.max_new_tokens=2000"], "evaluation.max_new_tokens: prompt and response do not fit"),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gatespace.study.plan import Plan
 
 MANY_RUNS = 10_000
-"""A study with more runs than that is taken for a slip, unless the user says so."""
+"""A study with more runs than that is treated as a mistake, unless the user confirms it."""
 
 Study = Annotated[
     str,
@@ -99,7 +99,7 @@ def checked_plan(config: StudyConfig, *, yes: bool = False) -> Plan:
     from gatespace.study.plan import check, least_runs, objective
 
     if not yes:
-        _check_size(least_runs(config), "at least ")  # before so many are planned
+        _check_size(least_runs(config), "at least ")  # before they are planned
     plan = check(config)
     if not yes:
         _check_size(len(plan.runs))

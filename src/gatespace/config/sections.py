@@ -277,7 +277,7 @@ class TeachEngineConfig(Section):
 
     packed: Switch | None = None
     """Run networks over packed tokens without padding; null: where the architecture allows it. Exact; false is for
-    checking, and reads every prompt anew at every token."""
+    checking, and recomputes every prompt at every token."""
 
     activation_checkpointing: Switch = False
     """Keep little of each layer for the backward pass, and compute the layer again there. Exact; for long texts and
@@ -314,7 +314,7 @@ class EvaluationConfig(Section):
     """The rows of the evaluations on the way."""
 
     limit: Count | None = None
-    """Evaluate on the first so many rows only; null: all. The first rows of TweetEval's tests are easier than the rest:
+    """Evaluate on the first N rows only; null: all. The first rows of TweetEval's tests are easier than the rest:
     for a glance, not for figures."""
 
     max_new_tokens: Count = 32
@@ -337,7 +337,7 @@ class TrainEvaluationConfig(EvaluationConfig):
 
 
 class CheckpointConfig(Section):
-    """What a killed run goes on from."""
+    """What a killed run resumes from."""
 
     every: CountOrZero = 25
     """Steps between two checkpoints; 0: none, a killed run starts again."""

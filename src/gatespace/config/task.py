@@ -1,4 +1,4 @@
-"""The section `task`: where texts and labels come from, how the model is asked, and whose rows are whose."""
+"""The section `task`: where texts and labels come from, how the model is prompted, and whose rows are whose."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class SplitConfig(Section):
 
 
 class TaskConfig(Section):
-    """Texts to be given one label each, and how a model is asked for it."""
+    """Texts to be given one label each, and how a model is prompted for it."""
 
     name: Name | None = "tweeteval/emotion"
     """A task by name: tweeteval/emotion, tweeteval/hate, tweeteval/offensive, any other of TweetEval, synthetic, or

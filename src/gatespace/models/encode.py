@@ -22,7 +22,7 @@ class Encoder:
     Args:
         prompt: The prompt of the task.
         tokenizer: A model's tokenizer, with its chat template.
-        texts: Every text that will be asked about; what all their prompts begin with is the shared prefix.
+        texts: Every text that will be classified; what all their prompts begin with is the shared prefix.
         share: False: the prefix is empty, and each prompt is whole.
     """
 

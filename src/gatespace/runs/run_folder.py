@@ -43,7 +43,7 @@ class DamagedFileError(RunError, ValueError):
 
 
 class RunFolder(Folder):
-    """A run on disk, finished or not. To look at one changes nothing; `claim` it to write."""
+    """A run on disk, finished or not. Reading one changes nothing; `claim` it to write."""
 
     # ------------------------------------------------------------------ places
 
@@ -149,7 +149,7 @@ class RunFolder(Folder):
             return max(0.0, time.time() - began)
 
     def ended_at(self) -> float | None:
-        """When the run was done or failed, in seconds since 1970; None where it goes on."""
+        """When the run was done or failed, in seconds since 1970; None while it runs."""
         for path in (self.done_file, self.path / "error.json"):
             if path.exists():
                 return path.stat().st_mtime
@@ -241,7 +241,7 @@ class RunFolder(Folder):
         return None
 
     def open_logs(self, marks: Mapping[str, Mark]) -> dict[str, JsonLines]:
-        """The logs, cut back to where the run goes on from; those without a mark begin anew."""
+        """The logs, cut back to where the run resumes; those without a mark start empty."""
         logs = {name: JsonLines(self.log_file(name)) for name in LOGS}
         for name, log in logs.items():
             log.cut(marks.get(name, Mark()))
@@ -318,7 +318,7 @@ class RunFolder(Folder):
 def _difference(
     run: RunFolder, config: TrainConfig | TeachConfig, before: Mapping[str, str], now: Mapping[str, str]
 ) -> str:
-    """In what the run in the folder is another one."""
+    """How the run in the folder differs from this one."""
     from gatespace.config import load_config
     from gatespace.config.identity import CONTENT, LEFT_OUT, settings_of
 
@@ -331,13 +331,13 @@ def _difference(
             return f"its {name} is {before[name]}, not {now[name]}"
     for name, value in now.items():
         if before[name] != value:
-            return f"its {name} is another one"
+            return f"changed: {name}"
     found = tuple(path for name in now for path in CONTENT[name])
     try:
         old = settings_of(load_config(type(config), run.config_file))
     except UsageError:
-        return "its settings are others"
+        return "its settings differ"
     for path, value in settings_of(config).items():
         if path not in LEFT_OUT and not path.startswith(found) and old.get(path) != value:
             return f"its {path} is {json.dumps(old.get(path))}, not {json.dumps(value)}"
-    return "its settings are others"
+    return "its settings differ"

@@ -42,7 +42,7 @@ class Base(NamedTuple):
 
 
 class StudyFolder(Folder):
-    """A study on disk. To look at one changes nothing; `claim` it to write."""
+    """A study on disk. Reading one changes nothing; `claim` it to write."""
 
     @classmethod
     def open(cls, path: Path | str) -> StudyFolder:
@@ -121,7 +121,7 @@ class StudyFolder(Folder):
 
     @property
     def workers(self) -> int:
-        """How many runs go on at once."""
+        """How many runs are active at once."""
         return int(self._read(self.store_file).get("workers", 1))
 
     def bases(self) -> dict[str, Base]:

@@ -70,7 +70,7 @@ class Reads:
 
     Args:
         run: Its folder.
-        publish: Called with the line too, before the read goes on.
+        publish: Called with the line too, before the split is read.
     """
 
     def __init__(self, run: RunFolder, publish: Callable[[bytes], None] = lambda line: None) -> None:

@@ -131,7 +131,7 @@ def outline(folder: StudyFolder, config: StudyConfig, threads: int | None = None
 
 
 def check_job(folder: StudyFolder, config: StudyConfig) -> Job | None:
-    """What is looked at before a study is run; None where nothing of it is left to do."""
+    """The job that checks a study before it is run; None where nothing of it is left to do."""
     _, work = outline(folder, config)
     if all(one.folder.state == "done" for one in work):
         return None

@@ -1,4 +1,4 @@
-"""Runs a study: whatever is not done yet, in an order that its needs allow, and again after any kill.
+"""Runs a study: all jobs that are not done yet, in the order of their dependencies; resumes after a kill.
 
 The runner keeps nothing in memory that the study's folder does not have. What a run's numbers are depends on its
 configuration alone, never on when, where or after how many attempts it was run.

@@ -110,7 +110,7 @@ class RayEngine:
         self._jobs: dict[Any, _Started] = {}
 
     def _connect(self, address: str | None) -> None:
-        # What Ray prints by itself would tear the live table apart; an error comes back as an outcome.
+        # Ray's own output would break the live table; an error comes back as an outcome.
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if address is None:
             # Beside the cores of each job: whatever else is asked for must be on this machine.

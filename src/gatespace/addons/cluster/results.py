@@ -254,7 +254,7 @@ def _work(local: Job, storage: Storage, place: str, run: RunFolder) -> None:
 
 
 def _name_places_of_the_study(job: Job, run: RunFolder, scratch: Path, study: Path) -> None:
-    """Have the records name the places of the study and not those of this machine, which mean nothing elsewhere."""
+    """Rewrite the paths in records to those of the study: paths of this machine mean nothing on another one."""
     if job["do"] == "baseline":
         run.finish_baseline(relocated(run.baseline(), scratch, study))
         return

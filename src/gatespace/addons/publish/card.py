@@ -359,7 +359,7 @@ def lam_formula(gate: Gate) -> str:
 
 
 def shown_name(name: str) -> str:
-    """A model's name without the place where it lies."""
+    """A model's name without its folder."""
     if is_address(name):
         return "a model behind a service"
     parts = [part for part in re.split(r"[\\/]", name.removeprefix("hub:")) if part not in ("", ".", "..", "~")]
