@@ -1,4 +1,4 @@
-"""The files of a run folder, so written that a kill at any moment leaves nothing that the next start cannot use.
+"""The files of a run folder, written so that a kill at any moment leaves nothing that a resume cannot use.
 
 Whole files are replaced in one rename. Logs grow line by line; what a killed run wrote past its last checkpoint is cut
 off before the run resumes, so that in the end a log has the bytes of a run that was never killed. A checkpoint knows

@@ -1,4 +1,4 @@
-"""From the STUDY of a command line to a study: one that is shipped, a file of one's own, or a study's folder."""
+"""From the STUDY of a command line to a study: one that is shipped, a file of yours, or a study's folder."""
 
 from __future__ import annotations
 
@@ -124,14 +124,14 @@ def support(plan: Plan) -> Reach:
 
 
 def out_of_reach(found: Reach) -> str:
-    """What is said of a study that can support nothing."""
+    """The message about a study that can support nothing."""
     if not found.claims:
         return "this study compares nothing"
     return f"whatever the result, this study can support no claim: that takes at least {found.seeds_needed} seeds"
 
 
 def study_folder(config: StudyConfig, study: str, output: Path | None) -> StudyFolder:
-    """Where the study lives."""
+    """The folder of the study."""
     from gatespace.runs import StudyFolder
 
     if output is None and StudyFolder(study).exists:

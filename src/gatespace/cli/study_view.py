@@ -50,7 +50,7 @@ class StudyView(Closing):
         self._say(f"note: {text}")
 
     def update(self, outlook: Outlook) -> None:
-        """Show how the study stands."""
+        """Show the state of the study."""
         if self._quiet:
             return
         if self._live is not None:

@@ -65,7 +65,7 @@ class Encoder:
         return text
 
     def closed(self, ids: Sequence[int]) -> bool:
-        """Whether the response is a whole answer, after which nothing that is written counts."""
+        """Whether the response is complete: nothing that is generated after it counts."""
         return self.prompt.closed(self.decode(ids))
 
 

@@ -213,7 +213,7 @@ class RunFolder(Folder):
     def begin(
         self, config: TrainConfig | TeachConfig, content: Mapping[str, str], environment: Mapping[str, Any]
     ) -> dict[str, Any] | None:
-        """Make the folder this run's, or see that it already is; the summary if the run is done.
+        """Begin the run in its folder, or check that the folder is this run's; returns the summary if the run is done.
 
         Args:
             config: All settings.

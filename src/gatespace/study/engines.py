@@ -1,4 +1,4 @@
-"""Where jobs are done: processes of this machine here, a Ray cluster in an add-on. All give the same numbers."""
+"""Where jobs run: processes of this machine here, a Ray cluster in an add-on. All give the same numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 
 class Engine(Protocol):
-    """Does jobs, several at a time."""
+    """Runs jobs, several at a time."""
 
     @property
     def slots(self) -> int:

@@ -1,4 +1,4 @@
-"""What a study consists of and how it stands, seen from its folder. To describe work needs no torch; to do it does."""
+"""The jobs of a study and their state, read from its folder. Describing them needs no torch; running them does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SAME_FAILURES = 3
 
 @dataclass(frozen=True)
 class Work:
-    """A piece of work and the folder that it leaves behind."""
+    """A job of a study and the folder that it leaves behind."""
 
     name: str
     title: str
@@ -46,7 +46,7 @@ class Work:
 
 @dataclass
 class Outlook:
-    """How a study stands."""
+    """The state of a study."""
 
     work: list[Work]
     states: dict[str, State]
@@ -54,11 +54,11 @@ class Outlook:
     """Work that cannot be done → why."""
 
     def of(self, state: State) -> list[Work]:
-        """Pieces of work in a state."""
+        """Jobs in a state."""
         return [work for work in self.work if self.states[work.name] == state]
 
     def count(self, state: State) -> int:
-        """How many pieces of work are in a state."""
+        """How many jobs are in a state."""
         return len(self.of(state))
 
     def errors(self) -> dict[str, str]:
@@ -77,7 +77,7 @@ class Outlook:
 
 
 def look(folder: StudyFolder, work: list[Work] | None = None) -> Outlook:
-    """How a study stands, seen from outside. `work` is that of `outline`, for those who look often."""
+    """The state of a study, read from its folder. `work` is that of `outline`, for callers that ask often."""
     if work is None:
         _, work = outline(folder, folder.config())
     running = folder.running()
@@ -119,7 +119,7 @@ def _hopeless(work: list[Work], states: Mapping[str, State], task: str) -> str:
 
 
 def outline(folder: StudyFolder, config: StudyConfig, threads: int | None = None) -> tuple[Plan, list[Work]]:
-    """The plan as it stands and all its pieces of work, models and baselines first."""
+    """The plan as it stands and all its jobs, models and baselines first."""
     plan = make_plan(config, {task: base.point for task, base in folder.bases().items()})
     work: list[Work] = []
     for task in config.tasks:

@@ -29,7 +29,7 @@ def run_study(
     watch: Callable[[Outlook], None] = lambda outlook: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Outlook:
-    """Do all that is left of a study, and return how it stands. The engine is closed.
+    """Run all that is left of a study, and return its state. The engine is closed.
 
     Args:
         config: The study file.
@@ -56,7 +56,7 @@ class _Runner:
         self._look()
 
     def _look(self) -> None:
-        """See from the folder what is to be done, and how far it is."""
+        """Read from the folder what is left to do, and how far it is."""
         self.plan, self.work = outline(self.folder, self.config, self.threads)
         self.states = {work.name: self._state(work) for work in self.work}
 

@@ -1,4 +1,4 @@
-"""What the model is shown and how its answer begins: the writing end of the contract that `parser` reads.
+"""The prompt of a task: what the model is shown, and how its response begins. `parser` is its counterpart.
 
 Everything that is the same for all texts stands first and the text last, so that the tokens in common, whose keys and
 values are computed once, are as many as can be.

@@ -144,7 +144,7 @@ def _erase(path: Path) -> None:
 
 
 def _tidy(folder: Path, current: Path, keep: int) -> None:
-    """Later ones are damaged or belong to a course that was given up; moved aside ones have been replaced."""
+    """Later ones are damaged or belong to an abandoned continuation; moved aside ones have been replaced."""
     paths = [path for _, path in _all(folder)]
     place = paths.index(current)
     rest = [current, *(path for path in paths[place + 1 :] if not path.suffix)]

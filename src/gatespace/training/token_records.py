@@ -18,7 +18,7 @@ _VALUES = ("loss", "lam", "h", "u", "gap", "forward_kl", "reverse_kl", "tail_mas
 
 
 def due(step: int, *, every: int) -> bool:
-    """Whether the step is one of those whose tokens are recorded: the first, and every so many after it.
+    """Whether the step is one of those whose tokens are recorded: the first, and every `every`-th after it.
 
     Examples:
         >>> [step for step in range(1, 30) if due(step, every=10)]

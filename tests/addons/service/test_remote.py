@@ -24,7 +24,7 @@ from gatespace.teacher.scores import ScoreSpec, TeacherAwayError
 from gatespace.training.train import train
 from tests.addons.service.services import Nursery, Service
 from tests.training.test_resume import assert_same_numbers
-from tests.training.test_run import Listener
+from tests.training.test_train import Listener
 
 Make = Callable[..., TrainConfig]
 PAYLOADS: dict[str, dict[str, Any]] = {

@@ -48,7 +48,7 @@ class Node:
 
 
 def execute_on_node(job: Job, node: Node) -> Outcome:
-    """Do a job on whatever machine Ray has chosen, and say how it went."""
+    """Run a job on the machine that Ray has chosen, and return its outcome."""
     return execute(job, partial(_perform_on_node, node=node))
 
 
@@ -229,7 +229,7 @@ def _amounts(amounts: Mapping[str, float]) -> str:
 
 
 def _line(error: Exception) -> str:
-    """The gist of one of Ray's errors, which go on for pages."""
+    """One line of one of Ray's errors, which are pages long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

@@ -176,14 +176,14 @@ class UrlEngine:
         return outcome
 
     def _look_for_progress(self) -> None:
-        """See from time to time how far runs on other machines are."""
+        """Poll how far runs on other machines are."""
         busy = self._look is not None and not self._look.done()
         if self._working and not busy and time.monotonic() - self._looked >= _SECONDS_BETWEEN_LOOKS:
             self._looked = time.monotonic()
             self._look = self._pool.submit(self.look_at, list(self._working.values()))
 
     def look_at(self, folders: list[RunFolder]) -> None:
-        """Write down how far runs are by their snapshots at the URL."""
+        """Record how far runs are by their snapshots at the URL."""
         for folder in folders:
             try:
                 step = progress_at(self._storage, self._place(folder))
@@ -197,7 +197,7 @@ class UrlEngine:
 
 
 def perform_through(job: Job, *, url: str, study: str) -> None:
-    """Do a job from what the URL has, and put there what comes of it. Nothing is done where it is done already."""
+    """Run a job from what the URL has, and upload its results. A job that is done is not run again."""
     storage, home, final = Storage(url), StudyFolder(study), folder_of(job)
     scratch = StudyFolder(scratch_of(storage.url))
     place = final.path.relative_to(home.path).as_posix()

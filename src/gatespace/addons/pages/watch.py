@@ -463,7 +463,7 @@ class Tail:
         return anew, [record for line in lines if (record := _record(line)) is not None]
 
     def _is_last(self, file: Any) -> bool:
-        """Whether the last line that was read still stands where it stood."""
+        """Whether the last line that was read is still in its place."""
         file.seek(self._offset - len(self._last))
         return bool(file.read(len(self._last)) == self._last)
 

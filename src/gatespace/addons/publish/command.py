@@ -1,4 +1,4 @@
-"""`gatespace export`: a run's model as a folder that anybody can load, with a card that says how it came about."""
+"""`gatespace export`: a run's model as a folder that transformers can load, with a model card."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def service_address(name: str) -> Address:
 def connect(
     context: zmq.Context[zmq.Socket[bytes]], address: Address, keys: ClientKeys | None, *, timeout: float
 ) -> zmq.Socket[bytes]:
-    """A client's socket. It reconnects automatically, also after `timeout` seconds without a sign of life.
+    """A client's socket. It reconnects automatically, also after `timeout` seconds without traffic.
 
     Nothing can be sent while it is not connected: `zmq.Again`.
     """
