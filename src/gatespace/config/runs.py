@@ -61,7 +61,7 @@ class TrainConfig(Section):
     """What a killed run resumes from."""
 
     trace: TraceConfig = TraceConfig()
-    """What is written down on the way."""
+    """What is recorded during training."""
 
     steps: Count = 100
     """Updates of the student: 100 on emotion, 200 on hate and offensive in the paper."""
@@ -152,7 +152,7 @@ class TeachConfig(Section):
     """What a killed run resumes from."""
 
     trace: TeachTraceConfig = TeachTraceConfig()
-    """What is written down on the way."""
+    """What is recorded during training."""
 
     steps: Count = 120
     """Updates of the model."""

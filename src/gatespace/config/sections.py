@@ -1,4 +1,4 @@
-"""The sections that say how a run is computed: models, rollout, teacher, optimizer, engine, what is written down."""
+"""The sections that say how a run is computed: models, rollout, teacher, optimizer, engine, what is recorded."""
 
 from __future__ import annotations
 
@@ -350,14 +350,14 @@ class CheckpointConfig(Section):
 
 
 class TeachTraceConfig(Section):
-    """What is written down on the way."""
+    """What is recorded during training."""
 
     trackers: Annotated[tuple[Name, ...], AfterValidator(_once), AfterValidator(_trackers)] = ()
     """Where metrics go beside metrics.jsonl: any of tensorboard, wandb, trackio, and what installed packages add."""
 
 
 class TraceConfig(TeachTraceConfig):
-    """What is written down on the way, down to single tokens."""
+    """What is recorded during training, down to single tokens."""
 
     tokens_every: CountOrZero = 10
     """Steps between two records of single tokens (λ, signals, divergences); 0: none."""

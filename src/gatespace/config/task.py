@@ -56,7 +56,7 @@ def _different(labels: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class TableConfig(Section):
-    """Classification data of one's own."""
+    """Your own classification data."""
 
     source: Annotated[str | dict[str, str], BeforeValidator(_source)]
     """A file (.jsonl, .csv, .tsv, .parquet; its rows are train), a folder with train, val and test files, a mapping of

@@ -6,7 +6,7 @@ environment.json         versions, machine, threads
 metrics.jsonl            a line per step; a function of the settings alone
 timings.jsonl            a line per step: seconds, cache hits
 tokens.jsonl             single tokens of some steps
-evaluations.jsonl        a line per evaluation on the way
+evaluations.jsonl        a line per evaluation during training
 reads.jsonl              a line per read of a held-out split, in a study
 checkpoints/             what a killed run resumes from; removed when it is done
 predictions-SPLIT.jsonl  every response of a final evaluation
@@ -15,6 +15,8 @@ plugins/                 the user's own code that the run imported
 model/                   the trained model
 summary.json, done       written last, in this order
 error.json               why it failed, in a study
+failed-step-N.json       what a step that failed had seen
+progress.json            how far it is, where its records are on another machine
 baseline.json            in place of all that: a model evaluated as it is
 """
 
@@ -99,7 +101,7 @@ class RunFolder(Folder):
     @property
     def is_done(self) -> bool:
         """Whether the run has ended with all its results."""
-        return (self.path / "done").exists()
+        return self.done_file.exists()
 
     @property
     def state(self) -> State:
@@ -144,7 +146,7 @@ class RunFolder(Folder):
         except FileNotFoundError:
             return None
         try:
-            return max(0.0, (self.path / "done").stat().st_mtime - began)
+            return max(0.0, self.done_file.stat().st_mtime - began)
         except FileNotFoundError:
             return max(0.0, time.time() - began)
 
@@ -254,13 +256,13 @@ class RunFolder(Folder):
     def mark_done(self) -> None:
         """The last thing that is written of a run."""
         self.check_claim()
-        atomic_write(self.path / "done", "")
+        atomic_write(self.done_file, "")
         shutil.rmtree(self.checkpoints, ignore_errors=True)
 
     def finish_baseline(self, about: Mapping[str, Any]) -> None:
         """Write what the evaluations in this folder are of; it is done."""
         atomic_write(self.path / "baseline.json", json.dumps(about, indent=2) + "\n")
-        atomic_write(self.path / "done", "")
+        atomic_write(self.done_file, "")
 
     def fail(self, error: str, details: str = "") -> None:
         """Record a failure."""
@@ -324,13 +326,13 @@ def _difference(
 
     if before.get("processes") != now.get("processes"):
         return f"it is a run of {before.get('processes', '1')} processes, not {now.get('processes', '1')}"
-    if set(before) != set(now):
+    if {*before} ^ {*now} not in (set(), {"plugins"}):
         return "it is not a run of this command"
     for name in ("gate", "precision"):  # in plain words; and the precision shows in a teacher's hash too
         if name in now and before[name] != now[name]:
             return f"its {name} is {before[name]}, not {now[name]}"
-    for name, value in now.items():
-        if before[name] != value:
+    for name in {**now, **before}:
+        if before.get(name) != now.get(name):
             return f"changed: {name}"
     found = tuple(path for name in now for path in CONTENT[name])
     try:

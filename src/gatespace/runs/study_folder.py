@@ -196,11 +196,11 @@ class StudyFolder(Folder):
         return str(copy.relative_to(self.path))
 
     def choose(self, task: str, base: Base) -> None:
-        """Write down the base that was chosen for a task."""
+        """Record the base that was chosen for a task."""
         chosen = {name: value._asdict() for name, value in (self.bases() | {task: base}).items()}
         atomic_write(self.bases_file, json.dumps(chosen, indent=2, sort_keys=True) + "\n")
 
     def now_running(self, names: Iterable[str]) -> None:
-        """Write down what is being run."""
+        """Record what is being run."""
         self.check_claim()
         atomic_write(self.path / "running.json", json.dumps(dict.fromkeys(sorted(names), True)) + "\n")

@@ -91,7 +91,7 @@ class Reads:
         self._split = ""
 
     def record(self, split: str, rows: int) -> None:
-        """Write down one read."""
+        """Record one read."""
         line = (json.dumps({"split": split, "rows": rows}) + "\n").encode()
         self._publish(line)
         self._run.path.mkdir(parents=True, exist_ok=True)
