@@ -19,7 +19,7 @@ from gatespace.cli.study_view import StudyView
 from gatespace.errors import UsageError
 from gatespace.plugins import plugin_hash
 from gatespace.runs import StudyFolder
-from gatespace.study.outlook import look
+from gatespace.study.outlook import read_outlook
 from gatespace.study.plan import make_plan
 
 
@@ -168,7 +168,7 @@ def test_a_line_about_running_work_has_no_empty_brackets(tmp_path, monkeypatch, 
     monkeypatch.setattr("gatespace.cli.study_view._SECONDS_BETWEEN_LINES", 0)
     folder = StudyFolder(tmp_path)
     folder.begin(load_study("demo"), workers=1, threads=1)
-    outlook = look(folder)
+    outlook = read_outlook(folder)
     outlook.states.update(dict.fromkeys([work.name for work in outlook.work[:5]], "running"))
     with StudyView(1) as view:
         view.update(outlook)

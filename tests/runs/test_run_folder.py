@@ -47,7 +47,7 @@ def test_a_run_that_failed_may_be_tried_again(begun: RunFolder) -> None:
     begun.fail("out of memory", "a traceback")
     assert (begun.state, begun.error(), begun.failure()["details"]) == ("failed", "out of memory", "a traceback")
     assert begun.ended_at() is not None
-    begun.forgive()
+    begun.clear_failure()
     assert (begun.state, begun.failure()) == ("running", {})
 
 

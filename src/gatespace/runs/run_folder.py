@@ -269,7 +269,7 @@ class RunFolder(Folder):
         record = {"error": error, "details": details, "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
         atomic_write(self.path / "error.json", json.dumps(record, indent=2) + "\n")
 
-    def forgive(self) -> None:
+    def clear_failure(self) -> None:
         """Let a run that failed be tried again."""
         (self.path / "error.json").unlink(missing_ok=True)
 

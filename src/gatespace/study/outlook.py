@@ -76,7 +76,7 @@ class Outlook:
         return fsum(known) / len(known) * fsum(left) / workers
 
 
-def look(folder: StudyFolder, work: list[Work] | None = None) -> Outlook:
+def read_outlook(folder: StudyFolder, work: list[Work] | None = None) -> Outlook:
     """The state of a study, read from its folder. `work` is that of `outline`, for callers that ask often."""
     if work is None:
         _, work = outline(folder, folder.config())
@@ -91,7 +91,7 @@ def look(folder: StudyFolder, work: list[Work] | None = None) -> Outlook:
 def blocked(work: list[Work], states: Mapping[str, State]) -> dict[str, str]:
     """Work that waits for something that failed → why it cannot be done."""
     found: dict[str, str] = {}
-    hopeless = {task: error for task in {one.task for one in work} if (error := _hopeless(work, states, task))}
+    failing = {task: error for task in {one.task for one in work} if (error := _common_error(work, states, task))}
     for one in work:  # needs stand before what needs them
         if states[one.name] != "waiting":
             continue
@@ -100,12 +100,12 @@ def blocked(work: list[Work], states: Mapping[str, State]) -> dict[str, str]:
                 found[one.name] = f"{need} failed"
             elif need in found:
                 found[one.name] = found[need]
-        if one.run is not None and one.task in hopeless:
-            found.setdefault(one.name, f"the first runs of {one.task} all failed: {hopeless[one.task]}")
+        if one.run is not None and one.task in failing:
+            found.setdefault(one.name, f"the first runs of {one.task} all failed: {failing[one.task]}")
     return found
 
 
-def _hopeless(work: list[Work], states: Mapping[str, State], task: str) -> str:
+def _common_error(work: list[Work], states: Mapping[str, State], task: str) -> str:
     """The error that all runs of a task have failed with so far; "" where there is no such error."""
     runs = [one for one in work if one.task == task and one.run is not None]
     failed = [one for one in runs if states[one.name] == "failed"]

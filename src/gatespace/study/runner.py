@@ -53,9 +53,9 @@ class _Runner:
     ) -> None:
         self.config, self.folder, self.engine, self.threads, self.note = config, folder, engine, threads, note
         self.running: set[str] = set()
-        self._look()
+        self._refresh()
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         """Read from the folder what is left to do, and how far it is."""
         self.plan, self.work = outline(self.folder, self.config, self.threads)
         self.states = {work.name: self._state(work) for work in self.work}
@@ -70,13 +70,13 @@ class _Runner:
     def go(self, retry: bool, watch: Callable[[Outlook], None]) -> Outlook:
         if retry:
             for work in self.work:
-                work.folder.forgive()
-            self._look()
+                work.folder.clear_failure()
+            self._refresh()
         written: set[str] | None = None
         while True:
             self.folder.check_claim()
             if self._choose_bases():
-                self._look()
+                self._refresh()
             hopeless = blocked(self.work, self.states)
             for work in self._ready(hopeless):
                 if len(self.running) >= self.engine.slots:

@@ -31,7 +31,7 @@ from gatespace.addons.pages.page import Reply, loopback_server, render
 from gatespace.errors import GatespaceError, UsageError
 from gatespace.models.cache_root import cache_root
 from gatespace.runs import RunFolder, StudyFolder
-from gatespace.study.outlook import Outlook, Work, look, outline
+from gatespace.study.outlook import Outlook, Work, outline, read_outlook
 
 __all__ = ["Watch", "Watcher", "check_watchable", "watch_server"]
 
@@ -274,7 +274,7 @@ class Watcher:
             config = study.config()
             self._outline = (written, outline(study, config)[1], config.name)
         _, work, name = self._outline
-        outlook = look(study, work)
+        outlook = read_outlook(study, work)
         items = tuple(_item_of(one, outlook) for one in work)
         return _State("study", name, study.is_running, items, outlook.seconds_left(study.workers), study.workers)
 

@@ -186,7 +186,7 @@ class Front(Closing):
                     self._wake_receiver.recv(4096)
             elif key.data.outer.fileno() >= 0:  # it may have been closed for another one's sake
                 self._pass(key.data)
-        self._look_after(time.monotonic())
+        self._check_timeouts(time.monotonic())
 
     def _pass(self, connection: _Connection) -> None:
         """Pass on what has arrived, and wait for what can be done next."""
@@ -230,7 +230,7 @@ class Front(Closing):
             elif before is not None and before.events != events:
                 self._selector.modify(end, events, connection)
 
-    def _look_after(self, now: float) -> None:
+    def _check_timeouts(self, now: float) -> None:
         for connection in [one for one in self._connections.values() if one.stalled is not None]:
             assert connection.stalled is not None
             if connection.unaccounted < WINDOW:
