@@ -92,7 +92,7 @@ def test_services_are_commands_of_ours(name: str) -> None:
     for words in (shlex.split(service["command"]), health[2:]):
         command: Any = typer.main.get_command(app)
         while words and hasattr(command, "commands"):
-            command, words = command.commands[words[0]], words[1:]
+            command, words = command.get_command(None, words[0]), words[1:]
         if words:
             command.make_context(command.name, words)  # an unknown option or a missing argument raises
     assert set(service.get("depends_on", {})) <= set(COMPOSE["services"])

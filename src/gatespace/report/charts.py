@@ -438,7 +438,7 @@ def _name_points(axes: Axes, points: Sequence[tuple[float, float, str]]) -> None
 
 
 def _beside(axes: Axes, place: float, words: str, inches: float, **look: Any) -> None:
-    """Words on the right of a row, so many inches from its end."""
+    """Words on the right of a row, `inches` from its end."""
     x = 1 + inches / (axes.get_position().width * width())
     axes.text(x, place, words, transform=axes.get_yaxis_transform(), fontsize=SMALL, va="center", **look)
 

@@ -269,7 +269,7 @@ def _confusion(view: View) -> Iterator[Record]:
 
 
 def _wrong_texts(view: View) -> Table:
-    """Texts that the point chosen on validation has wrong at most of its seeds, with what the models said of them."""
+    """Texts that the point chosen on validation has wrong at most of its seeds, with what the models predicted."""
     records: list[Record] = []
     counts = []
     for task in view.results.tasks:

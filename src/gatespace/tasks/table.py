@@ -1,4 +1,4 @@
-"""Classification data of one's own: JSONL, CSV, TSV, Parquet, or a dataset of the Hugging Face Hub."""
+"""Your own classification data: JSONL, CSV, TSV, Parquet, or a dataset of the Hugging Face Hub."""
 
 from __future__ import annotations
 

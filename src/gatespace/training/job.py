@@ -1,4 +1,4 @@
-"""What the training loop asks of a job: `Distillation` (`gatespace train`) and `Supervised` (`gatespace teach`)."""
+"""What the training loop needs of a job: `Distillation` (`gatespace train`) and `Supervised` (`gatespace teach`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from gatespace.training.setup import Material, deterministic, placement
 
 
 class Loss(Protocol):
-    """Something with a loss to go backward from."""
+    """Something with a loss to call backward on."""
 
     @property
     def loss(self) -> Tensor: ...
@@ -121,7 +121,7 @@ class Job(ABC):
         return own or first
 
     def begin(self) -> dict[str, Any] | None:
-        """Make the folder this run's, or see that it already is; the summary if the run is done."""
+        """Begin the run in its folder, or check that the folder is this run's; the summary if the run is done."""
         config, processes = self.config, self.processes
         content = {**self.content, **processes.content}
         if config.plugins:

@@ -171,7 +171,7 @@ def test_another_run_in_the_same_folder(train_config: Make, tiny: TinyPair, taug
     refused("its optimizer.lr is 0.002, not 0.01", train_config(steps=1, optimizer={"lr": 0.01}))
     refused("its gate is", train_config(steps=1, objective={"gate": "G4"}))
     refused("its precision is fp32, not bf16", train_config(steps=1, engine={"precision": "bf16"}))
-    refused("its teacher is another one", train_config(steps=1, pair={"teacher": str(tiny.teacher)}))
+    refused("changed: teacher", train_config(steps=1, pair={"teacher": str(tiny.teacher)}))
     settings = {"task": TASK, "model": str(tiny.teacher), "output": str(config.output), "steps": 1}
     refused("not a run of this command", parse_config(TeachConfig, settings))
     assert {p: p.read_bytes() for p in config.output.iterdir() if p.is_file()} == before
