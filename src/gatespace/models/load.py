@@ -388,6 +388,8 @@ def _not_loaded(name: str, part: str, error: Exception, options: dict[str, Any])
         instead = "the folder of a copy that was downloaded elsewhere; or smollm2, which needs no Hub"
     elif "revision" in options:
         why = "no such id or revision, one that needs a login (hf auth login), or one without safetensors files"
+    if why:
+        why = f"there is no folder of that name here, so it is a name on the Hub; {why}"
     return UsageError(f"the {part} of {name} could not be loaded", got=first_line(error), why=why, instead=instead)
 
 
