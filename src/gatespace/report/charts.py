@@ -432,7 +432,8 @@ def _name_points(axes: Axes, points: Sequence[tuple[float, float, str]]) -> None
                 not (box[0] < px < box[1] and abs((py - low) / (high - low) - at) < 0.03) for px, py, _ in points
             )
             if free and clear and box[1] < 1.03 and box[0] > -0.03:
-                axes.text(start, y, name, fontsize=SMALL, va="center", zorder=4)
+                paper = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.4}  # a line behind does not strike it out
+                axes.text(start, y, name, fontsize=SMALL, va="center", zorder=2.5, bbox=paper)
                 taken.append(box)
                 break
 
