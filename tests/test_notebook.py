@@ -27,6 +27,8 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     notebook = client.execute(_read(), cwd=str(tmp_path), timeout=1800)  # an error in a cell raises
     loss, study, records, explorer = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
     assert loss[0].text.startswith("loss ")
-    assert "G5" in "".join(output.get("text", "") for output in study)
+    shown = "".join(output.get("text", "") for output in study)
+    assert "G5" in shown
+    assert "\x1b" not in shown  # no progress bar, of which a notebook would keep every frame
     assert records[0].text.count("step ") == 5
     assert "<iframe srcdoc=" in explorer[-1].data["text/html"]
