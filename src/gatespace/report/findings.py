@@ -189,7 +189,8 @@ def _training(view: View) -> list[str]:
         if known.trained is None:
             found.append(f"{task}: no run of the family is done.")
             continue
-        text = f"{task}: the family's {known.runs} runs are at {_percent(known.trained)} on average"
+        runs = f"{known.runs} runs are" if known.runs > 1 else "one run is"
+        text = f"{task}: the family's {runs} at {_percent(known.trained)}{' on average' * (known.runs > 1)}"
         if known.start is not None and known.gain is not None:
             text += f", from {_percent(known.start)} before training ({_pp(known.gain)})"
         beside = []
