@@ -184,8 +184,20 @@ def test_make_targets_in_the_text_exist(command: str) -> None:
 def test_links_between_pages_resolve(page: Path) -> None:
     text = _FENCE.sub("", page.read_text(encoding="utf-8"))
     targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
-    broken = [target for target in targets if not (page.parent / (target.split("#")[0] or page.name)).exists()]
+    files = {target: page.parent / (target.split("#")[0] or page.name) for target in targets}
+    broken = [target for target, file in files.items() if not file.exists()]
+    broken += [
+        target
+        for target, file in files.items()
+        if "#" in target and file in PAGES and target.split("#")[1] not in anchors(file)
+    ]
     assert not broken
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link can name in a page: its headings, as MkDocs and GitHub spell them."""
+    headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 
 
 def test_list_of_modules_is_up_to_date() -> None:

@@ -299,6 +299,10 @@ def _small_window(own):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 12}))
 
 
+def _some_runs(own):
+    (own / "runs" / "teacher").mkdir(parents=True)
+
+
 @pytest.mark.parametrize(
     ("change", "sets", "text"),
     [
@@ -311,6 +315,7 @@ def _small_window(own):
         (None, ["train.rollout.max_new_tokens=100000"], "rollout.max_new_tokens: prompt and response do not fit"),
         (None, ["train.evaluation.max_new_tokens=2000"], "evaluation.max_new_tokens: prompt and response do not fit"),
         (None, ["train.pair.student=no/such/model"], "pair.student: no such model"),
+        (_some_runs, ["train.pair.teacher=runs/teachr"], "pair.teacher: no such model(.|\n)*mean runs/teacher[?]"),
         (None, ["teach.teacher={model: nowhere}"], "teach.teacher: model: no such model"),
     ],
 )

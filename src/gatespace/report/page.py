@@ -213,7 +213,9 @@ def _status(view: View) -> str:
     results = view.results
     parts = [
         f"{len(results.tasks)} task{'s' * (len(results.tasks) != 1)}: {', '.join(results.tasks)}",
-        f"seeds {', '.join(map(str, results.seeds))} (selection seed {results.selection_seed})",
+        f"seeds {', '.join(map(str, results.seeds))} (selection seed {results.selection_seed})"
+        if len(results.seeds) > 1
+        else f"one seed: {results.selection_seed}",
     ]
     if results.replication_seeds:
         parts.append(f"replicated on {', '.join(map(str, results.replication_seeds))}")

@@ -69,5 +69,5 @@ def check_column(column: str, columns: Iterable[str], *, where: str) -> None:
         raise UsageError(
             f"{where} has no column {column!r}",
             got=f"columns {', '.join(map(repr, present))}",
-            instead="name the columns with text_column= and label_column=",
+            instead="text_column and label_column of task.table name the columns",
         )
