@@ -111,6 +111,13 @@ def test_phases_do_not_add_up(pair: dict[str, Sizes]) -> None:
     usual = plan(pair, engine={"micro_tokens": 615}).memory()
     assert again.phases["update"]["activations"] < usual.phases["update"]["activations"] / 10
     assert again.phases["update"]["attention"] == usual.phases["update"]["attention"] // 36
+    # One row of 4096 tokens: half of its layers are recomputed, unless that is not wanted.
+    work = Work(prefix=130, mean=3840.0, longest=3840, new=256, rows=1)
+    half, all_ = (
+        replace(plan(pair, engine={"activation_checkpointing": how}), work=work).memory().phases["update"]
+        for how in (None, False)
+    )
+    assert half["activations"] < 0.6 * all_["activations"]
     apart = plan(pair).memory(teacher_beside=False)
     assert set(apart.teacher) == {"teacher_weights", "teacher_pass", "scores"}
     assert apart.lasting["teacher_head"] == 2 * pair["32b"].head

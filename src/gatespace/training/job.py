@@ -16,6 +16,7 @@ from gatespace.config import TeachConfig, TrainConfig
 from gatespace.errors import RunError, UsageError
 from gatespace.evaluation import Evaluation, evaluate
 from gatespace.models import Model
+from gatespace.models.body import Body, body_of
 from gatespace.models.cache_root import remove_leftovers
 from gatespace.models.encode import Encoder
 from gatespace.models.sizes import Sizes, sizes_of
@@ -67,6 +68,7 @@ class Job(ABC):
     """The one that is trained."""
     data: Material
     encoder: Encoder
+    body: Body
     optimizer: Optimizer
     trace: StepTrace
     content: dict[str, str]
@@ -151,6 +153,10 @@ class Job(ABC):
         """Make what training needs beside the models."""
         config, place = self.config, self.place
         self.model = self.processes.prepare(self.model, dtype=place.dtype, packed=config.engine.packed)
+        again = config.engine.activation_checkpointing
+        if again is None and self.processes.sharded:
+            again = False  # layers are gathered by all together, and only some may have long texts
+        self.body = body_of(self.model, packed=config.engine.packed, checkpointing=again)
         self.optimizer = Optimizer(
             self.model.network, config.optimizer, steps=config.steps, dtype=place.dtype, processes=self.processes
         )
