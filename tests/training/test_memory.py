@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from gatespace.models import Model
 from gatespace.models.packed import LONG, PackedBody
 from gatespace.models.sizes import Sizes, sizes_of
 from gatespace.training import memory
-from gatespace.training.memory import Plan, Work, check_devices, chunk_mb, device_bytes, layouts, micro_tokens
+from gatespace.training.memory import Layout, Plan, Work, check_devices, chunk_mb, device_bytes, layouts, micro_tokens
 from gatespace.training.processes import ONE
 
 # As published: Qwen3-4B has 4.0 billion parameters, 3.6 without its embedding; Qwen3-32B has 32.8 and 31.2.
@@ -95,6 +96,46 @@ def test_which_cards_a_32b_teacher_and_a_4b_student_fit_on(pair: dict[str, Sizes
         (1, ""),
         *((cards, parallel) for cards in (2, 4, 8) for parallel in ("ddp", "fsdp")),
     }
+
+
+TABLE: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    "`engine.activation_checkpointing: true`, `engine.micro_tokens: 615`": {
+        "engine": {"activation_checkpointing": True, "micro_tokens": 615}
+    },
+    "`optimizer.states: 8bit`": {"optimizer": {"states": "8bit"}},
+    "the same, with `pair.teacher_quantization: nf4`": {
+        "optimizer": {"states": "8bit"},
+        "pair": {"teacher": "t", "teacher_quantization": "nf4"},
+    },
+    "`pair.lora: {r: 16}`": {},
+    "`pair.teacher`: a service on other cards": {},
+}
+
+
+def test_the_table_of_the_docs(pair: dict[str, Sizes]) -> None:
+    """docs/devices.md: of the ways to place a run on some cards, the one whose fullest card has most room."""
+
+    def cell(found: list[Layout], cards: int) -> str:
+        best = min((one for one in found if one.cards == cards), key=Layout.worst)
+        teacher = f" and {sum(best.memory.teacher.values()) / 1e9:.1f}" if best.memory.teacher else ""
+        parallel = f", {best.parallel}" if best.parallel else ""
+        return f"{best.verdict(80 * 10**9)}: {best.memory.all / 1e9:.1f}{teacher}{parallel}"
+
+    text = (Path(__file__).parents[2] / "docs/devices.md").read_text()
+    for name, settings in TABLE.items():
+        run = plan(pair, **settings)
+        if "service" in name:
+            run = replace(run, teacher=None)
+        if "lora" in name:
+            targets = 4096 * 2 + 1024 * 2 + 2560 * 4 + 3 * (2560 + 9728)  # inputs and outputs of a layer's products
+            run = replace(run, student=replace(pair["4b"], trained=16 * 36 * targets))
+        found = list(layouts(run))
+        assert f"| {name} | {' | '.join(cell(found, cards) for cards in (1, 2, 8))} |" in text
+    update = plan(pair).memory().during("update")
+    for purpose, size in update.items():
+        assert f"| {purpose.replace('_', ' ')} | " in text
+        assert f" | {size / 1e9:.2f} |" in text, purpose
 
 
 def test_phases_do_not_add_up(pair: dict[str, Sizes]) -> None:

@@ -153,12 +153,14 @@ class Job(ABC):
         """Make what training needs beside the models."""
         config, place = self.config, self.place
         self.model = self.processes.prepare(self.model, dtype=place.dtype, packed=config.engine.packed)
+        self.optimizer = Optimizer(
+            self.model.network, config.optimizer, steps=config.steps, dtype=place.dtype, processes=self.processes
+        )
         again = config.engine.activation_checkpointing
         if again is None and self.processes.sharded:
             again = False  # layers are gathered by all together, and only some may have long texts
-        self.body = body_of(self.model, packed=config.engine.packed, checkpointing=again)
-        self.optimizer = Optimizer(
-            self.model.network, config.optimizer, steps=config.steps, dtype=place.dtype, processes=self.processes
+        self.body = body_of(  # after the optimizer, which rounds the network to its precision
+            self.model, packed=config.engine.packed, checkpointing=again
         )
 
     @abstractmethod
