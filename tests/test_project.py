@@ -55,7 +55,8 @@ def test_workflows_call_targets_that_exist_with_few_rights(path: Path) -> None:
 def test_tests_run_on_every_python_that_the_package_names() -> None:
     tested = read(ROOT / ".github" / "workflows" / "tests.yml")["jobs"]["test"]["strategy"]["matrix"]["python"]
     named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
-    assert tested == named
+    assert named
+    assert set(named) <= set(tested)
 
 
 @pytest.mark.parametrize("path", FORMS, ids=stem)

@@ -279,9 +279,10 @@ class TeachEngineConfig(Section):
     """Run networks over packed tokens without padding; null: where the architecture allows it. Exact; false is for
     checking, and recomputes every prompt at every token."""
 
-    activation_checkpointing: Switch = False
+    activation_checkpointing: Switch | None = None
     """Keep little of each layer for the backward pass, and compute the layer again there. Exact; for long texts and
-    large models, at about a third more time."""
+    large models, at about a third more time. null: every second layer, where a text has more than about 340 tokens of
+    its own; false: none."""
 
     share_prefix: Switch = True
     """Compute what all prompts have in common once per batch. Exact; false is for checking."""
