@@ -152,7 +152,7 @@ def test_float64_agrees_to_the_last_digits(way: Way, lengths: tuple[int, ...], s
 def test_long_texts_and_recomputed_layers_agree(
     way: Way, checkpointing: bool, student: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gatespace.models.packed.LONG", 400)  # short rows stay below, long ones are above
+    monkeypatch.setattr("gatespace.models.attention.LONG", 400)  # short rows stay below, long ones are above
     model = made(student.tokenizer, "Starcoder2", dtype=torch.float64)
     compare(model, PackedBody(model, checkpointing=checkpointing), way, LENGTHS["different"], 1e-13)
 

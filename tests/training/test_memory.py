@@ -12,7 +12,8 @@ import transformers
 from gatespace.config import TeachEngineConfig, TrainConfig, parse_config
 from gatespace.errors import UsageError
 from gatespace.models import Model
-from gatespace.models.packed import LONG, PackedBody
+from gatespace.models.attention import LONG
+from gatespace.models.packed import PackedBody
 from gatespace.models.sizes import Sizes, sizes_of
 from gatespace.training import memory
 from gatespace.training.memory import Plan, Work, check_devices, chunk_mb, device_bytes, layouts, micro_tokens
