@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gatespace.errors import UsageError
 from gatespace.models.load import Model
-from gatespace.models.tree import Parents, depths
+from gatespace.models.tree import Parents, depths, paths
 
 _NAME = "gatespace"
 _one_pass = threading.Lock()
@@ -56,6 +57,21 @@ class KVCache:
             for tensor in pair:
                 tensor.requires_grad_()
         return fresh
+
+    def row(self, place: int) -> KVCache:
+        """That of one row, in memory of its own."""
+        start, length = sum(self.lengths[:place]), self.lengths[place]
+        span = slice(start, start + length)
+        return KVCache(tuple((key[:, span].clone(), value[:, span].clone()) for key, value in self.layers), (length,))
+
+    @staticmethod
+    def joined(caches: Sequence[KVCache]) -> KVCache:
+        """The rows of several caches, in this order."""
+        layers = [zip(*some, strict=True) for some in zip(*(cache.layers for cache in caches), strict=True)]
+        return KVCache(
+            tuple((torch.cat(keys, 1), torch.cat(values, 1)) for keys, values in layers),
+            tuple(length for cache in caches for length in cache.lengths),
+        )
 
     def backward(self, leaves: KVCache) -> None:
         """Continue in this graph with the gradients that `leaves` have gathered."""
@@ -113,7 +129,8 @@ class PackedBody:
         *,
         prefix: KVCache | Sequence[int] | None = None,
         past: KVCache | None = None,
-        shape: Callable[[int], int] | None = None,
+        after: Sequence[int] | None = None,
+        shape: Callable[[int], tuple[int, int]] | None = None,
         parents: Parents = None,
     ) -> Forward:
         """Hidden states of all tokens of `rows`.
@@ -121,9 +138,13 @@ class PackedBody:
         Args:
             rows: Token ids, at least one per row.
             prefix: What stands before every row: the KV cache from an earlier pass, or ids to include in this pass.
-            past: The KV cache of each row from an earlier pass, after the prefix.
-            shape: The padded length of row i in attention. The bits of a row's result depend on its shape, not on
-                the other rows. None: short rows together, long rows together.
+            past: The KV cache of rows from an earlier pass, after the prefix.
+            after: The row that each row continues, counted over the rows of `past` and then over those of this pass,
+                where it must be one that continues none; -1: it begins after the prefix. None: the row of `past` at the
+                same place.
+            shape: The padded lengths of row i in attention: of its own tokens, and of those of the row that it
+                continues. The bits of a row's result depend on them, not on the other rows; the ways from the root of a
+                tree to its leaves attend one by one. None: short rows together, long rows together.
             parents: Rows that are trees: for each of the row's tokens the place of the token that it follows, which
                 stands before it in the row, or -1 where it follows what stands before the row. A token sees its
                 ancestors only. None, for all rows or for one: every token follows the one before it. The KV cache of
@@ -131,22 +152,27 @@ class PackedBody:
         """
         inline = tuple(prefix) if prefix is not None and not isinstance(prefix, KVCache) else ()
         before = len(inline) if not isinstance(prefix, KVCache) else prefix.lengths[0]
-        starts = [before] * len(rows) if past is None else [before + length for length in past.lengths]
+        lengths = tuple(len(row) for row in rows)
+        if after is None:
+            after = range(len(rows)) if past is not None else [-1] * len(rows)
+        known = (*(past.lengths if past is not None else ()), *lengths, 0)
+        behind = [known[place] for place in after]
         ids = [*inline, *(token for row in rows for token in row)]
         positions = [
             *range(len(inline)),
             *(
-                start + depth
-                for row, (start, tokens) in enumerate(zip(starts, rows, strict=True))
+                before + start + depth
+                for row, (start, tokens) in enumerate(zip(behind, rows, strict=True))
                 for depth in depths(parents and parents[row], len(tokens))
             ),
         ]
-        lengths = tuple(len(row) for row in rows)
         plan = _Rows(
             lengths,
             prefix=prefix if isinstance(prefix, KVCache) else None,
             inline=len(inline),
             past=past,
+            after=after,
+            behind=behind,
             shape=shape,
             parents=parents,
             dtype=self.dtype,
@@ -161,7 +187,7 @@ class PackedBody:
             )
         else:
             root = prefix if isinstance(prefix, KVCache) else None
-        return Forward(hidden[len(inline) :], cache, root, past is not None or parents is not None)
+        return Forward(hidden[len(inline) :], cache, root, any(behind) or parents is not None)
 
     def prefix_cache(self, ids: Sequence[int]) -> KVCache | None:
         """The KV cache of the shared prefix; None if it is empty."""
@@ -305,7 +331,7 @@ class _Group:
     real: Tensor | None
     """Places that are not padding; None: there is none."""
     past: Tensor | None
-    """(rows·longest past,) where in `past` each place's key lies."""
+    """(rows·longest past,) where each place's key lies, in `past` and then in the pass."""
     mask: Tensor | None
     """(rows or 1, 1, length, keys) 0 where a key may be seen, -inf elsewhere. None: a query sees all keys up to its
     own, the last ones being those of the row itself."""
@@ -319,7 +345,9 @@ class _Rows(_Plan):
         prefix: KVCache | None,
         inline: int,
         past: KVCache | None,
-        shape: Callable[[int], int] | None,
+        after: Sequence[int],
+        behind: Sequence[int],
+        shape: Callable[[int], tuple[int, int]] | None,
         parents: Parents,
         dtype: torch.dtype,
     ) -> None:
@@ -327,25 +355,35 @@ class _Rows(_Plan):
         self.record: list[tuple[Tensor, Tensor]] = []
         self.complete = False
         before = inline if prefix is None else prefix.lengths[0]
-        behind = past.lengths if past is not None else (0,) * len(lengths)
         deepest = [1 + max(depths(parents and parents[row], length)) for row, length in enumerate(lengths)]
         self.longest = before + max(sum(pair) for pair in zip(deepest, behind, strict=True))
-        sizes: dict[tuple[int, int], list[int]] = {}
-        for row, length in enumerate(lengths):
-            size = (shape(row), behind[row]) if shape is not None else (_up(length), _up(behind[row]))
-            sizes.setdefault(size, []).append(row)
         offsets = torch.tensor([inline, *lengths]).cumsum(0)
-        past_offsets = torch.tensor([0, *past.lengths]).cumsum(0) if past is not None else None
+        *past_offsets, past_tokens = accumulate(past.lengths if past is not None else (), initial=0)
+        sources = torch.cat([torch.tensor(past_offsets, dtype=torch.long), past_tokens + offsets])
+        self.within = max(after) >= len(past_offsets)
+        """Whether rows continue rows of this pass."""
+        owners: Sequence[int] = range(len(lengths))
+        places: tuple[Tensor, Tensor] | None = None
+        if shape is not None and parents is not None:
+            owners, lengths, offsets, places = _ways(lengths, offsets, parents)
+            parents = None
+        sizes: dict[tuple[int, int], list[int]] = {}
+        for row, (owner, length) in enumerate(zip(owners, lengths, strict=True)):
+            size = shape(owner) if shape is not None else (_up(length), _up(behind[owner]))
+            sizes.setdefault(size, []).append(row)
         self.groups, targets = [], []
         for (room, past_room), rows in sizes.items():
             own = torch.tensor([lengths[row] for row in rows])
             length = room if shape is not None else int(own.max())
             index, real = _padded(own, length, offsets[rows])
+            if places is not None:
+                real = real[places[1][index[real]]]
+                index = places[0][index]
             time = torch.arange(length)
             past_index = None
             trees = [parents[row] for row in rows] if parents is not None else []
             line = all(tree is None for tree in trees)
-            if past is None and line and _is_long(length, before + length) and before <= length:
+            if not past_room and line and _is_long(length, before + length) and before <= length:
                 if shape is not None:
                     targets.append(index[real])
                     self.groups.append(_Group(len(rows), length, index, real, None, None))
@@ -357,10 +395,10 @@ class _Rows(_Plan):
                 continue
             seen_here = (time[:, None] >= time)[None] if line else torch.stack([_ancestors(t, length) for t in trees])
             parts = [torch.ones(1, length, before, dtype=torch.bool).expand(len(seen_here), -1, -1), seen_here]
-            if past is not None and past_offsets is not None:
-                seen = torch.tensor([past.lengths[row] for row in rows])
+            if past_room:
+                seen = torch.tensor([behind[owners[row]] for row in rows])
                 longest = past_room if shape is not None else int(seen.max())
-                past_index, _ = _padded(seen, longest, past_offsets[rows])
+                past_index, _ = _padded(seen, longest, sources[[after[owners[row]] for row in rows]])
                 visible = (torch.arange(longest) < seen[:, None])[:, None].expand(-1, length, -1)
                 parts = [part.expand(len(rows), -1, -1) for part in parts]
                 parts.insert(1, visible)
@@ -398,13 +436,16 @@ class _Rows(_Plan):
             shared = key[:, : self.inline], value[:, : self.inline]
             first = query[:, : self.inline]
             before.append(_attention(first[None], shared[0][None], shared[1][None], prefix_mask, scale)[0])
+        sources = self.past.layers[layer] if self.past is not None else (key, value)
+        if self.past is not None and self.within:
+            sources = torch.cat([sources[0], key], 1), torch.cat([sources[1], value], 1)
         outputs = []
         for group in groups:
             seen = []
             for side, new in enumerate((key, value)):
                 parts = [] if shared is None else [shared[side].expand(group.rows, -1, -1, -1)]
-                if group.past is not None and self.past is not None:
-                    parts.append(_unpack(self.past.layers[layer][side], group.past, group.rows))
+                if group.past is not None:
+                    parts.append(_unpack(sources[side], group.past, group.rows))
                 parts.append(_unpack(new, group.index, group.rows))
                 seen.append(torch.cat(parts, 2) if len(parts) > 1 else parts[0])
             output = _attention(_unpack(query, group.index, group.rows), seen[0], seen[1], group.mask, scale)
@@ -622,6 +663,23 @@ def _padded(lengths: Tensor, longest: int, offsets: Tensor | None = None) -> tup
     time = torch.arange(longest, device=lengths.device)
     index = offsets[:, None] + torch.minimum(time, lengths[:, None] - 1)
     return index.flatten(), (time < lengths[:, None]).flatten().nonzero()[:, 0]
+
+
+def _ways(
+    lengths: Sequence[int], offsets: Tensor, parents: Sequence[Sequence[int] | None]
+) -> tuple[list[int], list[int], Tensor, tuple[Tensor, Tensor]]:
+    """The ways from root to leaf of rows that are trees, as lines.
+
+    Returns:
+        The row of each line, its length, and where it begins in a list of the tokens of all lines; for each token of
+        that list its place in the pass, and whether this is the first line that it is in.
+    """
+    lines = [(row, way) for row, tree in enumerate(parents) for way in paths(tree, lengths[row])]
+    places = torch.cat([offsets[row] + torch.tensor(way) for row, way in lines])
+    first = torch.zeros(len(places), dtype=torch.bool)
+    first[np.unique(places.numpy(), return_index=True)[1]] = True
+    sizes = [len(way) for _, way in lines]
+    return [row for row, _ in lines], sizes, torch.tensor([0, *sizes]).cumsum(0), (places, first)
 
 
 def _unpack(tensor: Tensor, index: Tensor | slice, rows: int) -> Tensor:
