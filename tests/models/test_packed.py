@@ -57,7 +57,7 @@ def no_trunk(body: Any, prompts: list[list[int]], responses: list[list[int]]) ->
 
 def shaped(body: Any, prompts: list[list[int]], responses: list[list[int]]) -> Tensor:
     rows = [p + r for p, r in zip(prompts, responses, strict=True)]
-    shapes = [-(-len(row) // 16) * 16 + 5 for row in rows]
+    shapes = [(-(-len(row) // 16) * 16 + 5, 0) for row in rows]
     hidden: Tensor = body.forward(rows, prefix=TRUNK, shape=shapes.__getitem__).hidden
     weighed(hidden).backward()
     return hidden

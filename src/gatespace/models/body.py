@@ -57,7 +57,7 @@ class Body(Protocol):
         *,
         prefix: Any = None,
         past: Any = None,
-        shape: Callable[[int], int] | None = None,
+        shape: Callable[[int], tuple[int, int]] | None = None,
         parents: Parents = None,
     ) -> Forward: ...
     def prefix_cache(self, ids: Sequence[int]) -> KVCache | None: ...

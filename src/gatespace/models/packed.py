@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from gatespace.errors import UsageError
 from gatespace.models.attention import Rule, attention, is_long, mask_of, written_out
 from gatespace.models.load import Model
-from gatespace.models.tree import Parents, depths
+from gatespace.models.tree import Parents, depths, paths
 
 _NAME = "gatespace"
 _one_pass = threading.Lock()
@@ -54,6 +55,21 @@ class KVCache:
             for tensor in pair:
                 tensor.requires_grad_()
         return fresh
+
+    def row(self, place: int) -> KVCache:
+        """That of one row, in memory of its own."""
+        start, length = sum(self.lengths[:place]), self.lengths[place]
+        span = slice(start, start + length)
+        return KVCache(tuple((key[:, span].clone(), value[:, span].clone()) for key, value in self.layers), (length,))
+
+    @staticmethod
+    def joined(caches: Sequence[KVCache]) -> KVCache:
+        """The rows of several caches, in this order."""
+        layers = [zip(*some, strict=True) for some in zip(*(cache.layers for cache in caches), strict=True)]
+        return KVCache(
+            tuple((torch.cat(keys, 1), torch.cat(values, 1)) for keys, values in layers),
+            tuple(length for cache in caches for length in cache.lengths),
+        )
 
     def backward(self, leaves: KVCache) -> None:
         """Continue in this graph with the gradients that `leaves` have gathered."""
@@ -113,7 +129,8 @@ class PackedBody:
         *,
         prefix: KVCache | Sequence[int] | None = None,
         past: KVCache | None = None,
-        shape: Callable[[int], int] | None = None,
+        after: Sequence[int] | None = None,
+        shape: Callable[[int], tuple[int, int]] | None = None,
         parents: Parents = None,
     ) -> Forward:
         """Hidden states of all tokens of `rows`.
@@ -121,9 +138,13 @@ class PackedBody:
         Args:
             rows: Token ids, at least one per row.
             prefix: What stands before every row: the KV cache from an earlier pass, or ids to include in this pass.
-            past: The KV cache of each row from an earlier pass, after the prefix.
-            shape: The padded length of row i in attention. The bits of a row's result depend on its shape, not on
-                the other rows. None: short rows together, long rows together.
+            past: The KV cache of rows from an earlier pass, after the prefix.
+            after: The row that each row continues, counted over the rows of `past` and then over those of this pass,
+                where it must be one that continues none; -1: it begins after the prefix. None: the row of `past` at the
+                same place.
+            shape: The padded lengths of row i in attention: of its own tokens, and of those of the row that it
+                continues. The bits of a row's result depend on them, not on the other rows; the ways from the root of a
+                tree to its leaves attend one by one. None: short rows together, long rows together.
             parents: Rows that are trees: for each of the row's tokens the place of the token that it follows, which
                 stands before it in the row, or -1 where it follows what stands before the row. A token sees its
                 ancestors only. None, for all rows or for one: every token follows the one before it. The KV cache of
@@ -131,11 +152,14 @@ class PackedBody:
         """
         inline = tuple(prefix) if prefix is not None and not isinstance(prefix, KVCache) else ()
         lengths = tuple(len(row) for row in rows)
+        if after is None:
+            after = range(len(rows)) if past is not None else [-1] * len(rows)
         plan = _Rows(
             lengths,
             prefix=prefix if isinstance(prefix, KVCache) else None,
             inline=len(inline),
             past=past,
+            after=after,
             shape=shape,
             parents=parents,
             dtype=self.dtype,
@@ -151,7 +175,7 @@ class PackedBody:
             )
         else:
             root = prefix if isinstance(prefix, KVCache) else None
-        continued = past is not None or parents is not None
+        continued = any(plan.behind) or parents is not None
         return Forward(hidden[len(inline) :], cache, root, continued, tuple(plan.windows))
 
     def prefix_cache(self, ids: Sequence[int]) -> KVCache | None:
@@ -296,7 +320,7 @@ class _Group:
     real: Tensor | None = None
     """Places that are not padding; None: there is none."""
     past: Tensor | None = None
-    """(rows·longest past,) where in `past` each place's key lies."""
+    """(rows·longest past,) where each place's key lies, in `past` and then in the pass."""
     seen: Tensor | None = None
     """(rows or 1, length, keys) which keys stand before a query, on the way to it. None: all up to its own, the last
     ones being those of the row itself."""
@@ -312,7 +336,8 @@ class _Rows(_Plan):
         prefix: KVCache | None,
         inline: int,
         past: KVCache | None,
-        shape: Callable[[int], int] | None,
+        after: Sequence[int],
+        shape: Callable[[int], tuple[int, int]] | None,
         parents: Parents,
         dtype: torch.dtype,
     ) -> None:
@@ -321,18 +346,28 @@ class _Rows(_Plan):
         self.windows: list[int | None] = []
         self.complete = False
         before = inline if prefix is None else prefix.lengths[0]
-        behind = past.lengths if past is not None else (0,) * len(lengths)
+        known = (*(past.lengths if past is not None else ()), *lengths, 0)
+        self.behind = behind = [known[place] for place in after]
+        """Tokens of the row that each row continues."""
         deep = [depths(parents and parents[row], length) for row, length in enumerate(lengths)]
-        places = [before + start + depth for start, row in zip(behind, deep, strict=True) for depth in row]
-        self.longest = 1 + max(places)
-        self.positions = torch.tensor([*range(inline), *places])
+        positions = [before + start + depth for start, row in zip(behind, deep, strict=True) for depth in row]
+        self.longest = 1 + max(positions)
+        self.positions = torch.tensor([*range(inline), *positions])
         """(N,) of the tokens of the pass, the prefix first."""
-        sizes: dict[tuple[int, int], list[int]] = {}
-        for row, length in enumerate(lengths):
-            size = (shape(row), behind[row]) if shape is not None else (_up(length), _up(behind[row]))
-            sizes.setdefault(size, []).append(row)
         offsets = torch.tensor([inline, *lengths]).cumsum(0)
-        past_offsets = torch.tensor([0, *past.lengths]).cumsum(0) if past is not None else None
+        *past_offsets, past_tokens = accumulate(past.lengths if past is not None else (), initial=0)
+        sources = torch.cat([torch.tensor(past_offsets, dtype=torch.long), past_tokens + offsets])
+        self.within = max(after) >= len(past_offsets)
+        """Whether rows continue rows of this pass."""
+        owners: Sequence[int] = range(len(lengths))
+        places: tuple[Tensor, Tensor] | None = None
+        if shape is not None and parents is not None:
+            owners, lengths, offsets, places = _ways(lengths, offsets, parents)
+            parents = None
+        sizes: dict[tuple[int, int], list[int]] = {}
+        for row, (owner, length) in enumerate(zip(owners, lengths, strict=True)):
+            size = shape(owner) if shape is not None else (_up(length), _up(behind[owner]))
+            sizes.setdefault(size, []).append(row)
         self.groups, targets = [], []
         if inline:
             seen_here = None if is_long(inline, inline) else _ancestors(None, inline)[None]
@@ -342,10 +377,13 @@ class _Rows(_Plan):
             own = torch.tensor([lengths[row] for row in rows])
             length = room if shape is not None else int(own.max())
             index, real = _padded(own, length, offsets[rows])
+            if places is not None:
+                real = real[places[1][index[real]]]
+                index = places[0][index]
             past_index = None
             trees = [parents[row] for row in rows] if parents is not None else []
             line = all(tree is None for tree in trees)
-            if past is None and line and is_long(length, before + length) and before <= length:
+            if not past_room and line and is_long(length, before + length) and before <= length:
                 if shape is not None:
                     targets.append(index[real])
                     self.groups.append(_Group(len(rows), length, index, real))
@@ -357,10 +395,10 @@ class _Rows(_Plan):
                 continue
             seen_here = torch.stack([_ancestors(tree, length) for tree in ([None] if line else trees)])
             parts = [torch.ones(1, length, before, dtype=torch.bool).expand(len(seen_here), -1, -1), seen_here]
-            if past is not None and past_offsets is not None:
-                seen = torch.tensor([past.lengths[row] for row in rows])
+            if past_room:
+                seen = torch.tensor([behind[owners[row]] for row in rows])
                 longest = past_room if shape is not None else int(seen.max())
-                past_index, _ = _padded(seen, longest, past_offsets[rows])
+                past_index, _ = _padded(seen, longest, sources[[after[owners[row]] for row in rows]])
                 visible = (torch.arange(longest) < seen[:, None])[:, None].expand(-1, length, -1)
                 parts = [part.expand(len(rows), -1, -1) for part in parts]
                 parts.insert(1, visible)
@@ -413,6 +451,9 @@ class _Rows(_Plan):
             self.windows.append(rule.window)
         groups, order = self._on(key.device)
         shared = self.prefix.layers[layer] if self.prefix is not None else None
+        sources = self.past.layers[layer] if self.past is not None else (key, value)
+        if self.past is not None and self.within:
+            sources = torch.cat([sources[0], key], 1), torch.cat([sources[1], value], 1)
         outputs = []
         for place, group in enumerate(groups):
             if group.first:
@@ -420,8 +461,8 @@ class _Rows(_Plan):
             seen = []
             for side, new in enumerate((key, value)):
                 parts = [] if shared is None else [shared[side].expand(group.rows, -1, -1, -1)]
-                if group.past is not None and self.past is not None:
-                    parts.append(_unpack(self.past.layers[layer][side], group.past, group.rows))
+                if group.past is not None:
+                    parts.append(_unpack(sources[side], group.past, group.rows))
                 if not group.first:
                     parts.append(_unpack(new, group.index, group.rows))
                 seen.append(torch.cat(parts, 2) if len(parts) > 1 else parts[0])
@@ -574,6 +615,23 @@ def _padded(lengths: Tensor, longest: int, offsets: Tensor | None = None) -> tup
     time = torch.arange(longest, device=lengths.device)
     index = offsets[:, None] + torch.minimum(time, lengths[:, None] - 1)
     return index.flatten(), (time < lengths[:, None]).flatten().nonzero()[:, 0]
+
+
+def _ways(
+    lengths: Sequence[int], offsets: Tensor, parents: Sequence[Sequence[int] | None]
+) -> tuple[list[int], list[int], Tensor, tuple[Tensor, Tensor]]:
+    """The ways from root to leaf of rows that are trees, as lines.
+
+    Returns:
+        The row of each line, its length, and where it begins in a list of the tokens of all lines; for each token of
+        that list its place in the pass, and whether this is the first line that it is in.
+    """
+    lines = [(row, way) for row, tree in enumerate(parents) for way in paths(tree, lengths[row])]
+    places = torch.cat([offsets[row] + torch.tensor(way) for row, way in lines])
+    first = torch.zeros(len(places), dtype=torch.bool)
+    first[np.unique(places.numpy(), return_index=True)[1]] = True
+    sizes = [len(way) for _, way in lines]
+    return [row for row, _ in lines], sizes, torch.tensor([0, *sizes]).cumsum(0), (places, first)
 
 
 def _unpack(tensor: Tensor, index: Tensor | slice, rows: int) -> Tensor:
