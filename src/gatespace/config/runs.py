@@ -94,6 +94,23 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _labels_are_not_sampled(self) -> TrainConfig:
+        if not self.objective.over_labels:
+            return self
+        support, rollout, usual = self.objective.support, self.rollout, RolloutConfig()
+        if self.teacher.payload != "hidden":
+            raise Fault(
+                "teacher.payload", f"the support {support} needs the teacher's full distribution", instead="hidden"
+            )
+        for name in ("source", "temperature", "top_p", "per_prompt", "staleness", "engine"):
+            if getattr(rollout, name) != getattr(usual, name):
+                setting = "from" if name == "source" else name
+                raise Fault(
+                    f"rollout.{setting}", f"has no meaning with objective.support: {support}, which samples nothing"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _top_k_is_enough(self) -> TrainConfig:
         """What a top-K cannot tell is found out here, not in the first step."""
         if self.teacher.payload == "hidden":
