@@ -46,6 +46,7 @@ LATER: Mapping[str, Any] = MappingProxyType(
         "rollout.staleness": 0,
         "rollout.engine": "native",
         "evaluation.engine": "native",
+        "evaluation.probabilities": False,
         "engine.deterministic": False,
         "optimizer.states": "fp32",
         "engine.chunk_mb": None,

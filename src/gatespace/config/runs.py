@@ -91,6 +91,9 @@ class TrainConfig(Section):
         if self.evaluation.engine not in ("native", self.rollout.engine):
             what = f"{self.evaluation.engine} evaluates only where it samples the responses too"
             raise Fault("evaluation.engine", what, instead=f"native, or rollout.engine: {self.evaluation.engine}")
+        if self.evaluation.engine != "native" and self.evaluation.probabilities:
+            what = "probabilities of labels come from the model in this process"
+            raise Fault("evaluation.probabilities", what, instead="false, or evaluation.engine: native")
         return self
 
     @model_validator(mode="after")

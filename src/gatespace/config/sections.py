@@ -327,6 +327,10 @@ class EvaluationConfig(Section):
     final: Annotated[tuple[Split, ...], AfterValidator(_once)] = ("val", "test")
     """The splits that are evaluated at the end."""
 
+    probabilities: bool = False
+    """Look up the probability of every label too, in the evaluations at the end: log-loss, Brier score, calibration and
+    risk against coverage, in the run's files and in a study's report. Needs evaluation.engine: native."""
+
 
 class TrainEvaluationConfig(EvaluationConfig):
     """Evaluation of a student."""

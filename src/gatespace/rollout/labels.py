@@ -7,15 +7,17 @@ other and their probabilities add up to 1 at most.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from gatespace.errors import UsageError
 from gatespace.gating.log_probs import token_log_probs
-from gatespace.models.body import Body, Forward, KVCache, response_states
+from gatespace.models.body import Body, Forward, KVCache, body_of, response_states
 from gatespace.models.encode import Encoder
+from gatespace.models.load import Model
+from gatespace.rollout.batches import batches_of
 
 
 def label_responses(encoder: Encoder, end: int | None = None) -> list[list[int]]:
@@ -68,6 +70,38 @@ def label_log_probs(
     ids = torch.tensor([token for label in labels for token in label], device=device).repeat(count)
     found = token_log_probs(hidden, body.model.head, rows, ids, vocab_size).view(count, -1)
     return torch.stack([part.sum(-1) for part in found.split([len(label) for label in labels], 1)], 1)
+
+
+@torch.no_grad()
+def score_labels(
+    model: Model,
+    encoder: Encoder,
+    texts: Sequence[str],
+    *,
+    batch_size: int = 64,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[tuple[float, ...]]:
+    """The log-probability of every label's response to every text; nothing is generated.
+
+    Args:
+        model: The model.
+        encoder: Knows all of `texts`.
+        texts: What is asked about.
+        batch_size: Most texts that are scored together.
+        progress: Called with the number of texts scored so far and the number of all.
+    """
+    labels, body = label_responses(encoder), body_of(model)
+    prompts = [encoder.suffix(text) for text in texts]
+    prefix = body.prefix_cache(encoder.prefix) if texts else None
+    found: dict[int, tuple[float, ...]] = {}
+    more = len(encoder.prefix) + sum(map(len, labels))
+    for batch in batches_of(model, prompts, more=more, batch_size=batch_size):
+        asked = [prompts[i] for i in batch]
+        log_probs = label_log_probs(body, asked, labels, prefix=prefix, vocab_size=model.vocab_size)
+        found |= {i: tuple(row) for i, row in zip(batch, log_probs.tolist(), strict=True)}
+        if progress is not None:
+            progress(len(found), len(prompts))
+    return [found[i] for i in range(len(texts))]
 
 
 def _check(labels: Sequence[Sequence[int]]) -> None:
