@@ -58,9 +58,9 @@ class Rollout:
     ended: list[bool] = field(default_factory=list)
     """Whether the row came to an end by itself, and not by `max_new_tokens`."""
 
-    def part(self, rows: slice) -> Rollout:
+    def select(self, rows: Sequence[int]) -> Rollout:
         """That of some of the rows."""
-        return Rollout(self.responses[rows], self.log_probs[rows], self.ended[rows])
+        return Rollout(*([column[row] for row in rows] for column in (self.responses, self.log_probs, self.ended)))
 
 
 class Sampler(Protocol):
@@ -95,9 +95,10 @@ def sample(
     sampling: Sampling,
     stop: Callable[[list[int]], bool],
     draws: Sequence[Callable[[], float]] = (),
+    parents: Sequence[int] | None = None,
     ahead: int | None = None,
 ) -> Rollout:
-    """Continue every row of `forward`.
+    """Continue every row of `forward`, or each several times.
 
     Tokens stay on the device, which feeds them back to the network. The host looks at them every `ahead` tokens, cuts
     each row where it ended, and clears ended rows away. What a row wrote after its end is lost, and changes nothing:
@@ -109,11 +110,14 @@ def sample(
         vocab_size: Ids from here on are padding and never drawn.
         sampling: How tokens are chosen.
         stop: Whether a response, its last token included, is at its end.
-        draws: Per row, a source of uniform numbers in [0, 1); not needed at temperature 0.
+        draws: Per sample, a source of uniform numbers in [0, 1); not needed at temperature 0.
+        parents: The row of `forward` that each sample continues; None: each row has one.
         ahead: None: 1 on a CPU, which has nothing to wait for; elsewhere 8 at most, and no more than an eighth of
             `max_new_tokens`, so that little is written in vain.
     """
-    count = len(forward.cache.lengths)
+    if parents is None:
+        parents = range(len(forward.cache.lengths))
+    count = len(parents)
     if sampling.temperature > 0 and len(draws) != count:
         raise UsageError("sampling needs a source of random numbers per row", got=f"{len(draws)} for {count} rows")
     rollout = Rollout([[] for _ in range(count)], [[] for _ in range(count)], [False] * count)
@@ -124,6 +128,10 @@ def sample(
     uniform = torch.tensor(numbers, dtype=torch.float64, device=device)
     hidden, tokens = forward.last().detach(), torch.empty(0)  # no tokens yet
     decoding = None
+    if list(parents) != list(range(len(hidden))):
+        hidden = hidden[torch.tensor(parents, device=device)]
+        decoding = body.decoding(forward, most)
+        decoding.keep(parents)
     # `active` are the rows in the order of `hidden`; ended ones among them are carried along until cleared away
     active, written = list(range(count)), 0
     while True:
