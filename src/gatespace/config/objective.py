@@ -80,7 +80,7 @@ class ObjectiveConfig(Section):
     coefficients are never compared across K."""
 
     temperature: Annotated[float, Strict(), AllowInfNan(False), Field(gt=0)] = 1.0
-    """Divides the logits of both sides in the divergences. The signals are read at 1."""
+    """Divides the logits of both sides in the divergences. Signals are computed at temperature 1."""
 
     stop_gradient: Switch = False
     """Treat λ as a constant in the gradient. By default gradient flows through the gate, as in the paper."""
@@ -99,8 +99,8 @@ class ObjectiveConfig(Section):
     """K of a support other than full; null: the teacher's K where it sends a top-K, else top_k."""
 
     entropy: Literal["top_k", "full", "bucket"] = "top_k"
-    """How h and u are read: over the teacher's top-K renormalised (the family's definition), the full vocabulary, or
-    the top-K with the tail as one further outcome."""
+    """How h and u are computed: over the teacher's top-K renormalised (the family's definition), the whole vocabulary,
+    or the top-K with the tail as one further outcome."""
 
     @model_validator(mode="before")
     @classmethod

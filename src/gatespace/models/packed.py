@@ -107,15 +107,23 @@ class PackedBody:
     Args:
         model: The model.
         checkpointing: Activation checkpointing: keep the inputs and the keys and values of each layer only, and run the
-            layer again in the backward pass. The same bits for less memory and about a third more time.
+            layer again in the backward pass. The same bits for less memory and about a third more time. None: of every
+            second layer, in passes with long rows, where the network can.
     """
 
-    def __init__(self, model: Model, *, checkpointing: bool = False) -> None:
+    def __init__(self, model: Model, *, checkpointing: bool | None = False) -> None:
         _register()
         self.model = model
         self.device = model.device
         self.dtype = model.dtype
-        self._recomputed = _recomputable(model) if checkpointing else []
+        self._recomputed = _recomputable(model) if checkpointing is not False else []
+        self._recomputes_short = bool(checkpointing)
+        if checkpointing and not self._recomputed:
+            raise UsageError(
+                "the layers of this architecture cannot be recomputed",
+                got=type(model.body).__name__,
+                instead="engine.activation_checkpointing: false, and fewer engine.micro_tokens",
+            )
         if not getattr(model.body, "_supports_attention_backend", False):
             raise UsageError(
                 "this architecture does not let its attention be replaced",
@@ -190,7 +198,7 @@ class PackedBody:
         body = self.model.body
         config: Any = body.config
         _check_positions(config, plan.longest)
-        with _packed_attention(config), self._checkpointing(config):
+        with _packed_attention(config), self._checkpointing(config, plan):
             output = body(
                 input_ids=ids[None],
                 position_ids=positions[None],
@@ -201,9 +209,10 @@ class PackedBody:
         return hidden
 
     @contextmanager
-    def _checkpointing(self, config: Any) -> Iterator[None]:
+    def _checkpointing(self, config: Any, plan: _Plan) -> Iterator[None]:
         """Layers of transformers ask three attributes of theirs; what is inside of them stays in evaluation mode."""
-        layers = self._recomputed if torch.is_grad_enabled() else []
+        layers = self._recomputed if self._recomputes_short else self._recomputed[::2] if plan.long else []
+        layers = layers if torch.is_grad_enabled() else []
         again = partial(
             checkpoint,
             use_reentrant=False,
@@ -235,14 +244,7 @@ def _packed_attention(config: Any) -> Iterator[None]:
 def _recomputable(model: Model) -> list[Any]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    layers = [module for module in model.body.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise UsageError(
-            "the layers of this architecture cannot be recomputed",
-            got=type(model.body).__name__,
-            instead="engine.activation_checkpointing: false, and fewer engine.micro_tokens",
-        )
-    return layers
+    return [module for module in model.body.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 class Decoding:
@@ -303,6 +305,8 @@ class _Plan(ABC):
 
     longest: int
     """The most keys that any token sees."""
+    long = False
+    """Whether there are rows whose attention weights are not kept."""
 
     @abstractmethod
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
@@ -406,6 +410,7 @@ class _Rows(_Plan):
             self.groups.append(_Group(len(rows), length, index, real, past_index, torch.cat(parts, -1)))
         order = torch.cat(targets)
         self.order = None if bool((order.diff() > 0).all()) else order.argsort()
+        self.long = any(one.seen is None or is_long(*one.seen.shape[-2:]) for one in self.groups)
         self._there: dict[torch.device, tuple[list[_Group], Tensor | None]] = {}
         self._masks: dict[tuple[int, int | None, torch.device], Tensor] = {}
 

@@ -1,4 +1,4 @@
-"""Whether a student and a teacher speak of the same tokens: a divergence compares them id by id."""
+"""Whether student and teacher have the same tokens: a divergence compares them id by id."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ GLOSSARY: tuple[tuple[str, str], ...] = (
     ("selection seed, fresh", "Whatever was chosen was chosen looking at the selection seed, and looks better there than it is. Fresh seeds are the others."),  # noqa: E501
     ("block", "All cells of one task at one seed. Cells of a block share runs, so that tests count blocks."),
     ("95 % CI", "An interval that holds the true mean in 95 of 100 repetitions of the study."),
-    ("p", "How often a difference as large would come out if there were none. Adjusted (Holm, BH): for how many were looked at."),  # noqa: E501
+    ("p", "How often a difference as large would come out if there were none. Adjusted (Holm, BH): for the number of comparisons made."),  # noqa: E501
     ("sign-flip", "An exact test without assumptions about the shape of errors. With n seeds its p is at least 2/2ⁿ, its floor."),  # noqa: E501
     ("detectable", "The smallest true difference that a two-sided paired t-test at .05 finds in 80 % of repetitions, with so many seeds and as much as they differ. A group, a comparison and a typical comparison of the study have their own."),  # noqa: E501
     ("best constant", "The accuracy of giving the split's most frequent label to every text: to be had without reading any."),  # noqa: E501
@@ -213,7 +213,9 @@ def _status(view: View) -> str:
     results = view.results
     parts = [
         f"{len(results.tasks)} task{'s' * (len(results.tasks) != 1)}: {', '.join(results.tasks)}",
-        f"seeds {', '.join(map(str, results.seeds))} (selection seed {results.selection_seed})",
+        f"seeds {', '.join(map(str, results.seeds))} (selection seed {results.selection_seed})"
+        if len(results.seeds) > 1
+        else f"one seed: {results.selection_seed}",
     ]
     if results.replication_seeds:
         parts.append(f"replicated on {', '.join(map(str, results.replication_seeds))}")

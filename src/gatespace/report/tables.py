@@ -269,7 +269,7 @@ def _confusion(view: View) -> Iterator[Record]:
 
 
 def _wrong_texts(view: View) -> Table:
-    """Texts that the point chosen on validation has wrong at most of its seeds, with what the models said of them."""
+    """Texts that the point chosen on validation has wrong at most of its seeds, with what the models predicted."""
     records: list[Record] = []
     counts = []
     for task in view.results.tasks:
@@ -291,10 +291,11 @@ def _wrong_texts(view: View) -> Table:
         half = _WRONG_TEXTS // 2
         shown = right[: max(half, _WRONG_TEXTS - len(both))]
         shown += both[: _WRONG_TEXTS - len(shown)]
+        seeds = f"at most of its {len(students)} seeds" if len(students) > 1 else "at its one seed"
         counts.append(
             f"{task}: {chosen.label}, the family's best on validation, is wrong on {len(wrong)} of {len(teacher)} test "
-            f"texts at most of its {len(students)} seeds; so is the teacher on {len(both)} of these. Shown are those "
-            "that are wrong at most seeds, half of them with a teacher that is right."
+            f"texts {seeds}; so is the teacher on {len(both)} of these. Shown are those that are wrong at most seeds, "
+            "half of them with a teacher that is right."
         )
         records += [
             _row(

@@ -19,7 +19,7 @@ from gatespace.rollout.native import Rollout, Sampling, sample
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model wrote after the prefill."""
+    """The response of a model: what it generated after the prefill."""
 
     ids: tuple[int, ...]
     text: str
@@ -54,7 +54,7 @@ def greedy(
     Args:
         model: Its body writes, unless there is a `writer`.
         encoder: Knows all of `texts`.
-        texts: What is asked about.
+        texts: What is classified.
         max_new_tokens: The longest answer.
         batch_size: Most texts that are answered together; texts of like length are, and fewer where they are long
             (`Sizes.rollout_tokens`).

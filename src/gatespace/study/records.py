@@ -174,7 +174,7 @@ class Predicted(NamedTuple):
 
 
 def predictions(folder: Path, split: str) -> list[Predicted]:
-    """What a run or a baseline said of every row of a split, in the order of the rows."""
+    """What a run or a baseline predicted for every row of a split, in the order of the rows."""
     return [Predicted(row["gold"], row["label"], row.get("text", "")) for row in RunFolder(folder).predictions(split)]
 
 
@@ -224,7 +224,7 @@ class TaskBaseline:
     """``start`` and ``teacher`` → where its predictions are."""
 
     def predictions(self, model: Literal["start", "teacher"], split: str = "test") -> list[Predicted]:
-        """What the model said of every row; none where it is not there."""
+        """The predictions of the model, row by row; none where there are none."""
         return predictions(self.folders[model], split) if model in self.folders else []
 
 

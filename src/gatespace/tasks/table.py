@@ -1,4 +1,4 @@
-"""Classification data of one's own: JSONL, CSV, TSV, Parquet, or a dataset of the Hugging Face Hub."""
+"""Your own classification data: JSONL, CSV, TSV, Parquet, or a dataset of the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -260,7 +260,8 @@ def _rows_of(path: Path, text_column: str, label_column: str, notes: list[str]) 
     if reader is None:
         raise UsageError(f"{path} has an ending that is not known", instead=f"one of {', '.join(_READERS)}")
     if not path.is_file():
-        raise UsageError("no such file", got=path)
+        why = "" if path.is_absolute() else "it is looked for from the folder in which the command runs"
+        raise UsageError("no such file", got=path, why=why)
     columns = (text_column, label_column)
     for where, row in reader(path, columns, notes):
         if row is not None:
@@ -344,7 +345,11 @@ def _separated(path: Path, wanted: Sequence[str], notes: list[str], usual: str) 
         except StopIteration:
             break
         except csv.Error as error:
-            raise UsageError(f"{where}: not a row of a table", why=str(error)) from error
+            raise UsageError(
+                f"{where}: not a row of a table",
+                why=str(error),
+                instead='a cell with quotes in it is quoted as a whole, and they are doubled: "say ""hi"" again"',
+            ) from error
         if not any(map(str.strip, cells)):
             if cells and columns is not None:
                 yield where, None

@@ -18,7 +18,7 @@ from gatespace.gating.configured import build_gate, build_objective
 from gatespace.gating.fused import fused_distillation_loss
 from gatespace.gating.loss import LossInputs, LossOutput, distillation_loss
 from gatespace.models import Model, check_pair
-from gatespace.models.body import body_of, response_states
+from gatespace.models.body import response_states
 from gatespace.models.cache_root import cache_root
 from gatespace.plugins import provider
 from gatespace.runs import RunFolder
@@ -144,8 +144,6 @@ class Distillation(Job):
         """Make what training needs beside the models."""
         super().prepare()
         config = self.config
-        engine = config.engine
-        self.body = body_of(self.model, packed=engine.packed, checkpointing=engine.activation_checkpointing)
         self.sampler = None
         if config.rollout.engine != "native":
             texts = [row.text for row in self.data.rows]

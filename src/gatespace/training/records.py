@@ -1,4 +1,4 @@
-"""Everything that a run writes down on its way: logs, trackers, evaluations, checkpoints, failures, the summary."""
+"""Everything that a run records: logs, trackers, evaluations, checkpoints, failures, the summary."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Records:
         self._job.progress.step(done, self._job.config.steps, metrics, lines["timings"][0])
 
     def evaluate(self, done: int) -> None:
-        """Evaluate on the way."""
+        """Evaluate during training."""
         evaluation = self._job.evaluate(self._job.config.evaluation.split)
         metrics = evaluation.metrics
         record = {

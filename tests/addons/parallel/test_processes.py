@@ -38,7 +38,11 @@ KINDS: dict[str, dict[str, Any]] = {
         "rollout": {"per_prompt": 2, "max_new_tokens": 8},
         "objective": {"method": "sampled_reverse_kl"},
     },
-    "stale": {"rollout": {"staleness": 1, "max_new_tokens": 8}},
+    "stale": {
+        "rollout": {"staleness": 1, "max_new_tokens": 8},
+        "objective": {"gate": {"a": 4, "c": -1, "teacher_lead": -2}},  # a signal that the plugin registers
+        "plugins": [str(WORKER.with_name("own_signal.py"))],
+    },
 }
 ONLY_DDP: dict[str, dict[str, Any]] = {"lora": {"pair": {"lora": {"r": 4}}}}
 
