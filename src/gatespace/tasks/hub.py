@@ -67,7 +67,7 @@ def check_column(
     columns: Iterable[str],
     *,
     where: str,
-    instead: str = "name the columns with text_column= and label_column=",
+    instead: str = "text_column and label_column of task.table name the columns",
 ) -> None:
     """Raise if `column` is not among `columns`."""
     present = list(columns)
