@@ -20,7 +20,7 @@ from gatespace.training.batches import Batches
 from gatespace.training.setup import material
 from gatespace.training.train import train
 from tests.conftest import rounding
-from tests.training.test_run import Listener
+from tests.training.test_train import Listener
 
 Make = Callable[..., TrainConfig]
 GATE = (1.5, -1.0, 0.3, 2.5)
