@@ -70,6 +70,7 @@ EVALUATION = {
     "evaluation.max_new_tokens": 8,
     "evaluation.batch_size": 32,
     "evaluation.final": ["test"],
+    "evaluation.probabilities": True,
 }
 LORA = {"r": 8, "alpha": 16.0, "targets": ["q_proj"]}
 RUN = {"steps": 7, "batch_size": 7, "seed": 7, "plugins": ["mine.py"]}
