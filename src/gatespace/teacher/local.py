@@ -34,7 +34,7 @@ from gatespace.teacher.scores import Form, RowScores, Scores, ScoreSpec, Teacher
 
 _VERSION = 4
 """Counts up when the same teacher would give other bits than before."""
-_SIZES = (32, 48, 64, 96, 128, 192, 256, 384, 512)
+_SIZES = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Tokens of a forward pass: the smallest that holds what is left to compute, so that few misses of a cache cost little.
 """
 PASS = _SIZES[-1]
