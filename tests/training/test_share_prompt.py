@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,21 @@ from typing import Any
 import pytest
 import torch
 
+from gatespace.config import TrainConfig
+from gatespace.files import read
 from gatespace.models import Model, load_model
 from gatespace.models.body import body_of
 from gatespace.rollout import Rollout
 from gatespace.tasks import Example, Task, synthetic_task
 from gatespace.training.batches import Row
 from gatespace.training.rollouts import MicroBatch
+from gatespace.training.train import train
 
 from .conftest import Lab, Stepped
 from .test_distill import WITH_GAP, assert_same_gradient, expected, gated
+from .test_resume import assert_same_numbers
+from .test_rollouts import Stop
+from .test_run import Listener
 
 OFTEN: dict[str, Any] = {"per_prompt": 4, "temperature": 0.6}
 """Low enough for a response to be sampled again."""
@@ -86,6 +92,11 @@ def test_whatever_the_settings(skilled: Lab, settings: dict[str, Any]) -> None:
     assert (rows_of(shared) < rows_of(apart)) == (not settings.get("objective", {}).get("shuffle", False))
 
 
+def test_a_bound_on_what_is_decoded_together_does_not_show(skilled: Lab) -> None:
+    whole, bounded = (skilled.step(rollout=OFTEN, rollout_tokens=bound) for bound in (10**9, 120))
+    assert_same_step(bounded, whole)
+
+
 @contextmanager
 def tokens_through(model: Model) -> Iterator[list[int]]:
     """How many tokens every pass of a network has."""
@@ -127,6 +138,89 @@ def test_on_the_real_architecture(micro_tokens: int, short_smollm2: Path) -> Non
     apart = lab.step(share_prompt=False, reuse=False, **settings)
     assert rows_of(shared) < rows_of(apart)
     assert_same_step(shared, apart, rel=3e-5)
+
+
+# ---------------------------------------------------------------------------------------------------- runs
+
+
+@pytest.fixture
+def make(train_config: Callable[..., TrainConfig], taught: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
+    """A run with several responses per prompt, of a student that answers the same twice."""
+    student = tmp_path / "student"
+    perturbed(str(taught / "model"), 0.5).save(student)
+
+    def build(name: str, **settings: Any) -> TrainConfig:
+        whole: dict[str, Any] = {
+            "pair": {"student": str(student)},
+            "rollout": {"max_new_tokens": 8, **OFTEN},
+            "trace": {"tokens_every": 1, "rollouts": 3},
+            "optimizer": {"lr": 1e-5},  # large steps turn rounding into another token before long
+            "output": str(tmp_path / name),
+        }
+        for key, value in settings.items():
+            whole[key] = {**whole.get(key, {}), **value} if isinstance(value, dict) else value
+        return train_config(**whole)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"engine": {"micro_tokens": 150}, "rollout": {"staleness": 1}},
+        {
+            "engine": {"micro_tokens": 150, "reuse_rollout": False},
+            "objective": {"gate": list(WITH_GAP)},
+            "rollout": {"from": {"student": 0.6, "gold": 0.4}},
+        },
+    ],
+    ids=["one micro-batch", "stale", "several micro-batches"],
+)
+def test_the_records_of_a_run_are_those_of_repeated_rows(
+    make: Callable[..., TrainConfig], settings: dict[str, Any]
+) -> None:
+    shared = make("shared", **settings)
+    apart = make("apart", **{**settings, "engine": {**settings.get("engine", {}), "share_prompt": False}})
+    summaries = [train(config)["run"] for config in (shared, apart)]
+    assert_alike(*summaries)
+    assert summaries[0]["rows"] == 3 * 6 * 4
+    found, wanted = (read(config.output / "metrics.jsonl") for config in (shared, apart))
+    for one, other in zip(found, wanted, strict=True):
+        assert_alike(one, other)
+    found, wanted = (read(config.output / "tokens.jsonl") for config in (shared, apart))
+    assert len(found) == 3 * 3
+    for one, other in zip(found, wanted, strict=True):
+        values, expected_values = one.pop("values"), other.pop("values")
+        for name in ("student_top", "teacher_top"):
+            del one[name], other[name]  # where probabilities are equal but for rounding, so is their order
+        assert one == other
+        assert_alike(values, expected_values)
+
+
+def assert_alike(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        close = value if value is None else pytest.approx(value, rel=1e-4, abs=1e-6)
+        assert found[name] == close, name
+
+
+def test_a_run_with_merged_rows_resumes_to_the_byte(make: Callable[..., TrainConfig]) -> None:
+    settings: dict[str, Any] = {
+        "engine": {"micro_tokens": 150},
+        "rollout": {"staleness": 1, "from": {"student": 0.7, "gold": 0.3}},
+        "steps": 4,
+        "checkpoint": {"every": 1},
+    }
+    straight, killed = make("straight", **settings), make("killed", **settings)
+    train(straight)
+    for at in (1, 3):
+        with pytest.raises(KeyboardInterrupt):
+            train(killed, Stop(at))
+    listener = Listener()
+    train(killed, listener)
+    assert listener.steps == [3, 4]
+    assert_same_numbers(killed.output, straight.output)
 
 
 # ---------------------------------------------------------------------------------------------------- merging

@@ -113,7 +113,7 @@ def sample(
         sampling: How tokens are chosen.
         stop: Whether a response, its last token included, is at its end.
         draws: Per sample, a source of uniform numbers in [0, 1); not needed at temperature 0.
-        parents: The row of `forward` that each sample continues; None: each row has one.
+        parents: The row of `forward` that each sample continues; None: each row is continued once.
         ahead: None: 1 on a CPU, which has nothing to wait for; elsewhere 8 at most, and no more than an eighth of
             `max_new_tokens`, so that little is written in vain.
     """
@@ -130,13 +130,14 @@ def sample(
     uniform = torch.tensor(numbers, dtype=torch.float64, device=device)
     hidden, tokens = forward.last().detach(), torch.empty(0)  # no tokens yet
     decoding = None
+    rows = sorted(set(parents)) if ahead == 1 else list(parents)
     # `members` are the samples of every row of `hidden`; ended ones are carried along until their row is cleared away
-    members = [[sample for sample, row in enumerate(parents) if row == parent] for parent in range(len(hidden))]
-    if ahead > 1:
-        members = [[sample] for sample in range(count)]
-        if list(parents) != list(range(len(hidden))):
-            hidden, decoding = hidden[torch.tensor(parents, device=device)], body.decoding(forward, most)
-            decoding.keep(parents)
+    members = [[sample] for sample in range(count)]
+    if ahead == 1:
+        members = [[sample for sample, parent in enumerate(parents) if parent == row] for row in rows]
+    if rows != list(range(len(hidden))):
+        hidden, decoding = hidden[torch.tensor(rows, device=device)], body.decoding(forward, most)
+        decoding.keep(rows)
     written, points = 0, _padded(members).to(device)
     while True:
         block = []

@@ -173,6 +173,7 @@ class Distillation(Job):
             "reuse": config.engine.reuse_rollout,
             "sampler": self.sampler,
             "processes": self.processes,
+            "share": config.engine.share_prompt,
             "merge": not config.objective.shuffle,  # a permutation is over all tokens of the step
         }
         self.rollouts = self.open_rollouts(**options)

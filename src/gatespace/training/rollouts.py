@@ -116,7 +116,7 @@ class OnPolicy:
         vocab_size: Ids from here on are padding.
         seed: Of the run.
         micro_tokens: Most tokens in a micro-batch of the update.
-        rollout_tokens: Most tokens that are sampled together where there are several micro-batches.
+        rollout_tokens: Most tokens that are sampled together.
         reuse: Whether the update goes back through the forward pass that sampling began with.
         sampler: Samples with a copy of the student's weights, in place of the student.
         processes: Those that do the step together; each has a share of its rows.
@@ -199,7 +199,9 @@ class OnPolicy:
         """Fill in the responses of all micro-batches; how each one's scores are had, which the teacher is asked for."""
         self._sync(clock)
         found: list[Callable[[], Scores]] = []
-        for members in self._together(batches):
+        sizes = [sum(self._size(row) for row in batch.rows) for batch in batches]
+        for span in _together(sizes, self.rollout_tokens):
+            members = batches[span]
             self.current = every = _joined(members)
             with clock("rollout"):
                 self._respond(step, every, self.student.forward(every.prompts, prefix=prefix))
@@ -222,19 +224,9 @@ class OnPolicy:
         if self.merge and self.share:
             batch.merge()
 
-    def _together(self, batches: list[MicroBatch]) -> Iterator[list[MicroBatch]]:
-        """Consecutive micro-batches whose samples have room together: prompt and longest response for each."""
-        members: list[MicroBatch] = []
-        used = 0
-        for batch in batches:
-            size = sum(len(row.prompt) + self.settings.max_new_tokens for row in batch.rows)
-            if members and used + size > self.rollout_tokens:
-                yield members
-                members, used = [], 0
-            members.append(batch)
-            used += size
-        if members:
-            yield members
+    def _size(self, row: Row) -> int:
+        """Most tokens of a sample while it is decoded, when it has the keys and values of its prompt to itself."""
+        return len(row.prompt) + self.settings.max_new_tokens
 
     def _one_by_one(
         self,
@@ -309,15 +301,21 @@ class OnPolicy:
             with torch.no_grad():
                 forward = body.forward([prompts[parent] for parent in wanted], prefix=prefix)
         ends = set(body.model.end_ids)
-        return sample(
-            body,
-            forward,
-            vocab_size=self.vocab_size,
-            sampling=sampling,
-            stop=lambda ids: ids[-1] in ends or closed(ids),
-            draws=draws,
-            parents=parents,
-        )
+        whole = Rollout()
+        for span in _together([self._size(batch.rows[i]) for i in chosen], self.rollout_tokens):
+            found = sample(
+                body,
+                forward,
+                vocab_size=self.vocab_size,
+                sampling=sampling,
+                stop=lambda ids: ids[-1] in ends or closed(ids),
+                draws=draws[span],
+                parents=parents[span],
+            )
+            whole.responses += found.responses
+            whole.log_probs += found.log_probs
+            whole.ended += found.ended
+        return whole
 
 
 @dataclass(frozen=True)
@@ -409,6 +407,17 @@ class Ahead(OnPolicy):
             asked = [self.teacher.ask([row.prompt for row in b.rows], b.rollout.responses) for b in batches]
             self._next = _Sampled(saved["number"], batches, asked)
         return rest
+
+
+def _together(sizes: Sequence[int], most: int) -> Iterator[slice]:
+    """Neighbours whose sizes are at most `most` together, or one alone."""
+    start = used = 0
+    for i, size in enumerate(sizes):
+        if i > start and used + size > most:
+            yield slice(start, i)
+            start, used = i, 0
+        used += size
+    yield slice(start, len(sizes))
 
 
 def _joined(batches: Sequence[MicroBatch]) -> MicroBatch:
