@@ -245,6 +245,10 @@ def _prompts(config: TrainConfig | TeachConfig, data: Material, models: dict[str
         response = Range(min(right, longest), longest).times(len(rows) * often)
         responses += response
         evaluated += response + _exactly(often * prompting)
+    if evaluation.probabilities:
+        rows_of = [len(data.task.rows(split)[: evaluation.limit]) for split in evaluation.final]
+        labels = _exactly(sum(rows_of) * sum(gold.values()))
+        responses, evaluated = responses + labels, evaluated + labels
     notes = check_fit(config, data, encoder, **models)
     return Prompts(len(encoder.prefix), sum(lengths) / len(lengths), max(lengths), right, evaluated, responses, notes)
 

@@ -202,8 +202,8 @@ def _print_calibration(out: Console, found: Calibration) -> None:
     values = (found.accuracy, found.confidence, found.log_loss, found.brier, found.ece, found.aurc, found.mass)
     shown.add_row(*(f"{value:.4f}" for value in values))
     out.print(shown)
-    columns = ("accuracy of at least", "coverage", "--threshold")
-    shown = table("Answering only the most confident texts", *columns, numbers=columns)
+    names = ("accuracy of at least", "coverage", "--threshold")
+    shown = table("Answering only the most confident texts", *names, numbers=names)
     for one in found.coverage_at:
         reached = one.threshold is not None
         shown.add_row(f"{one.accuracy:g}", f"{one.coverage:.4f}", f"{one.threshold:.4f}" if reached else "not reached")

@@ -55,7 +55,8 @@ def label_log_probs(
     _check(labels)
     # Labels that begin alike are predicted by the same states: each state meets the head once.
     nodes: dict[tuple[int, ...], int] = {}
-    firsts, predicted_by = [], []
+    firsts: list[int] = []
+    predicted_by: list[int] = []
     for ids in labels:
         for place in range(len(ids)):
             if (before := tuple(ids[:place])) not in nodes:
@@ -67,9 +68,9 @@ def label_log_probs(
     hidden = states.unflatten(0, (count, -1))[:, torch.tensor(firsts, device=device)].flatten(0, 1)
     base = torch.arange(count, device=device)[:, None] * len(nodes)
     rows = (base + torch.tensor(predicted_by, device=device)).flatten()
-    ids = torch.tensor([token for label in labels for token in label], device=device).repeat(count)
-    found = token_log_probs(hidden, body.model.head, rows, ids, vocab_size).view(count, -1)
-    return torch.stack([part.sum(-1) for part in found.split([len(label) for label in labels], 1)], 1)
+    tokens = torch.tensor([token for ids in labels for token in ids], device=device).repeat(count)
+    found = token_log_probs(hidden, body.model.head, rows, tokens, vocab_size).view(count, -1)
+    return torch.stack([part.sum(-1) for part in found.split([len(ids) for ids in labels], 1)], 1)
 
 
 @torch.no_grad()
