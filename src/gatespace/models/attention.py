@@ -6,6 +6,7 @@ is a mask like any other where rows are short. Nothing here knows about networks
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 LONG = 1 << 17
 """Queries times keys of a row above which its attention weights are not kept; 340 tokens after a prefix of 60."""
+_LEAST = 64
+"""Queries that are worth a product of their own."""
 
 
 class Rule(NamedTuple):
@@ -86,40 +89,44 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule:
 
 def _in_chunks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
     """One row, written out for some queries at a time, and again in the backward pass."""
-    length, keys = query.shape[2], key.shape[2]
-    window = keys if rule.window is None else min(rule.window, keys)
-    size = min(length, max(1, LONG // (window if mask is None else keys)))
+    outputs = [
+        checkpoint(
+            _Attention.apply,
+            query[:, :, new],
+            key[:, :, seen],
+            value[:, :, seen],
+            part,
+            rule.scale,
+            rule.softcap,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        for new, seen, part in _chunks(query, key.shape[2], mask, rule.window)
+    ]
+    return torch.cat(outputs, 2)
+
+
+def _chunks(query: Tensor, keys: int, mask: Tensor | None, window: int | None) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Which queries of a row are written out together, the keys that they may see, and their mask."""
+    length = query.shape[2]
+    if mask is not None:
+        size = max(1, LONG // keys)
+        for start in range(0, length, size):
+            yield slice(start, start + size), slice(0, keys), mask[:, :, start : start + size]
+        return
+    window = keys if window is None else min(window, keys)
+    # Of more queries than the window has keys, most would be multiplied with keys that they do not see.
+    size = min(length, max(window, _LEAST), max(1, LONG // window))
     reach = min(keys, window + size - 1)
-    band = None
-    if mask is None:
-        # What the last queries see of the last keys. Moved along, it is what any chunk sees.
-        at, to = torch.arange(reach - size, reach, device=query.device), torch.arange(reach, device=query.device)
-        band = mask_of(((to <= at[:, None]) & (to > at[:, None] - window))[None], query.dtype)
-    outputs = []
+    # What the last queries see of the last keys: moved along, it is what all others see.
+    to = torch.arange(reach, device=query.device)
+    at = to[-size:, None]
+    band = mask_of(((to <= at) & (to > at - window))[None], query.dtype)
     for start in range(0, length, size):
         stop = min(start + size, length)
-        first, last = 0, keys
-        if band is not None:
-            last -= length - stop
-            first = max(0, last - reach)
-            part = band[:, :, start - stop :, first - last :]
-        else:
-            assert mask is not None
-            part = mask[:, :, start:stop]
-        outputs.append(
-            checkpoint(
-                _Attention.apply,
-                query[:, :, start:stop],
-                key[:, :, first:last],
-                value[:, :, first:last],
-                part,
-                rule.scale,
-                rule.softcap,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-        )
-    return torch.cat(outputs, 2)
+        last = keys - length + stop
+        first = max(0, last - reach)
+        yield slice(start, stop), slice(first, last), band[:, :, start - stop :, first - last :]
 
 
 def written_out(

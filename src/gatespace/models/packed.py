@@ -581,8 +581,9 @@ def _window(module: Any, arguments: Mapping[str, Any], tokens: int) -> int | Non
     if window is None:
         return None
     # Chunks are another mask. A setting that the network's code makes no mask of may be left over from another network.
-    made = "chunk" not in kind and hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask")
-    if tokens > window and not made:
+    homes = [sys.modules.get(base.__module__) for base in type(module).__mro__]
+    made = "chunk" not in kind and any(hasattr(home, "create_sliding_window_causal_mask") for home in homes)
+    if not made and tokens > window:
         raise UsageError(
             "packed passes do not know the window of this network, and these texts are longer",
             got=f"{tokens} tokens, window {window}",

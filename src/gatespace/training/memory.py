@@ -271,8 +271,9 @@ class Plan:
         work, item = self.work, self.dtype.itemsize
         size = -(-(work.longest + work.new - 1) // PASS) * PASS
         keys = min(work.prefix + work.longest + work.new, theirs.most_keys(work.prefix))
+        one = theirs.attention(keys, checkpointing=True)  # of one layer
         return {
-            "teacher_pass": size * (theirs.kept() // theirs.layers + theirs.cached() + 2 * theirs.heads * keys) * item
+            "teacher_pass": size * (theirs.kept() // theirs.layers + theirs.cached() + 2 * one) * item
             + work.prefix * theirs.cached() * item,
             "scores": work.rows * work.new * theirs.hidden * item,
         }
