@@ -109,6 +109,7 @@ COUNTED: dict[type[TrainConfig] | type[TeachConfig], dict[str, Any]] = {
         "teacher.k": 32,
         **OPTIMIZER,
         **ENGINE,
+        "engine.share_prompt": False,
         "engine.reuse_rollout": False,
         "engine.fused": False,
         "engine.chunk_mb": 8.0,

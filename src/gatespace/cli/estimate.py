@@ -166,9 +166,10 @@ def _train(config: TrainConfig, place: Placement, load: Callable[..., Model]) ->
     longest = config.rollout.max_new_tokens
     shortest = min(prompts.right, longest)
     responses = Range(shortest, shortest if set(shares) == {"gold"} else longest).times(rows)
-    prompting = _exactly(prompts.prefix + rows * prompts.mean)
+    shared = config.rollout.per_prompt if config.engine.share_prompt else 1
+    prompting = _exactly(prompts.prefix + rows / shared * prompts.mean)
     decoded = responses.times(shares.get("student", 0.0))
-    work = Work(prompts.prefix, prompts.mean, prompts.longest, longest, rows)
+    work = Work(prompts.prefix, prompts.mean, prompts.longest, longest, rows, shared)
     plan = Plan(config, place.dtype, place.device, ours, theirs, student.vocab_size, work)
     forward = prompting.times(1 if plan.reuses() else 2) + decoded + responses
     backward = prompting + responses

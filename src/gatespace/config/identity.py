@@ -49,6 +49,7 @@ LATER: Mapping[str, Any] = MappingProxyType(
         "engine.deterministic": False,
         "optimizer.states": "fp32",
         "engine.chunk_mb": None,
+        "engine.share_prompt": True,
         "plugins": [],
     }
 )

@@ -290,6 +290,10 @@ class TeachEngineConfig(Section):
 class EngineConfig(TeachEngineConfig):
     """Where and how the numbers are computed, with the speed-ups of distillation."""
 
+    share_prompt: Switch = True
+    """Read a prompt once for all of its responses (rollout.per_prompt), and compute equal ones once. Exact; false is
+    for checking."""
+
     reuse_rollout: Switch = True
     """Update through the very pass over the prompts that the rollout began with, instead of reading them again with
     the same weights. Exact; false is for checking."""

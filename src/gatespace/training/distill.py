@@ -18,7 +18,7 @@ from gatespace.gating.configured import build_gate, build_objective
 from gatespace.gating.fused import fused_distillation_loss
 from gatespace.gating.loss import LossInputs, LossOutput, distillation_loss
 from gatespace.models import Model, check_pair
-from gatespace.models.body import body_of
+from gatespace.models.body import body_of, response_states
 from gatespace.models.cache_root import cache_root
 from gatespace.plugins import provider
 from gatespace.runs import RunFolder
@@ -167,6 +167,8 @@ class Distillation(Job):
             "reuse": config.engine.reuse_rollout,
             "sampler": self.sampler,
             "processes": self.processes,
+            "share": config.engine.share_prompt,
+            "merge": not config.objective.shuffle,  # a permutation is over all tokens of the step
         }
         ahead = self.processes.sharded or config.rollout.staleness > 0
         self.rollouts = Ahead(**options, steps=config.steps) if ahead else OnPolicy(**options)
@@ -194,7 +196,7 @@ class Distillation(Job):
 
     def loss(self, step: int, batch: MicroBatch) -> LossOutput:
         """The sum of the losses of all response tokens; the optimizer divides it by the tokens of the whole step."""
-        hidden = self._hidden(batch)
+        hidden = response_states(self.body, batch.prompts, batch.families, prefix=batch.prefix, forward=batch.forward)
         if not bool(torch.isfinite(hidden).all()):
             raise RunError("the student's hidden states are not finite", instead="a smaller learning rate, or fp32")
         batch.hidden = hidden.detach()
@@ -227,7 +229,9 @@ class Distillation(Job):
         order = None
         if settings.shuffle:  # within the micro-batch: λ of the others is not known before their turn
             order = torch.tensor(permutation(len(drawn), self.config.seed, "shuffle", step, batch.places[0]))
+        weights = None if batch.weights is None else [[weight for row in batch.weights for weight in row]]
         return LossInputs(
+            weights=None if weights is None else torch.tensor(weights, device=device),
             top_k=settings.top_k,
             temperature=settings.temperature,
             entropy=settings.entropy,
@@ -238,23 +242,6 @@ class Distillation(Job):
             vocab_size=self.vocab_size,
             lam_order=order,
         )
-
-    def _hidden(self, batch: MicroBatch) -> Tensor:
-        """(N, H) the student's hidden states at the positions that predict the response tokens."""
-        responses, forward = batch.rollout.responses, batch.forward
-        if forward is None:
-            fed = [[*prompt, *ids[:-1]] for prompt, ids in zip(batch.prompts, responses, strict=True)]
-            states = self.body.forward(fed, prefix=batch.prefix).hidden.split([len(row) for row in fed])
-            return torch.cat([s[len(p) - 1 :] for s, p in zip(states, batch.prompts, strict=True)])
-        # The last token of a response predicts nothing; a row needs a token all the same.
-        fed = [ids[:-1] or ids for ids in responses]
-        if all(len(ids) == 1 for ids in responses):
-            return forward.last()
-        after = self.body.forward(fed, prefix=forward.prefix, past=forward.cache).hidden.split(
-            [len(ids) for ids in fed]
-        )
-        parts = zip(forward.last().split(1), after, responses, strict=True)
-        return torch.cat([torch.cat([first, rest[: len(ids) - 1]]) for first, rest, ids in parts])
 
     # ------------------------------------------------------------------ beside the steps
 

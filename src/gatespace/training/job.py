@@ -42,8 +42,8 @@ class Loss(Protocol):
 class StepTrace(Protocol):
     """The numbers of a step."""
 
-    tokens: int
-    """Response tokens of this process in the step so far."""
+    tokens: float
+    """Response tokens of this process in the step so far, or the sum of their weights."""
 
     def begin(self, step: int) -> None: ...
     def add(self, batch: Any, out: Any) -> None: ...

@@ -55,15 +55,23 @@ class Work:
     """The longest response."""
     rows: int
     """Responses of a step."""
+    shared: int = 1
+    """Responses that share the pass over their prompt."""
+
+    @property
+    def row(self) -> float:
+        """Tokens of a response and of its share of the prompt."""
+        return self.mean / self.shared + self.new
 
     @classmethod
     def of(cls, config: TrainConfig | TeachConfig, encoder: Encoder, texts: Sequence[str], right: int) -> Work:
         """That of a run on `texts`, whose longest right response has `right` tokens."""
         lengths = [len(encoder.suffix(text)) for text in texts]
-        rows, new = config.batch_size, right
+        rows, new, shared = config.batch_size, right, 1
         if isinstance(config, TrainConfig):
             rows, new = rows * config.rollout.per_prompt, config.rollout.max_new_tokens
-        return cls(len(encoder.prefix), sum(lengths) / len(lengths), max(lengths), new, rows)
+            shared = config.rollout.per_prompt if config.engine.share_prompt else 1
+        return cls(len(encoder.prefix), sum(lengths) / len(lengths), max(lengths), new, rows, shared)
 
 
 @dataclass(frozen=True)
@@ -136,7 +144,7 @@ class Plan:
 
     def micro_batches(self, processes: int = 1) -> int:
         """Of a step in each process."""
-        each = max(1, int(self.limit // (self.work.mean + self.work.new)))
+        each = max(1, int(self.limit // self.work.row))
         return -(-self.work.rows // (processes * each))
 
     def reuses(self, processes: int = 1) -> bool:
@@ -197,9 +205,9 @@ class Plan:
     def _update(self, rows: int, processes: int, sharded: bool) -> dict[str, int]:
         config, ours, work, item = self.config, self.student, self.work, self.dtype.itemsize
         again = config.engine.activation_checkpointing
-        tokens = min(max(self.limit, work.longest + work.new), rows * (work.mean + work.new))
+        tokens = min(max(self.limit, work.longest + work.new), rows * work.row)
         keys = min(work.prefix + work.longest + work.new, ours.most_keys(work.prefix))
-        responses = int(tokens * work.new / (work.mean + work.new))
+        responses = int(tokens * work.new / work.row)
         layer = ours.kept() // ours.layers
         whole = 0 if ours.trained < ours.all else ours.head * item
         found = {
