@@ -219,7 +219,7 @@ def test_a_run_that_fails_exits_1(cli, distil, tmp_path):
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
-        ("objective.top_k=100000", "objective.top_k: there are not so many tokens"),
+        ("objective.top_k=100000", "objective.top_k: larger than the vocabulary"),
         ("rollout.max_new_tokens=100000", "100000 of a response, of 1024"),
         ("evaluation.max_new_tokens=1024", "evaluation.max_new_tokens: prompt and response do not fit"),
     ],

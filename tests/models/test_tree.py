@@ -55,7 +55,7 @@ def test_a_tree_agrees_with_each_of_its_responses(
     way: Any, kind: Any, long: bool, student: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if long:
-        monkeypatch.setattr("gatespace.models.packed.LONG", 100)
+        monkeypatch.setattr("gatespace.models.attention.LONG", 100)
     model = made(student.tokenizer, "Starcoder2", dtype=torch.float64)
     right, right_gradients = gradients(model, lambda: expected(model))
 

@@ -254,7 +254,7 @@ def _memory_json(memory: Memory) -> dict[str, int]:
 
 
 def _cards(plan: Plan, processes: int, size: int) -> dict[str, Any]:
-    def told(layout: Layout) -> dict[str, Any]:
+    def described(layout: Layout) -> dict[str, Any]:
         memory = layout.memory
         return {
             "cards": layout.cards,
@@ -265,7 +265,7 @@ def _cards(plan: Plan, processes: int, size: int) -> dict[str, Any]:
             "teacher_bytes": {**memory.teacher, "all": sum(memory.teacher.values())} if memory.teacher else None,
         }
 
-    return {"bytes": size, "layouts": [told(layout) for layout in layouts(plan, processes)]}
+    return {"bytes": size, "layouts": [described(layout) for layout in layouts(plan, processes)]}
 
 
 def _time(flops: Range, sizes: Sizes, place: Placement, device_memory: int | None) -> dict[str, Any]:

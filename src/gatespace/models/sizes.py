@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from gatespace.config import LoraConfig
+from gatespace.models.attention import LONG
 from gatespace.models.load import Model
-from gatespace.models.packed import LONG
 
 ROOM = 6 << 30
 """Bytes that the activations of a micro-batch, or the keys and values of texts that are decoded together, may take."""
@@ -68,7 +68,7 @@ class Sizes:
         return layers + 4 * self.hidden  # the last norm
 
     def most_keys(self, prefix: int) -> int:
-        """The most keys of a row after `prefix` tokens whose attention weights are kept (see `packed.LONG`)."""
+        """The most keys of a row after `prefix` tokens whose attention weights are kept (see `attention.LONG`)."""
         return int((prefix + math.isqrt(prefix * prefix + 4 * LONG)) // 2)
 
     def attention(self, keys: int, *, checkpointing: bool = False) -> int:

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from gatespace.config import TeachConfig
 from gatespace.errors import RunError
-from gatespace.models.body import body_of, response_states
+from gatespace.models.body import response_states
 from gatespace.runs import RunFolder
 from gatespace.training.batches import Batches, Row, micro_batches
 from gatespace.training.clock import Clock
@@ -105,8 +105,6 @@ class Supervised(Job):
         """Make what training needs beside the model."""
         super().prepare()
         config = self.config
-        engine = config.engine
-        self.body = body_of(self.model, packed=engine.packed, checkpointing=engine.activation_checkpointing)
         self._batches = Batches(self.data.rows, self.encoder, batch_size=config.batch_size, seed=config.seed)
         self._micro_tokens = micro_tokens(self.sizes, config.engine, len(self.encoder.prefix))
         self._rows: list[Row] = []
