@@ -175,19 +175,19 @@ def run(settings: Settings, folder: Path, report: Callable[[str], None] = lambda
     config = study_of(settings)
     runs = len(check(config).runs)
     prepared = StudyFolder(folder / "prepared")
-    _prepare(settings, config, prepared, report)
-    sides = {name: _side(name, config, folder, prepared) for name in (SHARED, INDEPENDENT)}
+    prepare(settings, config, prepared, report)
+    sides = {name: side(name, config, folder, prepared, cache=name == SHARED) for name in (SHARED, INDEPENDENT)}
     order = [SHARED, INDEPENDENT]
     for part in range(settings.parts):
         jobs = runs * (part + 1) // settings.parts - runs * part // settings.parts
         for name in order:
             report(f"{name}: part {part + 1} of {settings.parts}, {jobs} of {runs} runs")
-            sides[name].parts.append(_measured(settings, sides[name], jobs, report))
+            sides[name].parts.append(measured(settings, sides[name], jobs, report))
         order.reverse()
     return sides
 
 
-def _prepare(settings: Settings, config: StudyConfig, store: StudyFolder, report: Callable[[str], None]) -> None:
+def prepare(settings: Any, config: StudyConfig, store: StudyFolder, report: Callable[[str], None]) -> None:
     """The models and their evaluation before any run, by the study itself; whatever is there stays."""
     from gatespace.study.outlook import outline
 
@@ -202,7 +202,8 @@ def _prepare(settings: Settings, config: StudyConfig, store: StudyFolder, report
         _go(settings, config, store, len(left), report)
 
 
-def _side(name: str, config: StudyConfig, folder: Path, prepared: StudyFolder) -> Side:
+def side(name: str, config: StudyConfig, folder: Path, prepared: StudyFolder, *, cache: bool) -> Side:
+    """A study that begins with the models that were prepared. Also for power.py."""
     from gatespace.config import StudyConfig, dump_config, parse_config
     from gatespace.runs import StudyFolder
 
@@ -212,12 +213,12 @@ def _side(name: str, config: StudyConfig, folder: Path, prepared: StudyFolder) -
         if (prepared.path / place).exists():
             (store.path / place).symlink_to(prepared.path / place)
     settings = dump_config(config)
-    teacher = settings["train"].get("teacher", {}) | {"cache": str(store.scores) if name == SHARED else None}
+    teacher = settings["train"].get("teacher", {}) | {"cache": str(store.scores) if cache else None}
     settings["train"] = settings["train"] | {"teacher": teacher}
     return Side(name, parse_config(StudyConfig, settings), store)
 
 
-def _measured(settings: Settings, side: Side, jobs: int, report: Callable[[str], None]) -> dict[str, float]:
+def measured(settings: Any, side: Side, jobs: int, report: Callable[[str], None]) -> dict[str, float]:
     """So many further runs of a side, and what they took; the processes that did them are gone afterwards."""
     side.store.begin(side.config, workers=settings.workers, threads=settings.threads)
     before = _children()
@@ -227,7 +228,7 @@ def _measured(settings: Settings, side: Side, jobs: int, report: Callable[[str],
     return {"runs": jobs, "wall": cost.wall, "cpu": cost.cpu + children, "others": others}
 
 
-def _go(settings: Settings, config: StudyConfig, store: StudyFolder, jobs: int, report: Callable[[str], None]) -> None:
+def _go(settings: Any, config: StudyConfig, store: StudyFolder, jobs: int, report: Callable[[str], None]) -> None:
     from gatespace.errors import RunError
     from gatespace.study.runner import run_study
 

@@ -119,6 +119,11 @@ def test_what_a_top_k_cannot_tell(overrides: tuple[str, ...], message: str) -> N
     assert message in failing("teacher.payload=top_k", *overrides)
 
 
+def test_probabilities_come_from_the_model_itself() -> None:
+    error = failing("rollout.engine=vllm", "evaluation={engine: vllm, probabilities: true}")
+    assert "evaluation.probabilities: probabilities of labels come from the model in this process" in error
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -70,6 +70,7 @@ EVALUATION = {
     "evaluation.max_new_tokens": 8,
     "evaluation.batch_size": 32,
     "evaluation.final": ["test"],
+    "evaluation.probabilities": True,
 }
 LORA = {"r": 8, "alpha": 16.0, "targets": ["q_proj"]}
 RUN = {"steps": 7, "batch_size": 7, "seed": 7, "plugins": ["mine.py"]}
@@ -109,6 +110,7 @@ COUNTED: dict[type[TrainConfig] | type[TeachConfig], dict[str, Any]] = {
         "teacher.k": 32,
         **OPTIMIZER,
         **ENGINE,
+        "engine.share_prompt": False,
         "engine.reuse_rollout": False,
         "engine.fused": False,
         "engine.chunk_mb": 8.0,

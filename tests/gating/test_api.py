@@ -21,6 +21,7 @@ REQUIRED = inspect.Parameter.empty
 
 INPUTS: dict[str, Any] = {
     "mask": None,
+    "weights": None,
     "top_k": 8,
     "temperature": 1.0,
     "entropy": "top_k",
@@ -79,6 +80,7 @@ def test_the_form_with_keywords_is_the_one_with_inputs() -> None:
     student, teacher = (torch.randn(2, 3, 20, generator=generator) for _ in range(2))
     options: dict[str, Any] = {
         "mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
+        "weights": torch.tensor([[1.0, 2.0, 0.5], [3.0, 1.0, 1.0]]),
         "top_k": 4,
         "temperature": 2.0,
         "entropy": "bucket",
@@ -92,9 +94,11 @@ def test_the_form_with_keywords_is_the_one_with_inputs() -> None:
     }
     assert options.keys() == INPUTS.keys()
     objective = gating.Gated(gating.Gate.named("H2"), "hybrid", 5)
-    wanted = gating.distillation_loss(student, teacher, objective=objective, inputs=gating.LossInputs(**options))
-    found = gating.gated_kl(student, teacher, gate=gating.Gate.named("H2"), support="hybrid", support_k=5, **options)
-    assert torch.equal(found.loss, wanted.loss)
+    for other in ("weights", "lam_order"):  # which exclude each other
+        given = {**options, other: None}
+        wanted = gating.distillation_loss(student, teacher, objective=objective, inputs=gating.LossInputs(**given))
+        found = gating.gated_kl(student, teacher, gate=gating.Gate.named("H2"), support="hybrid", support_k=5, **given)
+        assert torch.equal(found.loss, wanted.loss)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from scipy.stats import chisquare
 
 from gatespace.errors import UsageError
 from gatespace.models import Model
-from gatespace.models.packed import PackedBody
+from gatespace.models.packed import Decoding, PackedBody
 from gatespace.models.plain import PlainBody
 from gatespace.rollout import native
 from gatespace.rollout.native import Rollout, Sampling, sample
@@ -55,8 +56,8 @@ def truncated(logits: Any, temperature: float, top_p: float) -> Any:
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, uniform: list[float]) -> tuple[list[int], list[float]]:
-    tokens, log_probs = native.choose(logits, sampling, torch.tensor(uniform, dtype=torch.float64))
-    return tokens.tolist(), log_probs.tolist()
+    tokens, log_probs = native.choose(logits, sampling, torch.tensor(uniform, dtype=torch.float64)[:, None])
+    return tokens[:, 0].tolist(), log_probs[:, 0].tolist()
 
 
 def write(model: Model, rows: Sequence[Sequence[int]], sampling: Sampling, **options: Any) -> Rollout:
@@ -213,6 +214,62 @@ def test_rows_that_have_ended_leave_no_trace(
     assert together.ended == [True] * 8
     for log_probs, rollout in zip(together.log_probs, alone, strict=True):
         assert log_probs == pytest.approx(rollout.log_probs[0], abs=1e-4)
+
+
+@pytest.mark.parametrize("body", [PackedBody, PlainBody])
+@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize("sampling", [Sampling(0.5), Sampling(0.7, 0.8), Sampling(0)], ids=str)
+def test_samples_of_a_prompt_are_what_they_would_be_alone(
+    sampling: Sampling, ahead: int, body: Any, model: Model
+) -> None:
+    sampling = replace(sampling, max_new_tokens=6)
+    rows = [PROMPT, [5], [3, 4] * 20]
+    parents = [0] * 12 + [1] + [2] * 4
+
+    def stop(ids: list[int]) -> bool:
+        return sum(ids) % 4 == 0
+
+    def written(**options: Any) -> Rollout:
+        draws = streams(len(parents)) if sampling.temperature else ()
+        return write(model, sampling=sampling, draws=draws, stop=stop, body=body, vocab_size=7, **options)
+
+    shared = written(rows=rows, parents=parents, ahead=ahead)
+    apart = written(rows=[rows[parent] for parent in parents], ahead=ahead)
+    assert shared.responses == apart.responses
+    assert shared.ended == apart.ended
+    for found, wanted in zip(shared.log_probs, apart.log_probs, strict=True):
+        assert found == pytest.approx(wanted, abs=1e-4)
+    if sampling.temperature:  # some ended where others of the same row went on
+        assert 1 < len({tuple(ids) for ids in shared.responses[:12]}) < 12
+        assert len({len(ids) for ids in shared.responses[:12]}) > 1
+
+
+def test_samples_are_one_row_of_the_network_until_they_differ(model: Model) -> None:
+    body = PackedBody(model)
+    rows: list[int] = []
+    step = Decoding.step
+
+    class Counted(Decoding):
+        def step(self, ids: torch.Tensor) -> torch.Tensor:
+            rows.append(len(ids))
+            return step(self, ids)
+
+    body.decoding = lambda forward, room: Counted(body, forward, room)  # type: ignore[method-assign, assignment]
+    found = sample(
+        body,
+        body.forward([PROMPT, [5]], prefix=TRUNK),
+        vocab_size=7,
+        sampling=Sampling(0.5, max_new_tokens=5),
+        stop=never,
+        draws=streams(20),
+        parents=[0] * 12 + [1] * 8,
+    )
+    beginnings = [
+        {(parent, *ids[:place]) for parent, ids in zip([0] * 12 + [1] * 8, found.responses, strict=True)}
+        for place in range(1, 5)
+    ]
+    assert rows == [len(some) for some in beginnings]
+    assert 2 < rows[0] < rows[-1] <= 20
 
 
 # ---------------------------------------------------------------------------------------------------- the end

@@ -146,15 +146,15 @@ class Stepped:
 
     @property
     def responses(self) -> list[list[int]]:
-        return [ids for scored in self.scored for ids in scored.part.rollout.responses]
+        return [one.part.rollout.responses[row] for one in self.scored for row in one.part.samples]
 
     @property
     def rows(self) -> list[Row]:
-        return [row for scored in self.scored for row in scored.part.rows]
+        return [one.part.rows[row] for one in self.scored for row in one.part.samples]
 
     @property
     def sources(self) -> list[str]:
-        return [source for scored in self.scored for source in scored.part.sources]
+        return [one.part.sources[row] for one in self.scored for row in one.part.samples]
 
 
 class Lab:
@@ -178,6 +178,7 @@ class Lab:
         reuse: bool = True,
         fused: bool = True,
         share: bool = True,
+        share_prompt: bool = True,
         packed: bool | None = None,
         payload: str = "hidden",
         seed: int = 5,
@@ -213,6 +214,8 @@ class Lab:
             micro_tokens=micro_tokens,
             rollout_tokens=rollout_tokens,
             reuse=reuse,
+            share=share_prompt,
+            merge=not config.objective.shuffle,
         )
         scored: list[Scored] = []
         with job.micro_batches(number, Clock()) as batches:

@@ -78,3 +78,26 @@ def test_parts_hold_all_rows_in_order_within_the_bound(lengths: list[int], bound
     assert all(sum(size) <= bound or len(size) == 1 for size in sizes)  # a row that is too long is alone
     for before, after in pairwise(sizes):
         assert sum(before) + after[0] > bound  # no part ends early
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 6)), min_size=1, max_size=12),
+    st.integers(1, 120),
+    st.integers(1, 12),
+)
+def test_a_family_is_divided_only_where_it_does_not_fit(families: list[tuple[int, int]], bound: int, room: int) -> None:
+    rows, numbers = [], []
+    for number, (length, members) in enumerate(families):
+        rows += [Row(len(rows) + i, Example("", None), [0] * length) for i in range(members)]
+        numbers += [number] * members
+    parts = micro_batches(rows, bound, room, numbers)
+    assert [row.index for part in parts for row in part] == list(range(len(rows)))
+    found = [[numbers[row.index] for row in part] for part in parts]
+    for part in found:
+        size = sum(families[number][0] for number in set(part)) + room * len(part)
+        assert size <= bound or len(part) == 1
+    for before, after in pairwise(found):
+        prompt, members = families[after[0]]
+        if before[-1] == after[0]:  # divided: it began a part, and would not have fitted into one
+            assert before[0] == before[-1]
+            assert prompt + room * members > bound

@@ -13,7 +13,8 @@ import transformers
 from gatespace.config import TeachEngineConfig, TrainConfig, parse_config
 from gatespace.errors import UsageError
 from gatespace.models import Model
-from gatespace.models.packed import LONG, PackedBody
+from gatespace.models.attention import LONG
+from gatespace.models.packed import PackedBody
 from gatespace.models.sizes import Sizes, sizes_of
 from gatespace.training import memory
 from gatespace.training.memory import Layout, Plan, Work, check_devices, chunk_mb, device_bytes, layouts, micro_tokens
@@ -169,7 +170,7 @@ def test_phases_do_not_add_up(pair: dict[str, Sizes]) -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma2"])
 def test_activations_are_what_autograd_keeps(kind: str, dtype: torch.dtype, checkpointing: bool) -> None:
     shape: dict[str, Any] = {
         "hidden_size": 64,
@@ -180,7 +181,7 @@ def test_activations_are_what_autograd_keeps(kind: str, dtype: torch.dtype, chec
         "head_dim": 16,
         "vocab_size": 300,
     }
-    config = (transformers.LlamaConfig if kind == "llama" else transformers.Qwen3Config)(**shape)
+    config = getattr(transformers, f"{kind}Config")(**shape)
     network = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
     model = Model(network, None, "", "")  # type: ignore[arg-type]
     weights = {p.untyped_storage().data_ptr() for p in network.parameters()}

@@ -126,6 +126,41 @@ def test_masked_positions_do_not_count() -> None:
     assert encode(trace.record()) == encode(traced((loss(Gate(4, 1, -1, 2)), ROWS)).record())
 
 
+@pytest.mark.parametrize("gate", [Gate(4, 1, -1, 2), Gate.static(0.1)])
+def test_tokens_of_a_weight_are_tokens_repeated_as_often(gate: Gate) -> None:
+    """Rows count twice, once and three times; a token of weight 0 beside them not at all."""
+    out, often = loss(gate), [2, 2, 2, 1, 3, 3]
+    beside = LossOutput(**{**vars(with_lam(0.999)), "tail_mass": torch.ones(1, 1)})
+    weighted, repeated = Trace(), Trace()
+    for step in (1, 2):
+        weighted.begin(step)
+        weighted.add(out, rows=ROWS, weights=[float(times) for times in often])
+        weighted.add(beside, rows=[3], weights=[0.0])
+        repeated.begin(step)
+        for i in [i for i, times in enumerate(often) for _ in range(times)]:
+            repeated.add(cut(out, slice(i, i + 1)), rows=[ROWS[i]])
+        one, other = weighted.record(), repeated.record()
+        assert one["tokens"] == other["tokens"] == 13
+        assert_alike(one, other)
+        for name in ("tokens", "lam_hist"):
+            assert encode({name: one[name]}) == encode({name: other[name]})
+    assert_alike(weighted.summary(), repeated.summary())
+
+
+def assert_alike(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name] == (value if value is None else pytest.approx(value, rel=1e-12, abs=1e-15)), name
+
+
+def test_weights_of_one_leave_every_byte() -> None:
+    out = loss(Gate(4, 1, -1, 2))
+    plain, weighted = traced((out, ROWS)), traced()
+    weighted.add(out, rows=ROWS, weights=torch.ones(6))
+    assert encode(weighted.record()) == encode(plain.record())
+    assert encode(weighted.state()) == encode(plain.state())
+
+
 def test_a_row_is_given_in_the_order_of_its_tokens_wherever_it_was_added() -> None:
     out = loss(Gate(4, 1, -1, 2))
     trace = traced((cut(out, slice(3, 6)), ROWS[3:]), (cut(out, slice(0, 3)), ROWS[:3]))

@@ -55,6 +55,7 @@ def assert_predicts_as_recorded(folder: Path, task: Task, *, dtype: torch.dtype 
             split=split,
             limit=settings.limit,
             max_new_tokens=settings.max_new_tokens,
+            probabilities=settings.probabilities,
         )
         lines = [json.loads(line) for line in (folder / f"predictions-{split}.jsonl").read_text().splitlines()]
         assert [(line["label"], line["raw"]) for line in lines] == [(p.label, p.raw) for p in found.predictions]
@@ -99,7 +100,7 @@ def test_train(train_config: Make, synthetic: Task, tiny: TinyPair) -> None:
         steps=40,
         batch_size=16,
         optimizer={"lr": 4e-3},
-        evaluation={"every": 20, "limit": 60, "final": ["val", "test"]},
+        evaluation={"every": 20, "limit": 60, "final": ["val", "test"], "probabilities": True},
         checkpoint={"every": 15},
         trace={"tokens_every": 20, "rollouts": 3},
     )
@@ -136,6 +137,8 @@ def test_train(train_config: Make, synthetic: Task, tiny: TinyPair) -> None:
     looks = read(folder / "evaluations.jsonl")
     assert [look["step"] for look in looks] == [0, 20]
     assert looks[0]["accuracy"] < 0.35
+    before, after = math.log(len(synthetic.labels)), summary["evaluation"]["test"]["calibration"]["log_loss"]
+    assert after < before  # that of knowing nothing
     assert summary["evaluation"]["val"]["metrics"]["accuracy"] > looks[0]["accuracy"] + 0.2
     model = load_model(str(folder / "model"))
     assert summary["fingerprint"] == model.fingerprint()

@@ -166,9 +166,10 @@ def _train(config: TrainConfig, place: Placement, load: Callable[..., Model]) ->
     longest = config.rollout.max_new_tokens
     shortest = min(prompts.right, longest)
     responses = Range(shortest, shortest if set(shares) == {"gold"} else longest).times(rows)
-    prompting = _exactly(prompts.prefix + rows * prompts.mean)
+    shared = config.rollout.per_prompt if config.engine.share_prompt else 1
+    prompting = _exactly(prompts.prefix + rows / shared * prompts.mean)
     decoded = responses.times(shares.get("student", 0.0))
-    work = Work(prompts.prefix, prompts.mean, prompts.longest, longest, rows)
+    work = Work(prompts.prefix, prompts.mean, prompts.longest, longest, rows, shared)
     plan = Plan(config, place.dtype, place.device, ours, theirs, student.vocab_size, work)
     forward = prompting.times(1 if plan.reuses() else 2) + decoded + responses
     backward = prompting + responses
@@ -244,6 +245,10 @@ def _prompts(config: TrainConfig | TeachConfig, data: Material, models: dict[str
         response = Range(min(right, longest), longest).times(len(rows) * often)
         responses += response
         evaluated += response + _exactly(often * prompting)
+    if evaluation.probabilities:
+        rows_of = [len(data.task.rows(split)[: evaluation.limit]) for split in evaluation.final]
+        labels = _exactly(sum(rows_of) * sum(gold.values()))
+        responses, evaluated = responses + labels, evaluated + labels
     notes = check_fit(config, data, encoder, **models)
     return Prompts(len(encoder.prefix), sum(lengths) / len(lengths), max(lengths), right, evaluated, responses, notes)
 

@@ -15,7 +15,10 @@ from gatespace.evaluation.metrics import Metrics
 from gatespace.tasks.data import SPLITS
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
+
+    from gatespace.evaluation.calibration import Calibration
 
 ModelName = Annotated[
     str,
@@ -77,6 +80,12 @@ def evaluate(
             "has it; vllm=vllm://HOST:PORT is a server that has MODEL.",
         ),
     ] = None,
+    probabilities: Annotated[
+        bool,
+        typer.Option(
+            "--probabilities", help="Look up the probability of every label too: log-loss, calibration, coverage."
+        ),
+    ] = False,
     plugins: options.Plugins = None,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
@@ -90,11 +99,16 @@ def evaluate(
     gatespace evaluate runs/train
     gatespace evaluate smollm2 --task tweeteval/emotion --limit 100
     gatespace evaluate runs/train --split val --output runs/train/val --json
+    gatespace evaluate runs/train --split val --probabilities
     gatespace evaluate runs/train --sampler vllm=.venv-vllm/bin/python
 
     A response without a legal label counts as wrong. Test rows whose text
     also occurs in train are counted; a second row of the table is without
     them.
+
+    With --probabilities the responses of all labels are scored too, after
+    the same pass over each prompt. The second table is about the most
+    probable label; its thresholds are for `gatespace predict --threshold`.
 
     With --sampler the model is loaded here too, on the CPU, and first the
     sampler's log-probabilities of a text are compared with the model's own.
@@ -102,7 +116,7 @@ def evaluate(
     from gatespace.cli.found_model import ModelOptions, find, model_folder
     from gatespace.cli.progress import RunProgress
     from gatespace.config import in_setting
-    from gatespace.errors import unknown_name
+    from gatespace.errors import UsageError, unknown_name
     from gatespace.evaluation import evaluate as run_evaluation
     from gatespace.evaluation import write
     from gatespace.evaluation.concerns import concerns
@@ -113,6 +127,12 @@ def evaluate(
     if split not in splits:
         raise unknown_name("split", split, splits)
     opener = None
+    if sampler is not None and probabilities:
+        raise UsageError(
+            "--probabilities and --sampler do not go together",
+            why="probabilities of labels come from the model in this process",
+            instead="one of the two",
+        )
     if sampler is not None:
         name, _, where = sampler.partition("=")
         with in_setting("--sampler"):  # before the model is loaded, which takes long
@@ -152,6 +172,7 @@ def evaluate(
             encoder=encoder,
             progress=progress.generating,
             writer=writer,
+            probabilities=probabilities,
         )
     written = write(evaluation, output) if output is not None else ()
     result = evaluation.as_json()
@@ -164,6 +185,8 @@ def evaluate(
     out.print(f"{found.model.name} on {evaluation.task}", style="bold", soft_wrap=True)
     out.print(results_table({split: result}))
     out.print(_labels_table(result["metrics"]))
+    if evaluation.calibration is not None:
+        _print_calibration(out, evaluation.calibration)
     if limit is not None and limit < evaluation.available:
         out.print(f"Only the first {limit} of {evaluation.available} rows, which need not be like the rest.")
     if evaluation.split == "test":
@@ -171,6 +194,20 @@ def evaluate(
     print_warnings(warnings)
     for path in written:
         out.print(f"wrote {path}", soft_wrap=True)
+
+
+def _print_calibration(out: Console, found: Calibration) -> None:
+    columns = ("accuracy", "confidence", "log-loss", "Brier", "ECE", "AURC", "mass of labels")
+    shown = table("Probabilities of labels", *columns, numbers=columns)
+    values = (found.accuracy, found.confidence, found.log_loss, found.brier, found.ece, found.aurc, found.mass)
+    shown.add_row(*(f"{value:.4f}" for value in values))
+    out.print(shown)
+    names = ("accuracy of at least", "coverage", "--threshold")
+    shown = table("Answering only the most confident texts", *names, numbers=names)
+    for one in found.coverage_at:
+        reached = one.threshold is not None
+        shown.add_row(f"{one.accuracy:g}", f"{one.coverage:.4f}", f"{one.threshold:.4f}" if reached else "not reached")
+    out.print(shown)
 
 
 def results_table(evaluations: Mapping[str, Mapping[str, Any]], on_the_way: Sequence[Mapping[str, Any]] = ()) -> Table:

@@ -46,9 +46,11 @@ LATER: Mapping[str, Any] = MappingProxyType(
         "rollout.staleness": 0,
         "rollout.engine": "native",
         "evaluation.engine": "native",
+        "evaluation.probabilities": False,
         "engine.deterministic": False,
         "optimizer.states": "fp32",
         "engine.chunk_mb": None,
+        "engine.share_prompt": True,
         "plugins": [],
     }
 )

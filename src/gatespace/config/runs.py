@@ -91,6 +91,26 @@ class TrainConfig(Section):
         if self.evaluation.engine not in ("native", self.rollout.engine):
             what = f"{self.evaluation.engine} evaluates only where it samples the responses too"
             raise Fault("evaluation.engine", what, instead=f"native, or rollout.engine: {self.evaluation.engine}")
+        if self.evaluation.engine != "native" and self.evaluation.probabilities:
+            what = "probabilities of labels come from the model in this process"
+            raise Fault("evaluation.probabilities", what, instead="false, or evaluation.engine: native")
+        return self
+
+    @model_validator(mode="after")
+    def _labels_are_not_sampled(self) -> TrainConfig:
+        if not self.objective.over_labels:
+            return self
+        support, rollout, usual = self.objective.support, self.rollout, RolloutConfig()
+        if self.teacher.payload != "hidden":
+            raise Fault(
+                "teacher.payload", f"the support {support} needs the teacher's full distribution", instead="hidden"
+            )
+        for name in ("source", "temperature", "top_p", "per_prompt", "staleness", "engine"):
+            if getattr(rollout, name) != getattr(usual, name):
+                setting = "from" if name == "source" else name
+                raise Fault(
+                    f"rollout.{setting}", f"has no meaning with objective.support: {support}, which samples nothing"
+                )
         return self
 
     @model_validator(mode="after")

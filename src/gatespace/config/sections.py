@@ -291,6 +291,10 @@ class TeachEngineConfig(Section):
 class EngineConfig(TeachEngineConfig):
     """Where and how the numbers are computed, with the speed-ups of distillation."""
 
+    share_prompt: Switch = True
+    """Read a prompt once for all of its responses (rollout.per_prompt), and compute equal ones once. Exact; false is
+    for checking."""
+
     reuse_rollout: Switch = True
     """Update through the very pass over the prompts that the rollout began with, instead of reading them again with
     the same weights. Exact; false is for checking."""
@@ -327,6 +331,10 @@ class EvaluationConfig(Section):
 
     final: Annotated[tuple[Split, ...], AfterValidator(_once)] = ("val", "test")
     """The splits that are evaluated at the end."""
+
+    probabilities: bool = False
+    """Look up the probability of every label too, in the evaluations at the end: log-loss, Brier score, calibration and
+    risk against coverage, in the run's files and in a study's report. Needs evaluation.engine: native."""
 
 
 class TrainEvaluationConfig(EvaluationConfig):

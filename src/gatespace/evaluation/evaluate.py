@@ -6,12 +6,13 @@ Importing this needs no torch: reading results does not need what made them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gatespace.errors import UsageError
+from gatespace.evaluation.calibration import Calibration, LabelProbabilities, calibrate
 from gatespace.evaluation.metrics import Metrics, measure
 from gatespace.files import atomic_write
 from gatespace.tasks.data import Task
@@ -36,6 +37,8 @@ class Prediction:
         label: The label in the answer; None if there is no legal one.
         raw: What the model wrote after the prefill.
         ended: Whether it stopped by itself, not at the cap.
+        probabilities: Label → its probability among the labels, where that was asked for.
+        mass: The probability that the model gives to the labels together.
     """
 
     index: int
@@ -44,6 +47,16 @@ class Prediction:
     label: str | None
     raw: str
     ended: bool
+    probabilities: Mapping[str, float] | None = None
+    mass: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; without probabilities where there are none."""
+        record = asdict(self)
+        return record if self.probabilities is not None else {k: record[k] for k in record if k not in _PROBABILITIES}
+
+
+_PROBABILITIES = ("probabilities", "mass")
 
 
 @dataclass(frozen=True)
@@ -60,6 +73,7 @@ class Evaluation:
         duplicates: The evaluated test rows whose text also stands in train; 0 for another split.
         without_duplicates: Over the other rows. None for another split than test, and if there are no others.
         predictions: In the order of the rows.
+        calibration: What the probabilities of labels are worth, over all evaluated rows, where they were asked for.
     """
 
     task: str
@@ -71,6 +85,7 @@ class Evaluation:
     duplicates: int
     without_duplicates: Metrics | None
     predictions: list[Prediction]
+    calibration: Calibration | None = None
 
     @property
     def not_applicable(self) -> str:
@@ -93,6 +108,7 @@ class Evaluation:
             "metrics": self.metrics.as_json(),
             "duplicates": self.duplicates,
             "without_duplicates": clean,
+            **({} if self.calibration is None else {"calibration": self.calibration.as_json()}),
         }
 
 
@@ -109,6 +125,7 @@ def evaluate(
     progress: Callable[[int, int], None] | None = None,
     writer: Writer | None = None,
     share: Share | None = None,
+    probabilities: bool = False,
 ) -> Evaluation:
     """Let a model label the texts of a split, greedily, and compare with the gold labels.
 
@@ -125,6 +142,7 @@ def evaluate(
         writer: Answers in place of the model, with its weights; a vLLM server, for one. Where two tokens are equally
             probable but for rounding, its answer may be another one.
         share: Divides texts among processes that all evaluate the same model; None: there are no others.
+        probabilities: Look up the probability of every label too, and what these are worth.
     """
     if limit is not None and limit < 1:
         raise UsageError("limit is at least 1", got=limit, instead="None for all rows")
@@ -158,13 +176,18 @@ def evaluate(
             batch_size=batch_size,
             progress=progress,
             writer=writer,
+            labels=probabilities,
         )
 
     answers = answered(texts) if share is None else share(texts, answered)
+    likely = [LabelProbabilities.of(task.labels, one.labels) for one in answers if one.labels is not None]
     predictions = [
         Prediction(index, row.text, row.label, prompt.parse(answer.text), answer.text, answer.ended)
         for index, (row, answer) in enumerate(zip(rows, answers, strict=True))
     ]
+    if likely:
+        known_labels = zip(predictions, likely, strict=True)
+        predictions = [replace(one, probabilities=of.probabilities, mass=of.mass) for one, of in known_labels]
     held_against_train = split == "test"
     known = {index for index in task.test_in_train if index < len(rows)} if held_against_train else set()
     fresh = [row for row in predictions if row.index not in known]
@@ -178,6 +201,7 @@ def evaluate(
         duplicates=len(known),
         without_duplicates=_measured(fresh, task) if held_against_train and fresh else None,
         predictions=predictions,
+        calibration=calibrate([row.label for row in rows], likely) if likely else None,
     )
 
 
@@ -187,7 +211,7 @@ def write(evaluation: Evaluation, folder: str | Path) -> tuple[Path, Path]:
     The same evaluation gives the same bytes.
     """
     place = Path(folder)
-    lines = [json.dumps(asdict(row), sort_keys=True) + "\n" for row in evaluation.predictions]
+    lines = [json.dumps(row.as_json(), sort_keys=True) + "\n" for row in evaluation.predictions]
     predictions = place / f"predictions-{evaluation.split}.jsonl"
     summary = place / f"evaluation-{evaluation.split}.json"
     atomic_write(predictions, "".join(lines))

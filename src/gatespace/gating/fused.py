@@ -282,7 +282,7 @@ class _Work:
         for tokens in self._chunks():
             with torch.set_grad_enabled(keep_tape or gradients is not None):
                 result = self.objective(tokens)
-                total = (result.loss / self.batch.total_tokens).sum()
+                total = (tokens.batch.weighted(result.loss) / self.batch.total_tokens).sum()
             self.fine.append(finite(result.loss).all())
             self.per_token.append(result.loss.detach())
             for name, value in result.telemetry.items():
@@ -301,7 +301,7 @@ class _Work:
                     gradients.add(grad, self.student, tokens.span, start, stop)
         if not bool(torch.stack(self.fine).all()):
             self._complain()
-        return torch.cat(self.per_token).sum() / self.batch.total_tokens
+        return self.batch.weighted(torch.cat(self.per_token)).sum() / self.batch.total_tokens
 
     @torch.no_grad()
     def _complain(self) -> None:

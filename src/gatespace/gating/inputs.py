@@ -30,6 +30,9 @@ class LossInputs:
 
     mask: Tensor | None = None
     """(B, T) of 0 and 1, response tokens; positions outside it are never looked at. None: all."""
+    weights: Tensor | None = None
+    """(B, T) how often each token counts: a constant factor of its loss and gradient, not negative. A token of weight 0
+    is left out, but its response is as long as before. None: once each."""
     top_k: int = 8
     """K of the entropy signals h and u. Coefficients are not comparable across it."""
     temperature: float = 1.0
@@ -45,7 +48,8 @@ class LossInputs:
     u: Tensor | None = None
     """(B,) or (B, T) in place of u(x), where the first response token is not in this batch."""
     total_tokens: float | Tensor | None = None
-    """What the sum is divided by: the masked tokens of the whole step where this is a micro-batch. None: N."""
+    """What the sum is divided by: the masked tokens of the whole step where this is a micro-batch. None: N, or
+    the sum of the weights."""
     vocab_size: int | None = None
     """Real length of the tokenizer; both sides are cut to it before any softmax. None: they have the same size."""
     lam_order: Tensor | None = None
@@ -74,6 +78,7 @@ class LossOptions(TokenOptions, total=False):
     """All fields of `LossInputs` as keyword arguments."""
 
     mask: Tensor | None
+    weights: Tensor | None
     top_k: int
     entropy: str
     segment_ids: Tensor | None
@@ -100,7 +105,7 @@ class Batch:
     """V that both sides have or are cut to."""
     total_tokens: float | Tensor
     given: LossInputs
-    """The inputs; sampled, sampled_log_probs and u are (N,) here."""
+    """The inputs; weights, sampled, sampled_log_probs and u are (N,) here."""
 
     @classmethod
     def of(cls, shape: torch.Size, device: torch.device, vocab_size: int, inputs: LossInputs) -> Batch:
@@ -125,12 +130,22 @@ class Batch:
         first = starts[sample]
         length = torch.bincount(sample, minlength=starts.numel())[sample]
         total = inputs.total_tokens
-        if total is None:
-            total = float(max(n, 1))
-        elif not bool(torch.as_tensor(total > 0)):
+        if total is not None and not bool(torch.as_tensor(total > 0)):
             raise UsageError("total_tokens must be positive", got=total)
-        batch = cls(shape, index, torch.arange(n, device=device) - first, length, first, vocab_size, total, inputs)
-        return replace(batch, given=batch._selected(inputs))
+        known = 1.0 if total is None else total
+        batch = cls(shape, index, torch.arange(n, device=device) - first, length, first, vocab_size, known, inputs)
+        if inputs.weights is not None:
+            batch = batch._counting(_factors(inputs, shape).to(device), begins)
+        batch = replace(batch, given=batch._selected(inputs))
+        return batch if total is not None else replace(batch, total_tokens=float(batch.tokens) or 1.0)
+
+    def _counting(self, weights: Tensor, begins: Tensor) -> Batch:
+        """Without the tokens of weight 0; the first of a response stays, as its u is read there."""
+        keep = (self.select(weights) > 0) | begins
+        first = (keep.cumsum(0) - 1)[self.first]
+        return replace(
+            self, index=self.index[keep], position=self.position[keep], length=self.length[keep], first=first[keep]
+        )
 
     def _selected(self, inputs: LossInputs) -> LossInputs:
         """The inputs with what is given per token at the N tokens."""
@@ -147,16 +162,30 @@ class Batch:
             u = self.select(_shaped("u", u, shape).to(device)).detach()
         if order is not None:
             order = _permutation(order.to(device), self.count)
-        return replace(inputs, sampled=sampled, sampled_log_probs=log_probs, u=u, lam_order=order)
+        weights = inputs.weights
+        if weights is not None:
+            weights = self.select(weights.to(device)).detach()
+        return replace(inputs, weights=weights, sampled=sampled, sampled_log_probs=log_probs, u=u, lam_order=order)
 
     @property
     def count(self) -> int:
         """N."""
         return int(self.index.numel())
 
+    @property
+    def tokens(self) -> int | float:
+        """N, or the sum of the weights."""
+        weights = self.given.weights
+        return self.count if weights is None else float(weights.double().sum())
+
+    def weighted(self, loss: Tensor) -> Tensor:
+        """(N,) losses, each as often as its token counts."""
+        weights = self.given.weights
+        return loss if weights is None else loss * weights.to(loss.dtype)
+
     def part(self, span: slice) -> Batch:
         """Some of the tokens; `first` still counts over all of them."""
-        given = {name: getattr(self.given, name) for name in ("sampled", "sampled_log_probs", "u")}
+        given = {name: getattr(self.given, name) for name in ("weights", "sampled", "sampled_log_probs", "u")}
         given = {name: values if values is None else values[span] for name, values in given.items()}
         return replace(
             self,
@@ -200,9 +229,23 @@ def _as_bool(mask: Tensor) -> Tensor:
         raise UsageError(
             "mask must hold only 0 and 1",
             why="it says which tokens count; it is not a weight",
-            instead="put per-token weights into an objective's weight",
+            instead="weights, or an objective's weight",
         )
     return on
+
+
+def _factors(inputs: LossInputs, shape: torch.Size) -> Tensor:
+    assert inputs.weights is not None
+    weights = _shaped("weights", inputs.weights, shape)
+    if not bool((weights.isfinite() & (weights >= 0)).all()):
+        raise UsageError("weights must be finite and not negative", why="they say how often each token counts")
+    if inputs.lam_order is not None:
+        raise UsageError(
+            "lam_order and weights exclude each other",
+            why="a permutation is over single tokens, and one that counts twice has two λ",
+            instead="repeat the tokens",
+        )
+    return weights
 
 
 def _permutation(order: Tensor, count: int) -> Tensor:

@@ -30,10 +30,10 @@ class LossOutput:
 
     loss: Tensor
     """Σ over masked tokens / total_tokens; a scalar with gradient."""
-    tokens: int
-    """Number of masked tokens N."""
+    tokens: int | float
+    """Number of masked tokens N, or the sum of their weights."""
     per_token: Tensor
-    """L_t."""
+    """L_t, without its weight in `LossInputs.weights`."""
     lam: Tensor | None
     """λ_t, the weight of reverse KL; None for an objective that mixes nothing."""
     weight: Tensor
@@ -57,7 +57,7 @@ class LossOutput:
         fields = {name: spread.pop(name, None) for name in _FIELDS}
         return cls(
             loss=loss,
-            tokens=batch.count,
+            tokens=batch.tokens,
             per_token=batch.spread(per_token.detach()),
             signals=spread,
             **fields,  # type: ignore[arg-type]  # all but lam are always there
@@ -95,8 +95,8 @@ def gated_kl(
         support: full, bucket, hybrid, renorm or recipe.
         support_k: K of the top-K supports; None: top_k, or the K of a `TeacherTopK`.
         coefficients: (4+E,) tensor in place of the gate's numbers, to receive their gradient.
-        **inputs: The fields of `LossInputs`: mask, top_k, temperature, entropy, sampled, sampled_log_probs,
-            segment_ids, u, total_tokens, vocab_size, lam_order.
+        **inputs: The fields of `LossInputs`: mask, weights, top_k, temperature, entropy, sampled,
+            sampled_log_probs, segment_ids, u, total_tokens, vocab_size, lam_order.
 
     Returns:
         `LossOutput`; an empty mask gives loss 0 and gradient 0.
@@ -147,7 +147,7 @@ def distillation_loss(
         tokens.lam = objective.own_lam(tokens)[batch.given.lam_order]
     result = objective(tokens)
     check_finite(result, batch)
-    return LossOutput.of(result.loss.sum() / batch.total_tokens, result.loss, result.telemetry, batch)
+    return LossOutput.of(batch.weighted(result.loss).sum() / batch.total_tokens, result.loss, result.telemetry, batch)
 
 
 def forward_kl(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from gatespace.errors import UsageError
 from gatespace.models.load import Model
 from gatespace.models.packed import PackedBody
 from gatespace.models.plain import PlainBody
+from gatespace.models.tree import Parents, tree_of
 
 
 class KVCache(Protocol):
@@ -55,7 +57,8 @@ class Body(Protocol):
         *,
         prefix: Any = None,
         past: Any = None,
-        shape: Callable[[int], int] | None = None,
+        shape: Callable[[int], tuple[int, int]] | None = None,
+        parents: Parents = None,
     ) -> Forward: ...
     def prefix_cache(self, ids: Sequence[int]) -> KVCache | None: ...
     def decoding(self, forward: Any, room: int) -> Decoding: ...
@@ -116,3 +119,56 @@ def _probe(model: Model) -> str | None:
     distance = (found.double() - expected.double()).norm() / expected.double().norm()
     allowed = 0.1 if model.head.weight.dtype.itemsize < 4 else 1e-3
     return None if distance <= allowed else f"a probe differs from the network's own forward by {float(distance):.2g}"
+
+
+def response_states(
+    body: Body,
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[Sequence[int]]],
+    *,
+    prefix: KVCache | Sequence[int] | None = None,
+    forward: Forward | None = None,
+) -> Tensor:
+    """(N, H) the hidden states at the positions that predict the tokens of `responses`, one response after another.
+
+    A prompt goes through the network once, and so does what its responses begin with in common. Gradient flows back
+    through all of it.
+
+    Args:
+        body: The body.
+        prompts: After the prefix, at least one token each.
+        responses: Of every prompt, at least one, of at least one token.
+        prefix: As in `PackedBody.forward`.
+        forward: A pass over the prompts that was made before; None: they go through the network here.
+    """
+    # The last token of a response predicts nothing.
+    trees = [tree_of([ids[:-1] for ids in some]) for some in responses]
+    single = all(len(some) == 1 for some in responses)
+    if forward is None:
+        fed = [[*prompt, *tree.tokens] for prompt, tree in zip(prompts, trees, strict=True)]
+        parents = None if single else [tree.after(len(p)) for p, tree in zip(prompts, trees, strict=True)]
+        hidden = body.forward(fed, prefix=prefix, parents=parents).hidden
+        starts = _starts([len(row) for row in fed])
+        ends = [start + len(prompt) - 1 for start, prompt in zip(starts, prompts, strict=True)]
+        nodes = [end + 1 for end in ends]
+    else:
+        hidden = forward.last()
+        ends = nodes = list(range(len(prompts)))
+        if any(tree.tokens for tree in trees):
+            # A row needs a token all the same.
+            fed = [tree.tokens or [some[0][0]] for tree, some in zip(trees, responses, strict=True)]
+            parents = None if single else [tree.parents or [-1] for tree in trees]
+            after = body.forward(fed, prefix=forward.prefix, past=forward.cache, parents=parents)
+            hidden = torch.cat([hidden, after.hidden])
+            nodes = [len(prompts) + start for start in _starts([len(row) for row in fed])]
+    index = [
+        at
+        for end, first, tree in zip(ends, nodes, trees, strict=True)
+        for path in tree.paths
+        for at in (end, *(first + place for place in path))
+    ]
+    return hidden.index_select(0, torch.tensor(index, device=hidden.device))
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    return [0, *accumulate(lengths)][:-1]

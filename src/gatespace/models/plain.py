@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gatespace.models.load import Model
+from gatespace.models.tree import Parents, paths
 
 
 @dataclass(frozen=True)
@@ -63,19 +64,49 @@ class PlainBody:
         *,
         prefix: TokenCache | Sequence[int] | None = None,
         past: TokenCache | None = None,
-        shape: Callable[[int], int] | None = None,
+        shape: Callable[[int], tuple[int, int]] | None = None,
+        parents: Parents = None,
     ) -> PlainForward:
         """Hidden states of all tokens of `rows`; arguments as in `PackedBody.forward`."""
+        if parents is not None:
+            return self._trees(rows, parents, prefix, past, shape)
         root = prefix.rows[0] if isinstance(prefix, TokenCache) else tuple(prefix or ())
         before = [root + (past.rows[i] if past is not None else ()) for i in range(len(rows))]
         whole = [[*first, *row] for first, row in zip(before, rows, strict=True)]
         longest = max(len(row) for row in whole)
         if shape is not None:
-            longest = max(len(first) + shape(i) for i, first in enumerate(before))
+            longest = max(len(first) + shape(i)[0] for i, first in enumerate(before))
         hidden = self._states(self._padded(whole, longest), torch.tensor([len(row) for row in whole]).to(self.device))
         new = [states[len(first) : len(row)] for states, first, row in zip(hidden, before, whole, strict=True)]
         cache = TokenCache(tuple(tuple(row) for row in rows))
         return PlainForward(torch.cat(new), cache, TokenCache((root,)) if root else None)
+
+    def _trees(
+        self,
+        rows: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int] | None],
+        prefix: TokenCache | Sequence[int] | None,
+        past: TokenCache | None,
+        shape: Callable[[int], tuple[int, int]] | None,
+    ) -> PlainForward:
+        """Each way from the root of a tree to a leaf is a row of its own."""
+        owner: list[int] = []
+        ways: list[list[int]] = []
+        for row, tree in enumerate(parents):
+            for way in paths(tree, len(rows[row])):
+                owner.append(row)
+                ways.append(way)
+        forward = self.forward(
+            [[rows[row][place] for place in way] for row, way in zip(owner, ways, strict=True)],
+            prefix=prefix,
+            past=None if past is None else TokenCache(tuple(past.rows[row] for row in owner)),
+            shape=None if shape is None else lambda way: shape(owner[way]),
+        )
+        places = [(row, place) for row, way in zip(owner, ways, strict=True) for place in way]
+        where = {token: at for at, token in enumerate(places)}
+        index = [where[row, place] for row, tokens in enumerate(rows) for place in range(len(tokens))]
+        hidden = forward.hidden[torch.tensor(index, device=self.device)]
+        return PlainForward(hidden, TokenCache(tuple(tuple(row) for row in rows)), forward.prefix)
 
     def prefix_cache(self, ids: Sequence[int]) -> TokenCache | None:
         """The shared prefix; None if it is empty."""

@@ -30,6 +30,7 @@ from gatespace.report.drawing import (
     short,
     width,
 )
+from gatespace.report.reliability import reliability
 from gatespace.report.table import Column, Record, Table, count, lam, percent, shown, signed_pp, text
 from gatespace.report.tables import (
     NO_LABEL,
@@ -72,6 +73,7 @@ def all_charts(view: View) -> list[Chart]:
         charts += [_isolation(view, task), _gap(view, task), *(_forest(view, task, axis) for axis in _FORESTS)]
     for task in view.results.tasks:
         charts += [_against_lam(view, task), _lam(view, task), _curves(view, task), _confusion(view, task)]
+        charts.append(reliability(view, task))
     return [chart for chart in charts if chart.data.rows]
 
 

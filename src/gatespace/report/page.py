@@ -34,6 +34,11 @@ _WRAPPED = 40
 """Characters beyond which a cell may break into lines."""
 _OPEN = {"failures", "baselines", "best-observed", "wrong-texts", "cost", "power"}
 """Tables that are shown; the others open on a click."""
+CALIBRATION = (
+    "The labels of a task as whole responses, normalised over the labels; the model's answer is the most probable one. "
+    "In a calibrated model four in five of the answers with a confidence of 80 % are right. A threshold on the "
+    "confidence gives fewer answers (coverage), of which more are right; choose it on validation."
+)
 GLOSSARY: tuple[tuple[str, str], ...] = (
     ("gate", "λ = σ(a·h + b·u + c + d·gap), at every response token; λ weighs reverse KL and 1-λ forward KL."),
     ("h, u, gap", "The teacher's entropy at the token; at the first response token; one minus the student's probability of the teacher's top-1 token. Each in [0, 1]."),  # noqa: E501
@@ -185,7 +190,9 @@ def _sections(view: View, tables: Mapping[str, Table], drawn: Sequence[Rendered]
         ]
 
     def section(id: str, title: str, names: Sequence[str], starts: Sequence[str] = (), text: str = "") -> Section:
-        return Section(id, title, figures(*starts), [tables[name] for name in names if tables[name].rows], text)
+        return Section(
+            id, title, figures(*starts), [tables[name] for name in names if name in tables and tables[name].rows], text
+        )
 
     found = [
         section("failures", "Runs that are not done", ["failures"]),
@@ -202,6 +209,7 @@ def _sections(view: View, tables: Mapping[str, Table], drawn: Sequence[Rendered]
         section("lambda", "λ: where the gates are", ["lambda"], ["against-lambda-", "lambda-"]),
         section("training", "Training", [], ["curves-"]),
         section("errors", "Errors", ["wrong-texts", "confusion", "duplicates", "examples"], ["confusion-"]),
+        section("probabilities", "Probabilities of labels", ["calibration"], ["reliability-"], CALIBRATION),
         section("cost", "Cost", ["cost"]),
         section("power", "The detectable difference", ["power"]),
         section("provenance", "Provenance", ["runs", "test-reads", "provenance"]),

@@ -1,7 +1,8 @@
-"""The sampler: rows are continued together, each with random numbers of its own.
+"""The sampler: samples are continued together, each with random numbers of its own.
 
-A row's numbers come from its own stream, so what it writes depends neither on the rows beside it nor on how a batch is
-divided, but for the rounding of its logits.
+A sample's numbers come from its own stream, so what it writes depends neither on the samples beside it nor on how a
+batch is divided, but for the rounding of its logits. Samples of one prompt share its forward pass, and on a CPU they
+are one row of the network as long as they have written the same.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ class Rollout:
     ended: list[bool] = field(default_factory=list)
     """Whether the row came to an end by itself, and not by `max_new_tokens`."""
 
-    def part(self, rows: slice) -> Rollout:
+    def select(self, rows: Sequence[int]) -> Rollout:
         """That of some of the rows."""
-        return Rollout(self.responses[rows], self.log_probs[rows], self.ended[rows])
+        return Rollout(*([column[row] for row in rows] for column in (self.responses, self.log_probs, self.ended)))
 
 
 class Sampler(Protocol):
@@ -95,13 +96,15 @@ def sample(
     sampling: Sampling,
     stop: Callable[[list[int]], bool],
     draws: Sequence[Callable[[], float]] = (),
+    parents: Sequence[int] | None = None,
     ahead: int | None = None,
 ) -> Rollout:
-    """Continue every row of `forward`.
+    """Continue every row of `forward`, or each several times.
 
     Tokens stay on the device, which feeds them back to the network. The host looks at them every `ahead` tokens, cuts
-    each row where it ended, and clears ended rows away. What a row wrote after its end is lost, and changes nothing:
-    every row has its own numbers.
+    each sample where it ended, and clears ended rows away. What a sample wrote after its end is lost, and changes
+    nothing: every sample has its own numbers. Where the host looks at every token, samples of a row with the same
+    tokens so far stay one row, and it branches where they draw different ones.
 
     Args:
         body: The body that ran over the prompts.
@@ -109,11 +112,14 @@ def sample(
         vocab_size: Ids from here on are padding and never drawn.
         sampling: How tokens are chosen.
         stop: Whether a response, its last token included, is at its end.
-        draws: Per row, a source of uniform numbers in [0, 1); not needed at temperature 0.
+        draws: Per sample, a source of uniform numbers in [0, 1); not needed at temperature 0.
+        parents: The row of `forward` that each sample continues; None: each row is continued once.
         ahead: None: 1 on a CPU, which has nothing to wait for; elsewhere 8 at most, and no more than an eighth of
             `max_new_tokens`, so that little is written in vain.
     """
-    count = len(forward.cache.lengths)
+    if parents is None:
+        parents = range(len(forward.cache.lengths))
+    count = len(parents)
     if sampling.temperature > 0 and len(draws) != count:
         raise UsageError("sampling needs a source of random numbers per row", got=f"{len(draws)} for {count} rows")
     rollout = Rollout([[] for _ in range(count)], [[] for _ in range(count)], [False] * count)
@@ -124,44 +130,74 @@ def sample(
     uniform = torch.tensor(numbers, dtype=torch.float64, device=device)
     hidden, tokens = forward.last().detach(), torch.empty(0)  # no tokens yet
     decoding = None
-    # `active` are the rows in the order of `hidden`; ended ones among them are carried along until cleared away
-    active, written = list(range(count)), 0
+    rows = sorted(set(parents)) if ahead == 1 else list(parents)
+    # `members` are the samples of every row of `hidden`; ended ones are carried along until their row is cleared away
+    members = [[sample] for sample in range(count)]
+    if ahead == 1:
+        members = [[sample for sample, parent in enumerate(parents) if parent == row] for row in rows]
+    if rows != list(range(len(hidden))):
+        hidden, decoding = hidden[torch.tensor(rows, device=device)], body.decoding(forward, most)
+        decoding.keep(rows)
+    written, points = 0, _padded(members).to(device)
     while True:
         block = []
         for place in range(written, min(written + ahead, most)):
             if place:
                 decoding = decoding or body.decoding(forward, most)
                 hidden = decoding.step(tokens)
-            tokens, log_probs = choose(_logits(hidden, body.model.head, vocab_size), sampling, uniform[place])
-            block.append(torch.stack([tokens.double(), log_probs.double()], -1))
+            logits = _logits(hidden, body.model.head, vocab_size)
+            drawn, log_probs = choose(logits, sampling, uniform[place][points])
+            block.append(torch.stack([drawn.double(), log_probs.double()], -1))
+            tokens = drawn[:, 0]
         written += len(block)
-        for row, found in zip(active, torch.stack(block, 1).tolist(), strict=True):
-            for token, log_prob in found:
-                if not rollout.ended[row]:
-                    rollout.responses[row].append(int(token))
-                    rollout.log_probs[row].append(log_prob)
-                    rollout.ended[row] = stop(rollout.responses[row])
-        going = [place for place, row in enumerate(active) if not rollout.ended[row]]
-        if not going or written == most:
+        for row, found in zip(members, torch.stack(block, 2).tolist(), strict=True):
+            for sample, new in zip(row, found, strict=False):  # beside padding
+                for token, log_prob in new:
+                    if not rollout.ended[sample]:
+                        rollout.responses[sample].append(int(token))
+                        rollout.log_probs[sample].append(log_prob)
+                        rollout.ended[sample] = stop(rollout.responses[sample])
+        branches = [(row, going) for row, some in enumerate(members) for going in _branches(some, rollout)]
+        rows = [row for row, _ in branches]
+        if not rows or written == most:
             return rollout
-        if len(going) < _SPARSE * len(active):
+        if len(rows) < _SPARSE * len(members) or len(set(rows)) < len(rows):
             decoding = decoding or body.decoding(forward, most)
-            decoding.keep(going)
-            index = torch.tensor(going, device=device)
-            active, tokens, uniform = [active[place] for place in going], tokens[index], uniform[:, index]
+            decoding.keep(rows)
+            members = [going for _, going in branches]
+        elif ahead == 1:
+            members = list((dict(enumerate(members)) | dict(branches)).values())
+        else:  # the device goes on with what it has
+            continue
+        tokens = torch.tensor([rollout.responses[row[0]][-1] for row in members], device=device)
+        points = _padded(members).to(device)
+
+
+def _branches(samples: Sequence[int], rollout: Rollout) -> list[list[int]]:
+    """Samples of a row that have not ended, by their last token."""
+    found: dict[int, list[int]] = {}
+    for sample in samples:
+        if not rollout.ended[sample]:
+            found.setdefault(rollout.responses[sample][-1], []).append(sample)
+    return list(found.values())
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
 
 
 def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """A token per row of `logits` (B, V) by the inverse of its cumulative distribution, with its log-probability.
+    """Tokens per row of `logits` (B, V) by the inverse of its cumulative distribution, with their log-probabilities.
 
     Args:
         logits: On any device.
         sampling: Temperature and top_p.
-        uniform: (B,) float64 in [0, 1); not looked at where the temperature is 0.
+        uniform: (B, M) float64 in [0, 1), one number for each token; not looked at where the temperature is 0.
     """
     if sampling.temperature == 0:
-        tokens = logits.argmax(-1)
-        return tokens, logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+        tokens = logits.argmax(-1, keepdim=True).expand(uniform.shape)
+        return tokens, logits.gather(1, tokens) - logits.logsumexp(-1, keepdim=True)
     mass = torch.softmax(logits.double() / sampling.temperature, -1)
     if sampling.top_p < 1:
         sorted_mass, order = mass.sort(stable=True, dim=-1, descending=True)
@@ -170,8 +206,8 @@ def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor,
     cumulative = prefix_sums(mass)
     total = cumulative[:, -1:]
     # the first id whose cumulative mass lies beyond the point, so never one of mass 0
-    tokens = torch.searchsorted(cumulative, uniform[:, None] * total, right=True).clamp(max=logits.shape[1] - 1)
-    return tokens[:, 0], (mass.gather(1, tokens) / total).log()[:, 0]
+    tokens = torch.searchsorted(cumulative, uniform * total, right=True).clamp(max=logits.shape[1] - 1)
+    return tokens, (mass.gather(1, tokens) / total).log()
 
 
 def _logits(hidden: Tensor, head: Head, vocab_size: int) -> Tensor:

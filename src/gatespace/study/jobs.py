@@ -150,6 +150,7 @@ def _baseline(job: Job, reads: Reads) -> None:
                 limit=settings.limit,
                 max_new_tokens=settings.max_new_tokens,
                 batch_size=settings.batch_size,
+                probabilities=settings.probabilities,
             )
             write(evaluation, folder.path)
         folder.finish_baseline(about | {"source": str(model.source)})

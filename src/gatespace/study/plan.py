@@ -401,6 +401,8 @@ def _identity(config: TrainConfig | TeachConfig) -> str:
 def baseline_name(study: StudyConfig, task: str, role: str) -> str:
     """The name of the evaluation of a task's student or teacher as it is before the runs."""
     config = dump_config(train_config(study, task, study.seeds[0], {}))
+    if not config["evaluation"]["probabilities"]:  # names from before there was the setting
+        del config["evaluation"]["probabilities"]
     recipe = {
         "task": config["task"],
         "model": [config["pair"][role], config["pair"][f"{role}_revision"], model_name(study, task, role)],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from gatespace.config.study import StudyConfig
+from gatespace.evaluation.calibration import Calibration
 from gatespace.evaluation.concerns import Concern
 from gatespace.evaluation.metrics import Metrics
 from gatespace.runs import Base, RunFolder, State
@@ -102,6 +103,8 @@ class Score:
     duplicates: int = 0
     """Rows of a test split whose text also stands in train."""
     without_duplicates: Subset | None = None
+    calibration: Calibration | None = None
+    """Of the probabilities of labels, where the study asks for them."""
 
     @property
     def metrics(self) -> Metrics:
@@ -131,6 +134,7 @@ class Score:
             per_label=tuple(metrics["per_label"]),
             duplicates=record["duplicates"],
             without_duplicates=subset,
+            calibration=Calibration.from_json(record["calibration"]) if "calibration" in record else None,
         )
 
 

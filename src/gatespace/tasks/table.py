@@ -107,6 +107,17 @@ def load_table(
     )
 
 
+def read_texts(path: Path, column: str, notes: list[str]) -> Iterator[str]:
+    """The texts of a file with rows, "" for an empty cell; arguments as in `load_table`. `notes` gets what is odd."""
+    for where, row in _READERS[path.suffix.lower()](path, (column,), notes):
+        if row is not None:
+            check_column(column, row, where=where, instead="name the column of the texts")
+        text = "" if row is None else row[column]
+        if not isinstance(text, str | None):
+            raise UsageError(f"{where}: {column!r} is not a text", got=repr(text)[:80])
+        yield text or ""
+
+
 def _carve(rows: dict[str, list[Example]], split: Mapping[str, float], seed: int) -> None:
     for part in split:
         if part not in ("val", "test"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from gatespace.errors import UsageError
 from gatespace.models.encode import Encoder
@@ -44,15 +45,31 @@ class Batches:
         return self._orders[epoch]
 
 
-def micro_batches(rows: Sequence[Row], tokens: int, room: int) -> list[list[Row]]:
-    """Consecutive rows with at most `tokens` tokens together, `room` tokens of response counted for each."""
+def micro_batches(
+    rows: Sequence[Row], tokens: int, room: int, families: Sequence[int] | None = None
+) -> list[list[Row]]:
+    """Consecutive rows with at most `tokens` tokens together, `room` tokens of response counted for each.
+
+    Args:
+        rows: In order.
+        tokens: Most tokens of a part, unless a single row has more.
+        room: The longest response.
+        families: Neighbours of the same number share the pass over their prompt, which is counted once; they are
+            divided only where they do not fit together. None: every row has a pass of its own.
+    """
     parts: list[list[Row]] = []
     used = 0
-    for row in rows:
-        size = len(row.prompt) + room
-        if not parts or used + size > tokens:
+    for _, members in groupby(range(len(rows)), key=lambda i: i if families is None else families[i]):
+        family = [rows[i] for i in members]
+        prompt = len(family[0].prompt)
+        if not parts or used + prompt + room * len(family) > tokens:
             parts.append([])
             used = 0
-        parts[-1].append(row)
-        used += size
+        used += prompt
+        for i, row in enumerate(family):
+            if i and used + room > tokens and parts[-1]:
+                parts.append([])
+                used = prompt
+            parts[-1].append(row)
+            used += room
     return parts

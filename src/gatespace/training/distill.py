@@ -18,6 +18,7 @@ from gatespace.gating.configured import build_gate, build_objective
 from gatespace.gating.fused import fused_distillation_loss
 from gatespace.gating.loss import LossInputs, LossOutput, distillation_loss
 from gatespace.models import Model, check_pair
+from gatespace.models.body import response_states
 from gatespace.models.cache_root import cache_root
 from gatespace.plugins import provider
 from gatespace.runs import RunFolder
@@ -85,15 +86,12 @@ class Distillation(Job):
             stack.enter_context(self.cache)
         self._local = local
         if local is not None:
-            report = check_pair(self.model, local)
-            for note in report.notes:
-                progress.note(note)
+            self.vocab_size = self.check_pair(local)
             if processes.size > 1:
                 progress.note(
                     f"each of the {processes.size} processes holds the whole teacher "
                     f"({_gigabytes(local):.2g} GB); one for all: gatespace teacher serve, and pair.teacher: zmq://…"
                 )
-            self.vocab_size = report.vocab_size
         else:
             self.vocab_size = self.model.vocab_size
             self.vocab_size = self.teacher.vocab_size
@@ -106,6 +104,24 @@ class Distillation(Job):
         }
         self.about = {} if local is not None else {"teacher": self.teacher.about()}
 
+    def check_pair(self, teacher: Model) -> int:
+        """Raise unless the pair can be compared; the number of ids that count as tokens."""
+        report = check_pair(self.model, teacher)
+        for note in report.notes:
+            self.progress.note(note)
+        return report.vocab_size
+
+    def score_spec(self) -> ScoreSpec:
+        """What is asked of the teacher."""
+        config = self.config
+        return ScoreSpec(
+            tuple(self.encoder.prefix),
+            config.rollout.max_new_tokens,
+            self.vocab_size,
+            config.teacher.payload,
+            config.teacher.k,
+        )
+
     def _teacher_device(self) -> str:
         device = self.config.pair.teacher_device or self.place.device
         return device if device == "auto" else usable(device, "pair.teacher_device")
@@ -113,14 +129,7 @@ class Distillation(Job):
     @cached_property
     def teacher(self) -> Teacher:
         """Scores the responses: in this process, or behind an address."""
-        config = self.config
-        spec = ScoreSpec(
-            tuple(self.encoder.prefix),
-            config.rollout.max_new_tokens,
-            self.vocab_size,
-            config.teacher.payload,
-            config.teacher.k,
-        )
+        config, spec = self.config, self.score_spec()
         if self._local is not None:
             packed, device = config.engine.packed, self.place.device
             return LocalTeacher(self._local, spec, cache=self.cache, packed=packed, device=device)
@@ -164,10 +173,16 @@ class Distillation(Job):
             "reuse": config.engine.reuse_rollout,
             "sampler": self.sampler,
             "processes": self.processes,
+            "share": config.engine.share_prompt,
+            "merge": not config.objective.shuffle,  # a permutation is over all tokens of the step
         }
-        ahead = self.processes.sharded or config.rollout.staleness > 0
-        self.rollouts = Ahead(**options, steps=config.steps) if ahead else OnPolicy(**options)
+        self.rollouts = self.open_rollouts(**options)
         self.trace = DistillationTrace(self)
+
+    def open_rollouts(self, **options: Any) -> OnPolicy:
+        """Where responses come from."""
+        ahead = self.processes.sharded or self.config.rollout.staleness > 0
+        return Ahead(**options, steps=self.config.steps) if ahead else OnPolicy(**options)
 
     # ------------------------------------------------------------------ a step
 
@@ -191,7 +206,7 @@ class Distillation(Job):
 
     def loss(self, step: int, batch: MicroBatch) -> LossOutput:
         """The sum of the losses of all response tokens; the optimizer divides it by the tokens of the whole step."""
-        hidden = self._hidden(batch)
+        hidden = response_states(self.body, batch.prompts, batch.families, prefix=batch.prefix, forward=batch.forward)
         if not bool(torch.isfinite(hidden).all()):
             raise RunError("the student's hidden states are not finite", instead="a smaller learning rate, or fp32")
         batch.hidden = hidden.detach()
@@ -224,7 +239,9 @@ class Distillation(Job):
         order = None
         if settings.shuffle:  # within the micro-batch: λ of the others is not known before their turn
             order = torch.tensor(permutation(len(drawn), self.config.seed, "shuffle", step, batch.places[0]))
+        weights = None if batch.weights is None else [[weight for row in batch.weights for weight in row]]
         return LossInputs(
+            weights=None if weights is None else torch.tensor(weights, device=device),
             top_k=settings.top_k,
             temperature=settings.temperature,
             entropy=settings.entropy,
@@ -235,23 +252,6 @@ class Distillation(Job):
             vocab_size=self.vocab_size,
             lam_order=order,
         )
-
-    def _hidden(self, batch: MicroBatch) -> Tensor:
-        """(N, H) the student's hidden states at the positions that predict the response tokens."""
-        responses, forward = batch.rollout.responses, batch.forward
-        if forward is None:
-            fed = [[*prompt, *ids[:-1]] for prompt, ids in zip(batch.prompts, responses, strict=True)]
-            states = self.body.forward(fed, prefix=batch.prefix).hidden.split([len(row) for row in fed])
-            return torch.cat([s[len(p) - 1 :] for s, p in zip(states, batch.prompts, strict=True)])
-        # The last token of a response predicts nothing; a row needs a token all the same.
-        fed = [ids[:-1] or ids for ids in responses]
-        if all(len(ids) == 1 for ids in responses):
-            return forward.last()
-        after = self.body.forward(fed, prefix=forward.prefix, past=forward.cache).hidden.split(
-            [len(ids) for ids in fed]
-        )
-        parts = zip(forward.last().split(1), after, responses, strict=True)
-        return torch.cat([torch.cat([first, rest[: len(ids) - 1]]) for first, rest, ids in parts])
 
     # ------------------------------------------------------------------ beside the steps
 

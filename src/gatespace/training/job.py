@@ -6,7 +6,7 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any, Protocol
 
 import torch
@@ -43,8 +43,8 @@ class Loss(Protocol):
 class StepTrace(Protocol):
     """The numbers of a step."""
 
-    tokens: int
-    """Response tokens of this process in the step so far."""
+    tokens: float
+    """Response tokens of this process in the step so far, or the sum of their weights."""
 
     def begin(self, step: int) -> None: ...
     def add(self, batch: Any, out: Any) -> None: ...
@@ -193,13 +193,13 @@ class Job(ABC):
         """Generates in place of the model; None: the model does."""
         return None
 
-    def evaluate(self, split: str) -> Evaluation:
-        """Greedy responses to a split, by all processes together."""
+    def evaluate(self, split: str, *, probabilities: bool = False) -> Evaluation:
+        """Greedy responses to a split, and the probabilities of labels where wanted, by all processes together."""
         settings, processes = self.config.evaluation, self.processes
 
         def share(texts: Sequence[str], answered: Callable[[Sequence[str]], list[Answer]]) -> list[Answer]:
-            found = processes.divide(texts, lambda some: [[one.ids, one.text, one.ended] for one in answered(some)])
-            return [Answer(tuple(ids), text, ended) for ids, text, ended in found]
+            found = processes.divide(texts, lambda some: [[*astuple(one)] for one in answered(some)])
+            return [Answer(tuple(ids), text, ended, labels and tuple(labels)) for ids, text, ended, labels in found]
 
         with self.model.whole():
             return evaluate(
@@ -214,6 +214,7 @@ class Job(ABC):
                 progress=lambda done, total: self.progress.evaluating(split, done, total),
                 writer=self.evaluation_writer(),
                 share=share if processes.size > 1 else None,
+                probabilities=probabilities,
             )
 
     def save_model(self) -> dict[str, Any]:

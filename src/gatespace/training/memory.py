@@ -55,15 +55,23 @@ class Work:
     """The longest response."""
     rows: int
     """Responses of a step."""
+    shared: int = 1
+    """Responses that share the pass over their prompt."""
+
+    @property
+    def row(self) -> float:
+        """Tokens of a response and of its share of the prompt."""
+        return self.mean / self.shared + self.new
 
     @classmethod
     def of(cls, config: TrainConfig | TeachConfig, encoder: Encoder, texts: Sequence[str], right: int) -> Work:
         """That of a run on `texts`, whose longest right response has `right` tokens."""
         lengths = [len(encoder.suffix(text)) for text in texts]
-        rows, new = config.batch_size, right
+        rows, new, shared = config.batch_size, right, 1
         if isinstance(config, TrainConfig):
             rows, new = rows * config.rollout.per_prompt, config.rollout.max_new_tokens
-        return cls(len(encoder.prefix), sum(lengths) / len(lengths), max(lengths), new, rows)
+            shared = config.rollout.per_prompt if config.engine.share_prompt else 1
+        return cls(len(encoder.prefix), sum(lengths) / len(lengths), max(lengths), new, rows, shared)
 
 
 @dataclass(frozen=True)
@@ -136,7 +144,7 @@ class Plan:
 
     def micro_batches(self, processes: int = 1) -> int:
         """Of a step in each process."""
-        each = max(1, int(self.limit // (self.work.mean + self.work.new)))
+        each = max(1, int(self.limit // self.work.row))
         return -(-self.work.rows // (processes * each))
 
     def reuses(self, processes: int = 1) -> bool:
@@ -198,9 +206,9 @@ class Plan:
         config, ours, work, item = self.config, self.student, self.work, self.dtype.itemsize
         again = bool(config.engine.activation_checkpointing)
         longest = work.longest + work.new
-        tokens = min(max(self.limit, longest), rows * (work.mean + work.new))
+        tokens = min(max(self.limit, longest), rows * work.row)
         keys = min(work.prefix + longest, ours.most_keys(work.prefix))
-        responses = int(tokens * work.new / (work.mean + work.new))
+        responses = int(tokens * work.new / work.row)
         layer = ours.kept() // ours.layers
         kept = (tokens + work.prefix) * ours.kept(checkpointing=again)
         long = work.prefix + longest > ours.most_keys(work.prefix)
@@ -263,8 +271,9 @@ class Plan:
         work, item = self.work, self.dtype.itemsize
         size = -(-(work.longest + work.new - 1) // PASS) * PASS
         keys = min(work.prefix + work.longest + work.new, theirs.most_keys(work.prefix))
+        one = theirs.attention(keys, checkpointing=True)  # of one layer
         return {
-            "teacher_pass": size * (theirs.kept() // theirs.layers + theirs.cached() + 2 * theirs.heads * keys) * item
+            "teacher_pass": size * (theirs.kept() // theirs.layers + theirs.cached() + 2 * one) * item
             + work.prefix * theirs.cached() * item,
             "scores": work.rows * work.new * theirs.hidden * item,
         }

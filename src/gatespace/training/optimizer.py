@@ -80,14 +80,14 @@ class Optimizer:
             self._adam = torch.optim.AdamW(groups, **options, fused=self._device in ("cpu", "cuda"))
         self._adam.zero_grad()
 
-    def step(self, number: int, tokens: int) -> Update:
+    def step(self, number: int, tokens: float) -> Update:
         """Update with the mean over the tokens of the losses that backward was called on since the last update.
 
         Args:
             number: The step's number from 0.
-            tokens: Of this process; the mean is over those of all.
+            tokens: Of this process, or the sum of their weights; the mean is over those of all.
         """
-        tokens = int(self._processes.total(tokens))
+        tokens = self._processes.total(tokens)
         gradients = self._gradients()
         total = self._norm(gradients) / tokens if gradients else 0.0
         if not math.isfinite(total):

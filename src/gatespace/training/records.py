@@ -127,7 +127,7 @@ class Records:
         job, config, run = self._job, self._job.config, self._job.run
         evaluations: dict[str, Evaluation] = {}
         for split in config.evaluation.final:
-            evaluations[split] = evaluation = job.evaluate(split)
+            evaluations[split] = evaluation = job.evaluate(split, probabilities=config.evaluation.probabilities)
             if self._writes:
                 run.check_claim()
                 write(evaluation, run.path)

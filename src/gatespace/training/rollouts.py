@@ -2,13 +2,15 @@
 
 `OnPolicy` samples a step's responses with the student as it is. Where the update is one micro-batch, it goes back
 through the very forward pass over the prompts that sampling began with. Where it is several, the whole step is sampled
-and scored first: a decoding step costs little more for many rows than for few. `Ahead` samples before the update
+and scored first: a decoding step costs little more for many rows than for few. The responses of a prompt share its
+pass, and equal ones are one row that counts as often. `Ahead` samples before the update
 begins: the responses of the same step where the student is sharded, or those of the next step where the run is one step
 off policy (`rollout.staleness: 1`), so that a remote teacher scores them while the student updates.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -32,14 +34,24 @@ from gatespace.training.processes import ONE, Processes
 
 @dataclass
 class MicroBatch:
-    """Rows on their way through a step; filled in from left to right."""
+    """Rows on their way through a step; filled in from left to right.
+
+    A row is a prompt with a response. Until there are responses it is a sample; then equal ones of a prompt are merged.
+    """
 
     rows: list[Row]
+    """Those of the same prompt stand together."""
     places: list[int]
-    """Where in the step's batch its rows stand; every row's random numbers are named by its place."""
+    """Where in the step's batch its samples stand; every sample's random numbers are named by its place."""
+    parents: list[int] = field(default_factory=list)
+    """The number of every row's prompt among `prompts`, from 0 in order; by default each row has a pass of its own."""
     rollout: Rollout = field(default_factory=Rollout)
     sources: list[str] = field(default_factory=list)
     """Where each response is from: student, teacher or gold."""
+    samples: list[int] = field(default_factory=list)
+    """The row of every sample; rows are in the order of their first samples."""
+    weights: list[list[float]] | None = None
+    """How often each token of each row counts; 0: not at all. None: once each."""
     scores: Scores | None = None
     forward: Forward | None = None
     """The student's forward pass over the prompts, with gradient; None: the update makes one of its own."""
@@ -48,15 +60,47 @@ class MicroBatch:
     hidden: Tensor | None = None
     """(N, H) the student's hidden states at the positions that predict the response tokens, detached."""
 
+    def __post_init__(self) -> None:
+        self.parents = self.parents or list(range(len(self.rows)))
+        self.samples = self.samples or list(range(len(self.rows)))
+
     @property
     def prompts(self) -> list[list[int]]:
-        return [row.prompt for row in self.rows]
+        """Each that goes through the student once."""
+        return list({parent: row.prompt for parent, row in zip(self.parents, self.rows, strict=True)}.values())
+
+    @property
+    def families(self) -> list[list[list[int]]]:
+        """The responses of every prompt."""
+        found: dict[int, list[list[int]]] = {}
+        for parent, response in zip(self.parents, self.rollout.responses, strict=True):
+            found.setdefault(parent, []).append(response)
+        return list(found.values())
 
     @property
     def segments(self) -> Tensor:
         """(N,) the row of every response token."""
         lengths = torch.tensor([len(response) for response in self.rollout.responses])
         return torch.arange(len(self.rows)).repeat_interleave(lengths)
+
+    @property
+    def numbers(self) -> Tensor:
+        """(N,) the place of the first sample of every response token's row: a number of the row within the step."""
+        firsts = dict(zip(reversed(self.samples), reversed(self.places), strict=True))
+        return torch.tensor([firsts[row] for row in range(len(self.rows))])[self.segments]
+
+    def merge(self) -> None:
+        """Make equal responses of a prompt one row that counts as often as it was sampled."""
+        known: dict[Any, int] = {}
+        keys = zip(self.parents, self.sources, map(tuple, self.rollout.responses), self.rollout.ended, strict=True)
+        samples = [known.setdefault(key, len(known)) for key in keys]
+        if len(known) == len(self.rows):
+            return
+        firsts, counts = [samples.index(row) for row in range(len(known))], Counter(samples)
+        self.samples = samples
+        self.rows, self.parents = [self.rows[i] for i in firsts], [self.parents[i] for i in firsts]
+        self.rollout, self.sources = self.rollout.select(firsts), [self.sources[i] for i in firsts]
+        self.weights = [[float(counts[row])] * len(ids) for row, ids in enumerate(self.rollout.responses)]
 
 
 @dataclass
@@ -72,10 +116,12 @@ class OnPolicy:
         vocab_size: Ids from here on are padding.
         seed: Of the run.
         micro_tokens: Most tokens in a micro-batch of the update.
-        rollout_tokens: Most tokens that are sampled together where there are several micro-batches.
+        rollout_tokens: Most tokens that are sampled together.
         reuse: Whether the update goes back through the forward pass that sampling began with.
         sampler: Samples with a copy of the student's weights, in place of the student.
         processes: Those that do the step together; each has a share of its rows.
+        share: Whether the responses of a prompt share the student's pass over it.
+        merge: Whether equal responses of a prompt that share its pass are one row.
     """
 
     student: Body
@@ -90,6 +136,8 @@ class OnPolicy:
     reuse: bool = True
     sampler: Sampler | None = None
     processes: Processes = ONE
+    share: bool = True
+    merge: bool = True
     current: MicroBatch | None = None
     """The micro-batch that is being worked on, for the record of a step that fails."""
 
@@ -97,12 +145,15 @@ class OnPolicy:
 
     def split(self, step: int) -> list[list[MicroBatch]]:
         """The micro-batches of every process; a function of the rows of all alone."""
-        rows = [row for row in self.batches.at(step) for _ in range(self.settings.per_prompt)]
+        each, room = self.settings.per_prompt, self.settings.max_new_tokens
+        rows = [row for row in self.batches.at(step) for _ in range(each)]
+        families = [place // each if self.share else place for place in range(len(rows))]
         found: list[list[MicroBatch]] = []
         for share in self.processes.shares(len(rows)):
             place, own = share.start, []
-            for some in micro_batches([rows[i] for i in share], self.micro_tokens, self.settings.max_new_tokens):
-                own.append(MicroBatch(some, list(range(place, place + len(some)))))
+            for some in micro_batches([rows[i] for i in share], self.micro_tokens, room, [families[i] for i in share]):
+                places = list(range(place, place + len(some)))
+                own.append(MicroBatch(some, places, [families[i] - families[place] for i in places]))
                 place += len(some)
             found.append(own)
         return found
@@ -125,8 +176,9 @@ class OnPolicy:
             with clock("rollout"):
                 batch.forward = self.student.forward(batch.prompts, prefix=prefix)
                 self._respond(step, batch, batch.forward)
+                self._merge(batch)
             with clock("score"):
-                batch.scores = self.teacher.score(batch.prompts, batch.rollout.responses)
+                batch.scores = self.teacher.score([row.prompt for row in batch.rows], batch.rollout.responses)
             yield batch
             batch.forward = None  # its graph is freed by the backward pass
 
@@ -147,34 +199,34 @@ class OnPolicy:
         """Fill in the responses of all micro-batches; how each one's scores are had, which the teacher is asked for."""
         self._sync(clock)
         found: list[Callable[[], Scores]] = []
-        for members in self._together(batches):
-            rows = [row for batch in members for row in batch.rows]
-            self.current = every = MicroBatch(rows, [place for batch in members for place in batch.places])
+        sizes = [sum(self._size(row) for row in batch.rows) for batch in batches]
+        for span in _together(sizes, self.rollout_tokens):
+            members = batches[span]
+            self.current = every = _joined(members)
             with clock("rollout"):
                 self._respond(step, every, self.student.forward(every.prompts, prefix=prefix))
+                row = 0
+                for batch in members:
+                    span = range(row, row := row + len(batch.rows))
+                    batch.rollout, batch.sources = every.rollout.select(span), [every.sources[i] for i in span]
+                    self._merge(batch)
             with clock("score"):
-                scores = cache(self.teacher.ask(every.prompts, every.rollout.responses))
-            row = token = 0
+                asked = [row.prompt for batch in members for row in batch.rows]
+                responses = [ids for batch in members for ids in batch.rollout.responses]
+                scores = cache(self.teacher.ask(asked, responses))
+            token = 0
             for batch in members:
-                span = slice(row, row := row + len(batch.rows))
-                batch.rollout, batch.sources = every.rollout.part(span), every.sources[span]
                 tokens = slice(token, token := token + sum(map(len, batch.rollout.responses)))
                 found.append(lambda scores=scores, tokens=tokens: scores().part(tokens))  # type: ignore[misc]
         return found
 
-    def _together(self, batches: list[MicroBatch]) -> Iterator[list[MicroBatch]]:
-        """Consecutive micro-batches whose prompts and longest responses have room for together."""
-        members: list[MicroBatch] = []
-        used = 0
-        for batch in batches:
-            size = sum(len(prompt) + self.settings.max_new_tokens for prompt in batch.prompts)
-            if members and used + size > self.rollout_tokens:
-                yield members
-                members, used = [], 0
-            members.append(batch)
-            used += size
-        if members:
-            yield members
+    def _merge(self, batch: MicroBatch) -> None:
+        if self.merge and self.share:
+            batch.merge()
+
+    def _size(self, row: Row) -> int:
+        """Most tokens of a sample while it is decoded, when it has the keys and values of its prompt to itself."""
+        return len(row.prompt) + self.settings.max_new_tokens
 
     def _one_by_one(
         self,
@@ -235,25 +287,35 @@ class OnPolicy:
                 vocab_size=self.vocab_size,
             )
         draws = [generator(self.seed, "rollout", step, batch.places[i]).random for i in chosen]
-        if source == "teacher":
-            if not isinstance(self.teacher, LocalTeacher):
-                raise UsageError("only a teacher in this process can sample responses", got=type(self.teacher).__name__)
-            body = self.teacher.body
+        parents = [batch.parents[i] for i in chosen]
+        if source == "teacher" or len(chosen) < len(batch.rows):
+            wanted = sorted(set(parents))
+            parents = [wanted.index(parent) for parent in parents]
+            prefix: Any = None if forward.prefix is None else forward.prefix.detached()
+            if source == "teacher":
+                if not isinstance(self.teacher, LocalTeacher):
+                    got = type(self.teacher).__name__
+                    raise UsageError("only a teacher in this process can sample responses", got=got)
+                body, prefix = self.teacher.body, self.teacher.prefix_cache
+            prompts = batch.prompts
             with torch.no_grad():
-                forward = body.forward([batch.rows[i].prompt for i in chosen], prefix=self.teacher.prefix_cache)
-        elif len(chosen) < len(batch.rows):
-            with torch.no_grad():
-                prefix = None if forward.prefix is None else forward.prefix.detached()
-                forward = body.forward([batch.rows[i].prompt for i in chosen], prefix=prefix)
+                forward = body.forward([prompts[parent] for parent in wanted], prefix=prefix)
         ends = set(body.model.end_ids)
-        return sample(
-            body,
-            forward,
-            vocab_size=self.vocab_size,
-            sampling=sampling,
-            stop=lambda ids: ids[-1] in ends or closed(ids),
-            draws=draws,
-        )
+        whole = Rollout()
+        for span in _together([self._size(batch.rows[i]) for i in chosen], self.rollout_tokens):
+            found = sample(
+                body,
+                forward,
+                vocab_size=self.vocab_size,
+                sampling=sampling,
+                stop=lambda ids: ids[-1] in ends or closed(ids),
+                draws=draws[span],
+                parents=parents[span],
+            )
+            whole.responses += found.responses
+            whole.log_probs += found.log_probs
+            whole.ended += found.ended
+        return whole
 
 
 @dataclass(frozen=True)
@@ -321,10 +383,10 @@ class Ahead(OnPolicy):
             return {}
         batches = self._next.batches
         own = {
-            "responses": [ids for batch in batches for ids in batch.rollout.responses],
-            "log_probs": [values for batch in batches for values in batch.rollout.log_probs],
-            "ended": [ended for batch in batches for ended in batch.rollout.ended],
-            "sources": [source for batch in batches for source in batch.sources],
+            "responses": [batch.rollout.responses[row] for batch in batches for row in batch.samples],
+            "log_probs": [batch.rollout.log_probs[row] for batch in batches for row in batch.samples],
+            "ended": [batch.rollout.ended[row] for batch in batches for row in batch.samples],
+            "sources": [batch.sources[row] for batch in batches for row in batch.samples],
         }
         found = self.processes.gather(own)
         whole = {name: [value for one in found for value in one[name]] for name in own}
@@ -341,9 +403,31 @@ class Ahead(OnPolicy):
                 span = slice(batch.places[0], batch.places[-1] + 1)
                 batch.rollout = Rollout(saved["responses"][span], saved["log_probs"][span], saved["ended"][span])
                 batch.sources = saved["sources"][span]
-            asked = [self.teacher.ask(batch.prompts, batch.rollout.responses) for batch in batches]
+                self._merge(batch)
+            asked = [self.teacher.ask([row.prompt for row in b.rows], b.rollout.responses) for b in batches]
             self._next = _Sampled(saved["number"], batches, asked)
         return rest
+
+
+def _together(sizes: Sequence[int], most: int) -> Iterator[slice]:
+    """Neighbours whose sizes are at most `most` together, or one alone."""
+    start = used = 0
+    for i, size in enumerate(sizes):
+        if i > start and used + size > most:
+            yield slice(start, i)
+            start, used = i, 0
+        used += size
+    yield slice(start, len(sizes))
+
+
+def _joined(batches: Sequence[MicroBatch]) -> MicroBatch:
+    """Micro-batches that have no responses yet as one."""
+    parents: list[int] = []
+    for batch in batches:
+        before = parents[-1] + 1 if parents else 0
+        parents += [before + parent for parent in batch.parents]
+    rows = [row for batch in batches for row in batch.rows]
+    return MicroBatch(rows, [place for batch in batches for place in batch.places], parents)
 
 
 def _pick(shares: dict[str, float], number: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +35,7 @@ class DistillationTrace:
     def begin(self, step: int) -> None:
         """Start step `step`, counted from 0."""
         self._step = step + 1
-        self.tokens = 0
+        self.tokens: float = 0
         self._seen: list[MicroBatch] = []
         self._losses: list[float] = []
         self._sample: list[dict[str, Any]] = []
@@ -44,10 +45,10 @@ class DistillationTrace:
 
     def add(self, batch: MicroBatch, out: LossOutput) -> None:
         """Take in a micro-batch."""
-        first = batch.places[0]
         self.tokens += out.tokens
-        self._trace.add(out, rows=batch.segments + first)
-        if first == 0 and due(self._step, every=self._job.config.trace.tokens_every):
+        weights = None if batch.weights is None else [weight for row in batch.weights for weight in row]
+        self._trace.add(out, rows=batch.numbers, weights=weights)
+        if batch.places[0] == 0 and due(self._step, every=self._job.config.trace.tokens_every):
             self._look_closely(batch)
         self._seen.append(batch)
         self._losses.append(float(out.loss.detach()))
@@ -55,13 +56,13 @@ class DistillationTrace:
 
     def record(self, update: Update, clock: Clock) -> dict[str, list[dict[str, Any]]]:
         """Log → its new lines, when the step is done in all processes."""
-        rollouts = [batch.rollout for batch in self._seen]
-        sources = [source for batch in self._seen for source in batch.sources]
-        log_probs = [row for rollout in rollouts for row in rollout.log_probs]
+        samples = [(batch, row) for batch in self._seen for row in batch.samples]
         own = {
-            "lengths": [len(ids) for rollout in rollouts for ids in rollout.responses],
-            "ended": [ended for rollout in rollouts for ended in rollout.ended],
-            "log_probs": [row if source == "student" else None for row, source in zip(log_probs, sources, strict=True)],
+            "lengths": [len(batch.rollout.responses[row]) for batch, row in samples],
+            "ended": [batch.rollout.ended[row] for batch, row in samples],
+            "log_probs": [
+                batch.rollout.log_probs[row] if batch.sources[row] == "student" else None for batch, row in samples
+            ],
         }
         counts = {name: count - self._before[name] for name, count in self._counts().items()}
         processes = self._job.processes
@@ -84,23 +85,18 @@ class DistillationTrace:
 
     def evidence(self, current: MicroBatch | None) -> dict[str, Any]:
         """What a step that failed had seen; `current` is the micro-batch that it was at."""
-        encoder = self._job.encoder
         batches = self._seen if current is None or current in self._seen else [*self._seen, current]
-        # The last one may not have got as far as responses.
-        rows = [
-            (row, ids)
-            for batch in batches
-            for row, ids in zip(batch.rows, batch.rollout.responses or [[]] * len(batch.rows), strict=True)
-        ]
         return {
             "rows": [
                 {
-                    "index": row.index,
-                    "text": row.example.text,
-                    "gold": row.example.label,
-                    "response": encoder.decode(ids),
+                    "index": batch.rows[row].index,
+                    "text": batch.rows[row].example.text,
+                    "gold": batch.rows[row].example.label,
+                    # The last micro-batch may not have got as far as responses.
+                    "response": self._text(batch.rollout.responses[row] if batch.rollout.responses else []),
                 }
-                for row, ids in rows
+                for batch in batches
+                for row in batch.samples
             ],
             "losses": self._losses,
         }
@@ -120,16 +116,17 @@ class DistillationTrace:
     # ------------------------------------------------------------------ single tokens
 
     def _look_closely(self, batch: MicroBatch) -> None:
-        """Record the tokens of the first rows, and how much of their gradient flows through the gate."""
+        """Record the tokens of the first samples, and how much of their gradient flows through the gate."""
         job, responses = self._job, batch.rollout.responses
         settings, gate = job.config.objective, self._gate
-        rows = range(min(job.config.trace.rollouts, len(batch.rows)))
-        values = [self._trace.row(row) for row in rows]
+        samples = batch.samples[: job.config.trace.rollouts]
+        rows = range(max(samples) + 1)  # which are in the order of their first samples
+        values = [self._trace.row(batch.places[batch.samples.index(row)]) for row in rows]
         sampled = [token for row in rows for token in responses[row]]
         u = [one for row in values for one in row.get("u", ())]
         student_top: list[list[tuple[int, float]]] = []
         teacher_top: list[list[tuple[int, float]]] = []
-        squares = []
+        squares: tuple[list[float], list[float]] = ([], [])
         at_once = max(1, TELEMETRY // (4 * job.vocab_size))
         for start in range(0, len(sampled), at_once):  # the logits of all would take gigabytes
             span = slice(start, min(start + at_once, len(sampled)))
@@ -145,18 +142,18 @@ class DistillationTrace:
                     u=torch.tensor([u[span]], device=student.device),
                     total_tokens=1.0,  # as for all of the tokens, however they are divided
                 )
-                squares.append(
-                    kappa_squares(
-                        student, teacher, gate, inputs=inputs, support=settings.support, support_k=settings.support_k
-                    )
+                found = kappa_squares(
+                    student, teacher, gate, inputs=inputs, support=settings.support, support_k=settings.support_k
                 )
-        if gate is not None:
-            self._kappa = kappa_share(squares)  # 0 where λ is shuffled, and so a constant
-        start = 0
-        for row in rows:
-            span = slice(start, start + len(responses[row]))
-            start = span.stop
-            self._sample.append(self._token_record(batch, row, values[row], student_top[span], teacher_top[span]))
+                for all_of, some in zip(squares, found, strict=True):
+                    all_of += some
+        starts = [0, *accumulate(len(responses[row]) for row in rows)]
+        spans = [slice(starts[row], starts[row + 1]) for row in samples]
+        if gate is not None:  # 0 where λ is shuffled, and so a constant
+            self._kappa = kappa_share([(squares[0][span], squares[1][span]) for span in spans])
+        for sample, (row, span) in enumerate(zip(samples, spans, strict=True)):
+            top = (student_top[span], teacher_top[span])
+            self._sample.append(self._token_record(batch, sample, values[row], *top))
 
     @torch.no_grad()
     def _logits(self, batch: MicroBatch, span: slice) -> tuple[Tensor, Tensor | TeacherTopK]:
@@ -173,27 +170,37 @@ class DistillationTrace:
     def _token_record(
         self,
         batch: MicroBatch,
-        row: int,
+        sample: int,
         values: Mapping[str, Sequence[float]],
         student_top: Sequence[Sequence[tuple[int, float]]],
         teacher_top: Sequence[Sequence[tuple[int, float]]],
     ) -> dict[str, Any]:
-        encoder = self._job.encoder
+        row = batch.samples[sample]
         example, ids = batch.rows[row].example, batch.rollout.responses[row]
         return token_record(
             step=self._step,
-            row=row,
+            row=sample,
             text=example.text,
             gold=example.label,
-            label=encoder.prompt.parse(encoder.decode(ids)),
+            label=self._label(ids),
             response=ids,
             ended=batch.rollout.ended[row],
             values=values,
             student_top=student_top,
             teacher_top=teacher_top,
-            token_text=lambda token: encoder.tokenizer.decode([token]),
+            token_text=lambda token: self._token(token),
             more={"source": batch.sources[row], "index": batch.rows[row].index},
         )
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self._job.encoder.decode(ids)
+
+    def _label(self, ids: Sequence[int]) -> str | None:
+        return self._job.encoder.prompt.parse(self._text(ids))
+
+    def _token(self, token: int) -> str:
+        text: str = self._job.encoder.tokenizer.decode([token])
+        return text
 
     def _counts(self) -> dict[str, int]:
         stats, cache = self._job.teacher.stats, self._job.cache

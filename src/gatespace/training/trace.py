@@ -62,6 +62,7 @@ class Trace:
         self._run: dict[str, Any] = {**_RUN, "lam_hist": [0] * BINS}
         self._step: int | None = None
         self._rows: list[int] = []
+        self._weights: list[float] = []
         self._values: dict[str, list[float]] = {}
         self._lengths: list[int] = []
         self._ended: list[bool] = []
@@ -100,6 +101,7 @@ class Trace:
         *,
         rows: Tensor | Sequence[int],
         mask: Tensor | None = None,
+        weights: Tensor | Sequence[float] | None = None,
         more: Mapping[str, Tensor] | None = None,
     ) -> None:
         """The tokens of one micro-batch.
@@ -109,6 +111,7 @@ class Trace:
             rows: The row of each token within the step, in the shape of `out`'s tokens or flat. A row's tokens come
                 in the order of its response and in one micro-batch.
             mask: The mask that the loss was given.
+            weights: Those that the loss was given: every number is that of tokens repeated as often. None: once each.
             more: Further numbers per token whose mean is recorded, e.g. ``{"student_entropy": …}``.
         """
         if self._step is None:
@@ -120,7 +123,9 @@ class Trace:
         columns: dict[str, Tensor | None] = {"loss": out.per_token, "lam": out.lam}
         columns |= {name: getattr(out, name) for name in _COLUMNS}
         columns |= {**out.signals, **(more or {})}
+        often = torch.ones(index.numel()) if weights is None else torch.as_tensor(weights)
         self._rows.extend(_numbers(index, keep, torch.int64))
+        self._weights.extend(_numbers(often, keep, torch.float64))
         for name, values in columns.items():
             if values is not None:
                 self._values.setdefault(name, []).extend(_numbers(values, keep, torch.float64))
@@ -130,13 +135,14 @@ class Trace:
 
     def tokens(self) -> dict[str, Any]:
         """What was added in this step, for the trace of another process to `take`."""
-        return {"rows": self._rows, "values": self._values}
+        return {"rows": self._rows, "weights": self._weights, "values": self._values}
 
     def take(self, tokens: Mapping[str, Any]) -> None:
         """Add what another process has added: the tokens of other rows of the step."""
         if set(tokens["values"]) != set(self._values):
             raise UsageError("two processes know different numbers of a step's tokens", got=sorted(tokens["values"]))
         self._rows.extend(tokens["rows"])
+        self._weights.extend(tokens["weights"])
         for name, column in self._values.items():
             column.extend(tokens["values"][name])
 
@@ -159,32 +165,33 @@ class Trace:
         """
         if self._step is None:
             raise UsageError("Trace.record before Trace.begin, or twice for a step")
-        values = self._values
+        values, weights = self._values, self._weights
         lam = values.get("lam") or None
+        tokens = _whole(_sum(weights))
         record: dict[str, Any] = {
             "step": self._step,
-            "tokens": len(self._rows),
+            "tokens": tokens,
             "rows": len(self._lengths),
-            "loss": _mean(values.get("loss")),
+            "loss": _mean(values.get("loss"), weights),
             "response_length": _mean(self._lengths),
             "ended": _mean(self._ended),
             "sampled_log_prob": _mean(self._log_probs),
             "grad_norm": grad_norm,
             "lr": lr,
             "kappa_share": kappa_share,
-            "lam_mean": _mean(lam),
-            "tail_mass_max": max(values.get("tail_mass") or [0.0]),
+            "lam_mean": _mean(lam, weights),
+            "tail_mass_max": max(_counting(values.get("tail_mass"), weights) or [0.0]),
         }
         for name in (*_COLUMNS, *sorted(set(values).difference(_COLUMNS, ("loss", "lam")))):
-            record[name] = _mean(values.get(name))
+            record[name] = _mean(values.get(name), weights)
         for name in _SPREAD:
-            record[f"{name}_sd"] = _sd(values.get(name))
-        record["lam_hist"] = _histogram(lam) if lam else None
-        saturated = sum(_saturated(one) for one in lam) if lam else None
-        record["lam_saturated"] = saturated / len(lam) if lam and saturated is not None else None
+            record[f"{name}_sd"] = _sd(values.get(name), weights)
+        record["lam_hist"] = _histogram(lam, weights) if lam else None
+        saturated = _whole(_sum(_counting(weights, map(_saturated, lam)))) if lam else None
+        record["lam_saturated"] = saturated / tokens if saturated is not None else None
         if clash := sorted(set(record).intersection(more)):
             raise UsageError("an entry of the record is given twice", got=", ".join(clash))
-        self._count(lam, saturated or 0)
+        self._count(lam, tokens, saturated or 0)
         self._step = None
         return {**record, **more}
 
@@ -226,32 +233,34 @@ class Trace:
         self._step = None
         self._clear()
 
-    def _count(self, lam: list[float] | None, saturated: int) -> None:
-        run = self._run
+    def _count(self, lam: list[float] | None, tokens: float, saturated: float) -> None:
+        run, weights = self._run, self._weights
         run["steps"] += 1
         run["rows"] += len(self._lengths)
-        run["tokens"] += len(self._rows)
+        run["tokens"] += tokens
         if lam:
-            self._count_spread(lam)
-            weights = self._values["reverse_kl"]
-            run["lam_rkl"] += _sum([one * weight for one, weight in zip(lam, weights, strict=True)])
-            run["rkl"] += _sum(weights)
-            run["lam_tokens"] += len(lam)
-            run["lam_sum"] += _sum(lam)
+            self._count_spread(lam, tokens)
+            reverse = [one * weight for one, weight in zip(self._values["reverse_kl"], weights, strict=True)]
+            run["lam_rkl"] += _sum([one * weight for one, weight in zip(lam, reverse, strict=True)])
+            run["rkl"] += _sum(reverse)
+            run["lam_tokens"] += tokens
+            run["lam_sum"] += _weighted(lam, weights)
             run["lam_saturated"] += saturated
-            run["lam_hist"] = [old + new for old, new in zip(run["lam_hist"], _histogram(lam), strict=True)]
+            run["lam_hist"] = [old + new for old, new in zip(run["lam_hist"], _histogram(lam, weights), strict=True)]
 
-    def _count_spread(self, lam: list[float]) -> None:
+    def _count_spread(self, lam: list[float], count: float) -> None:
         """Join the step's mean and squares to the run's: Σλ² - (Σλ)²/N would lose the digits of a small spread."""
-        run, before, count = self._run, self._run["lam_tokens"], len(lam)
-        least = min(lam)  # around it a constant λ has a spread of exactly 0, and the order of tokens does not show
-        centre = least + _sum([one - least for one in lam]) / count
+        run, before, weights = self._run, self._run["lam_tokens"], self._weights
+        # around the least λ a constant one has a spread of exactly 0, and the order of tokens does not show
+        least = min(_counting(lam, weights))
+        centre = least + _weighted([one - least for one in lam], weights) / count
         apart, share = centre - run["lam_centre"], count / (before + count)
-        run["lam_squares"] += _sum([(one - centre) ** 2 for one in lam]) + apart**2 * before * share
+        run["lam_squares"] += _weighted([(one - centre) ** 2 for one in lam], weights) + apart**2 * before * share
         run["lam_centre"] += apart * share
 
     def _clear(self) -> None:
         self._rows = []
+        self._weights = []
         self._values = {}
         self._lengths = []
         self._ended = []
@@ -334,25 +343,41 @@ def _sum(values: Sequence[float]) -> float:
         return math.nan
 
 
-def _mean(values: Sequence[float] | None) -> float | None:
-    return _sum(values) / len(values) if values else None
+def _weighted(values: Sequence[float], weights: Sequence[float]) -> float:
+    return _sum([value * weight for value, weight in zip(values, weights, strict=True)])
 
 
-def _sd(values: Sequence[float] | None) -> float | None:
+def _counting(values: Iterable[float] | None, weights: Iterable[float]) -> list[float]:
+    """The values whose weight is not 0."""
+    return [value for value, weight in zip(values or (), weights, strict=False) if weight]
+
+
+def _whole(number: float) -> int | float:
+    """A number of tokens as it is written: whole, unless one counts by a fraction."""
+    return int(number) if float(number).is_integer() else number
+
+
+def _mean(values: Sequence[float] | None, weights: Sequence[float] | None = None) -> float | None:
+    if not values:
+        return None
+    return _sum(values) / len(values) if weights is None else _weighted(values, weights) / _sum(weights)
+
+
+def _sd(values: Sequence[float] | None, weights: Sequence[float]) -> float | None:
     """Of the tokens themselves, not an estimate for others: divided by N."""
-    mean = _mean(values)
+    mean = _mean(values, weights)
     if values is None or mean is None:
         return None
-    return math.sqrt(_sum([(value - mean) ** 2 for value in values]) / len(values))
+    return math.sqrt(_weighted([(value - mean) ** 2 for value in values], weights) / _sum(weights))
 
 
 def _saturated(lam: float) -> bool:
     return min(lam, 1.0 - lam) <= SATURATION
 
 
-def _histogram(lam: Sequence[float]) -> list[int]:
-    counts = [0] * BINS
-    for one in lam:
+def _histogram(lam: Sequence[float], weights: Sequence[float]) -> list[int | float]:
+    counts: list[float] = [0.0] * BINS
+    for one, weight in zip(lam, weights, strict=True):
         if math.isfinite(one):
-            counts[min(max(int(one * BINS), 0), BINS - 1)] += 1
-    return counts
+            counts[min(max(int(one * BINS), 0), BINS - 1)] += weight
+    return [_whole(count) for count in counts]
