@@ -39,6 +39,18 @@ def test_probabilities_have_tables_of_their_own(cli, taught):
         assert [f"{one['accuracy']:g}", f"{one['coverage']:.4f}", *shown] in lines
 
 
+def test_samples_are_counted_beside_the_greedy_responses(cli, taught):
+    words = ("evaluate", taught.folder, "--limit", "20", "--samples", "4", "--temperature", "1.5")
+    found = json.loads(cli(*words, "--json").stdout)["sampled"]
+    assert (found["samples"], found["temperature"], found["seed"]) == (4, 1.5, 0)
+    assert 0 < found["accuracy"] < 1
+    text = " ".join(cli(*words).stdout.split())
+    assert f"Sampled 4 times at temperature 1.5: accuracy {found['accuracy']:.4f}, SD {found['sd']:.4f}" in text
+    result = cli(*words, "--sampler", "vllm=python")
+    assert result.exit_code == 2
+    assert "--samples and --sampler do not go together" in result.stderr
+
+
 def test_json_is_alone(cli, taught):
     result = cli("evaluate", taught.folder, "--split", "val", "--limit", "3", "--json")
     found = json.loads(result.stdout)

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
 import pytest
@@ -97,6 +98,41 @@ def test_probabilities_of_labels_are_those_of_the_network(
     assert found.as_json() == {**whole.as_json(), "calibration": found.calibration.as_json()}
     assert "calibration" not in whole.as_json()
     assert "probabilities" not in whole.predictions[0].as_json()
+
+
+def test_samples_have_the_probabilities_of_their_labels(
+    trained: Model, task: Task, prompt: Prompt, whole: Evaluation
+) -> None:
+    from gatespace.rollout import Draws
+
+    draws = Draws(count=20, seed=3)
+    found = evaluate(trained, task, prompt, split="test", probabilities=True, draws=draws, batch_size=200)
+    assert [row.raw for row in found.predictions] == [row.raw for row in whole.predictions]
+    expected, variance, met = 0.0, 0.0, 0
+    for row in found.predictions:
+        assert row.samples is not None
+        assert row.probabilities is not None
+        assert row.mass is not None
+        right = row.probabilities[row.gold] * row.mass
+        expected += 20 * right
+        variance += 20 * right * (1 - right)
+        met += row.samples.count(row.gold)
+        assert len(row.samples) == 20
+    assert abs(met - expected) < 4 * math.sqrt(variance)
+    assert variance > 100  # enough of chance for the comparison to fail
+    sampled = found.sampled
+    assert sampled is not None
+    each = [fmean((row.samples or ())[k] == row.gold for row in found.predictions) for k in range(20)]
+    assert (sampled.samples, sampled.accuracy, sampled.sd) == (
+        20,
+        pytest.approx(met / 1600),
+        pytest.approx(stdev(each)),
+    )
+    # A sample is a function of its stream, whatever is decoded beside it.
+    few = evaluate(trained, task, prompt, split="test", draws=replace(draws, count=3), limit=9, batch_size=4)
+    assert [row.samples for row in few.predictions] == [(row.samples or ())[:3] for row in found.predictions[:9]]
+    assert found.as_json()["sampled"]["seed"] == 3
+    assert "samples" not in whole.predictions[0].as_json()
 
 
 def test_the_best_constant_is_that_of_the_split(trained: Model, task: Task, prompt: Prompt) -> None:

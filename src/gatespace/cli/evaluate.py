@@ -86,6 +86,17 @@ def evaluate(
             "--probabilities", help="Look up the probability of every label too: log-loss, calibration, coverage."
         ),
     ] = False,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            show_default=False,
+            help="Sample N responses per text too, and count how often they are right.",
+        ),
+    ] = None,
+    temperature: Annotated[float, typer.Option(metavar="T", min=0.0, help="Of --samples.")] = 1.0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of --samples.")] = 0,
     plugins: options.Plugins = None,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
@@ -100,6 +111,7 @@ def evaluate(
     gatespace evaluate smollm2 --task tweeteval/emotion --limit 100
     gatespace evaluate runs/train --split val --output runs/train/val --json
     gatespace evaluate runs/train --split val --probabilities
+    gatespace evaluate runs/train --samples 8 --temperature 0.7
     gatespace evaluate runs/train --sampler vllm=.venv-vllm/bin/python
 
     A response without a legal label counts as wrong. Test rows whose text
@@ -109,6 +121,9 @@ def evaluate(
     With --probabilities the responses of all labels are scored too, after
     the same pass over each prompt. The second table is about the most
     probable label; its thresholds are for `gatespace predict --threshold`.
+
+    With --samples N further responses to each text are sampled, after the
+    same pass over its prompt.
 
     With --sampler the model is loaded here too, on the CPU, and first the
     sampler's log-probabilities of a text are compared with the model's own.
@@ -122,17 +137,20 @@ def evaluate(
     from gatespace.evaluation.concerns import concerns
     from gatespace.models.encode import Encoder
     from gatespace.plugins import provider
+    from gatespace.rollout import Draws
 
     splits = ("train", "val", "test")
     if split not in splits:
         raise unknown_name("split", split, splits)
     opener = None
-    if sampler is not None and probabilities:
+    if sampler is not None and (probabilities or samples):
         raise UsageError(
-            "--probabilities and --sampler do not go together",
-            why="probabilities of labels come from the model in this process",
+            f"{'--probabilities' if probabilities else '--samples'} and --sampler do not go together",
+            why="these numbers come from the model in this process",
             instead="one of the two",
         )
+    with in_setting("--temperature"):
+        draws = None if samples is None else Draws(samples, temperature, seed)
     if sampler is not None:
         name, _, where = sampler.partition("=")
         with in_setting("--sampler"):  # before the model is loaded, which takes long
@@ -173,6 +191,7 @@ def evaluate(
             progress=progress.generating,
             writer=writer,
             probabilities=probabilities,
+            draws=draws,
         )
     written = write(evaluation, output) if output is not None else ()
     result = evaluation.as_json()
@@ -187,6 +206,12 @@ def evaluate(
     out.print(_labels_table(result["metrics"]))
     if evaluation.calibration is not None:
         _print_calibration(out, evaluation.calibration)
+    if (sampled := evaluation.sampled) is not None:
+        spread = "" if sampled.sd is None else f", SD {sampled.sd:.4f} from one sample of all texts to another"
+        out.print(
+            f"Sampled {sampled.samples} times at temperature {sampled.temperature:g}: accuracy {sampled.accuracy:.4f}"
+            f"{spread}; {sampled.no_label:.2%} without a label."
+        )
     if limit is not None and limit < evaluation.available:
         out.print(f"Only the first {limit} of {evaluation.available} rows, which need not be like the rest.")
     if evaluation.split == "test":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ from gatespace.models.load import Model
 from gatespace.rollout.batches import batches_of
 from gatespace.rollout.labels import label_log_probs, label_responses
 from gatespace.rollout.native import Rollout, Sampling, sample
+from gatespace.seeding import generator
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,29 @@ class Answer:
     ended: bool
     labels: tuple[float, ...] | None = None
     """Log-probability of each label's response, where it was asked for."""
+    samples: tuple[str, ...] = ()
+    """What the model wrote when it was sampled from, where that was asked for."""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Samples of every text beside its greedy answer.
+
+    Args:
+        count: How many.
+        temperature: Of sampling.
+        seed: Each sample draws from the stream (seed, "evaluate", place of the text, number of the sample).
+    """
+
+    count: int
+    temperature: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise UsageError("there is at least one sample", got=self.count)
+        if not self.temperature > 0:
+            raise UsageError("samples need a temperature above 0", got=self.temperature)
 
 
 class Writer(Protocol):
@@ -48,6 +73,7 @@ def greedy(
     progress: Callable[[int, int], None] | None = None,
     writer: Writer | None = None,
     labels: bool = False,
+    draws: Draws | None = None,
 ) -> list[Answer]:
     """The most probable token each time, until the answer is closed or ended.
 
@@ -61,9 +87,12 @@ def greedy(
         progress: Called with the number of texts answered so far and the number of all.
         writer: Writes in place of the model.
         labels: Look up the log-probabilities of all labels too, after the same forward passes over the prompts.
+        draws: Sample too, after the same forward passes.
     """
-    if writer is not None and labels:
-        raise UsageError("label probabilities come from the model in this process", got=type(writer).__name__)
+    if writer is not None and (labels or draws):
+        raise UsageError(
+            "label probabilities and samples come from the model in this process", got=type(writer).__name__
+        )
     ends = set(model.end_ids)
     prompts = [encoder.suffix(text) for text in texts]
     answers: dict[int, Answer] = {}
@@ -74,12 +103,14 @@ def greedy(
 
     responses = label_responses(encoder) if labels else []
     more = len(encoder.prefix) + max(max_new_tokens, sum(map(len, responses)))
-    groups = batches_of(model if writer is None else None, prompts, more=more, batch_size=batch_size)
+    each = 1 if draws is None else draws.count
+    groups = batches_of(model if writer is None else None, prompts, more=more, batch_size=batch_size, each=each)
     body = body_of(model) if writer is None else None
     with torch.no_grad():
         prefix = body.prefix_cache(encoder.prefix) if body is not None and texts else None
         for batch in groups:
             log_probs: list[tuple[float, ...] | None] = [None] * len(batch)
+            written: list[tuple[str, ...]] = [()] * len(batch)
             if writer is not None:
                 whole = [[*encoder.prefix, *prompts[i]] for i in batch]
                 rollout = writer.sample(whole, sampling=sampling, stop=stop)
@@ -91,8 +122,21 @@ def greedy(
                     found = label_log_probs(body, asked, responses, vocab_size=model.vocab_size, forward=forward)
                     log_probs = [tuple(row) for row in found.tolist()]
                 rollout = sample(body, forward, vocab_size=model.vocab_size, sampling=sampling, stop=stop)
-            for i, ids, ended, row in zip(batch, rollout.responses, rollout.ended, log_probs, strict=True):
-                answers[i] = Answer(tuple(ids), encoder.decode(ids), ended, row)
+                if draws is not None:
+                    drawn = sample(
+                        body,
+                        forward,
+                        vocab_size=model.vocab_size,
+                        sampling=replace(sampling, temperature=draws.temperature),
+                        stop=stop,
+                        draws=[generator(draws.seed, "evaluate", i, k).random for i in batch for k in range(each)],
+                        parents=[row for row in range(len(batch)) for _ in range(each)],
+                    )
+                    decoded = (encoder.decode(ids) for ids in drawn.responses)
+                    written = [tuple(islice(decoded, each)) for _ in batch]
+            columns = (rollout.responses, rollout.ended, log_probs, written)
+            for i, ids, ended, row, some in zip(batch, *columns, strict=True):
+                answers[i] = Answer(tuple(ids), encoder.decode(ids), ended, row, some)
             if progress is not None:
                 progress(len(answers), len(prompts))
     return [answers[i] for i in range(len(texts))]

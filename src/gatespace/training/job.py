@@ -199,7 +199,10 @@ class Job(ABC):
 
         def share(texts: Sequence[str], answered: Callable[[Sequence[str]], list[Answer]]) -> list[Answer]:
             found = processes.divide(texts, lambda some: [[*astuple(one)] for one in answered(some)])
-            return [Answer(tuple(ids), text, ended, labels and tuple(labels)) for ids, text, ended, labels in found]
+            return [
+                Answer(tuple(ids), text, ended, labels and tuple(labels), tuple(samples))
+                for ids, text, ended, labels, samples in found
+            ]
 
         with self.model.whole():
             return evaluate(

@@ -207,8 +207,8 @@ class OnPolicy:
                 self._respond(step, every, self.student.forward(every.prompts, prefix=prefix))
                 row = 0
                 for batch in members:
-                    span = range(row, row := row + len(batch.rows))
-                    batch.rollout, batch.sources = every.rollout.select(span), [every.sources[i] for i in span]
+                    own = range(row, row := row + len(batch.rows))
+                    batch.rollout, batch.sources = every.rollout.select(own), [every.sources[i] for i in own]
                     self._merge(batch)
             with clock("score"):
                 asked = [row.prompt for batch in members for row in batch.rows]

@@ -45,7 +45,8 @@ class SupervisedTrace:
 
     def begin(self, step: int) -> None:
         """Start a step."""
-        self._step, self._loss, self.tokens, self._right = step, 0.0, 0, 0
+        self._step, self._loss, self._right = step, 0.0, 0
+        self.tokens: float = 0
 
     def add(self, batch: list[Row], out: SupervisedOutput) -> None:
         """Add a micro-batch."""
