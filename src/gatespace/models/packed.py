@@ -353,7 +353,7 @@ class _Rows(_Plan):
         known = (*(past.lengths if past is not None else ()), *lengths, 0)
         self.behind = behind = [known[place] for place in after]
         """Tokens of the row that each row continues."""
-        deep = [depths(parents and parents[row], length) for row, length in enumerate(lengths)]
+        deep = [depths(parents[row] if parents else None, length) for row, length in enumerate(lengths)]
         positions = [before + start + depth for start, row in zip(behind, deep, strict=True) for depth in row]
         self.longest = 1 + max(positions)
         self.positions = torch.tensor([*range(inline), *positions])
