@@ -105,6 +105,10 @@ COUNTED: dict[type[TrainConfig] | type[TeachConfig], dict[str, Any]] = {
         "rollout.stop": "eos",
         "rollout.staleness": 1,
         "rollout.engine": "vllm",
+        "rollout.expected": {},
+        "rollout.expected.mass": 0.9,
+        "rollout.expected.max_nodes": 8,
+        "rollout.expected.rest": "sample",
         "evaluation.engine": "vllm",
         "teacher.payload": "top_k",
         "teacher.k": 32,
@@ -153,6 +157,7 @@ OTHER = {
 BESIDE: dict[str, dict[str, Any]] = {
     "task.table.": {"task.table": {"source": "mails.csv", "labels": ["a", "b"]}},
     "pair.lora.": {"pair.lora": {}},
+    "rollout.expected.": {"rollout.expected": {}},
     "lora.": {"lora": {}},
     "objective.params": {"objective.method": "jsd"},
     "objective.support_k": {"objective.support": "bucket"},

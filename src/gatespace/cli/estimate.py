@@ -131,7 +131,7 @@ def estimate(
 
 
 def _train(config: TrainConfig, place: Placement, load: Callable[..., Model]) -> Training:
-    build_objective(config.objective)
+    build_objective(config.objective, expected=config.rollout.expected is not None)
     data, pair = material(config.task, "distill"), config.pair
 
     def outline(role: str) -> Model:
@@ -163,7 +163,7 @@ def _train(config: TrainConfig, place: Placement, load: Callable[..., Model]) ->
     notes += prompts.notes
     rows = config.batch_size * config.rollout.per_prompt
     shares = config.rollout.source.shares()
-    longest = config.rollout.max_new_tokens
+    longest = config.rollout.room
     shortest = min(prompts.right, longest)
     responses = Range(shortest, shortest if set(shares) == {"gold"} else longest).times(rows)
     shared = config.rollout.per_prompt if config.engine.share_prompt else 1

@@ -94,18 +94,18 @@ def checked_plan(config: StudyConfig, *, yes: bool = False) -> Plan:
         config: The study file.
         yes: The user knows that there are very many runs.
     """
-    from gatespace.config import ObjectiveConfig
     from gatespace.gating.configured import build_objective
-    from gatespace.study.plan import check, least_runs, objective
+    from gatespace.study.plan import check, least_runs, objective, train_config
 
     if not yes:
         _check_size(least_runs(config), "at least ")  # before they are planned
     plan = check(config)
     if not yes:
         _check_size(len(plan.runs))
-    for point in plan.points.values():
+    for (task, _), point in plan.points.items():
         path = "points." if point.method is None else "axes.published."
-        build_objective(ObjectiveConfig(**objective(point, lam=0.5)), path=path)
+        run = train_config(config, task, config.seeds[0], objective(point, lam=0.5))
+        build_objective(run.objective, path=path, expected=run.rollout.expected is not None)
     return plan
 
 

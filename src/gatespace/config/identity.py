@@ -45,6 +45,7 @@ LATER: Mapping[str, Any] = MappingProxyType(
         "pair.teacher_quantization": None,
         "rollout.staleness": 0,
         "rollout.engine": "native",
+        "rollout.expected": None,
         "evaluation.engine": "native",
         "evaluation.probabilities": False,
         "engine.deterministic": False,

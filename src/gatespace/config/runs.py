@@ -105,12 +105,19 @@ class TrainConfig(Section):
             raise Fault(
                 "teacher.payload", f"the support {support} needs the teacher's full distribution", instead="hidden"
             )
-        for name in ("source", "temperature", "top_p", "per_prompt", "staleness", "engine"):
+        for name in ("source", "temperature", "top_p", "per_prompt", "expected", "staleness", "engine"):
             if getattr(rollout, name) != getattr(usual, name):
                 setting = "from" if name == "source" else name
                 raise Fault(
                     f"rollout.{setting}", f"has no meaning with objective.support: {support}, which samples nothing"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _expected_tokens_are_not_shuffled(self) -> TrainConfig:
+        if self.rollout.expected is not None and self.objective.shuffle:
+            what = "λ is permuted over sampled tokens, which count alike; expected ones count by their probability"
+            raise Fault("objective.shuffle", what, instead="false, or rollout.expected: null")
         return self
 
     @model_validator(mode="after")

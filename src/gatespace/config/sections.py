@@ -147,6 +147,21 @@ class SourceConfig(Section):
         return {name: share for name, share in given if share > 0}
 
 
+class ExpectedConfig(Section):
+    """The tree of responses that the student can write to a prompt, as far as it is looked at."""
+
+    mass: Annotated[float, Strict(), AllowInfNan(False), Field(gt=0, le=1)] = 0.99
+    """A prompt's tree is searched, likeliest first, until ended responses of this probability in all were found."""
+
+    max_nodes: Count = 64
+    """The most nodes of a prompt's tree. A node is a beginning of responses, the empty one included; at each node the
+    loss of one token is learned from."""
+
+    rest: Literal["drop", "sample"] = "drop"
+    """What the tree does not cover: drop leaves it out, sample draws one response per prompt from it, weighted so that
+    the mean gradient is that of the whole tree. Its probability is logged as `uncovered` either way."""
+
+
 class RolloutConfig(Section):
     """How responses are obtained."""
 
@@ -178,6 +193,28 @@ class RolloutConfig(Section):
 
     options: Options = Field(default={})
     """Settings of an engine other than native, e.g. {server: .venv-vllm/bin/python} for vllm."""
+
+    expected: ExpectedConfig | None = None
+    """Learn from the mean over the student's own responses in place of samples, for short answers; null: samples."""
+
+    @property
+    def room(self) -> int:
+        """Most response tokens that a prompt is followed by, for each of `per_prompt`."""
+        if self.expected is None:
+            return self.max_new_tokens
+        return self.expected.max_nodes + (self.max_new_tokens if self.expected.rest == "sample" else 0)
+
+    @model_validator(mode="after")
+    def _expected_is_the_students_own(self) -> RolloutConfig:
+        if self.expected is not None:
+            needed = {"source": SourceConfig(student=1.0), "temperature": 1.0, "top_p": 1.0, "per_prompt": 1}
+            needed |= {"staleness": 0, "engine": "native"}
+            for name, value in needed.items():
+                if getattr(self, name) != value:
+                    name, value = ("from", "{student: 1}") if name == "source" else (name, value)
+                    what = "expected rollouts are over all responses of the student as it is, each by its probability"
+                    raise Fault(name, what, instead=f"{value}, or expected: null")
+        return self
 
     @model_validator(mode="after")
     def _native_has_no_options(self) -> RolloutConfig:

@@ -28,6 +28,7 @@ from gatespace.teacher.local import LocalTeacher
 from gatespace.teacher.scores import ScoreSpec, Teacher
 from gatespace.training.batches import Batches
 from gatespace.training.clock import Clock
+from gatespace.training.expected import Expected, ExpectedAhead
 from gatespace.training.job import Job
 from gatespace.training.memory import chunk_mb, micro_tokens
 from gatespace.training.processes import Processes
@@ -47,7 +48,8 @@ class Distillation(Job):
         self, config: TrainConfig, run: RunFolder, processes: Processes, progress: Progress, stack: ExitStack
     ) -> None:
         super().__init__(config, run, processes, progress, stack)
-        self.objective = build_objective(config.objective)
+        expected = config.rollout.expected is not None
+        self.objective = build_objective(config.objective, expected=expected)
         self.data = material(config.task, "distill")
         pair = config.pair
         options: dict[str, Any] = {
@@ -181,8 +183,11 @@ class Distillation(Job):
 
     def open_rollouts(self, **options: Any) -> OnPolicy:
         """Where responses come from."""
-        ahead = self.processes.sharded or self.config.rollout.staleness > 0
-        return Ahead(**options, steps=self.config.steps) if ahead else OnPolicy(**options)
+        rollout = self.config.rollout
+        expected = rollout.expected is not None
+        if self.processes.sharded or rollout.staleness > 0:
+            return (ExpectedAhead if expected else Ahead)(**options, steps=self.config.steps)
+        return (Expected if expected else OnPolicy)(**options)
 
     # ------------------------------------------------------------------ a step
 

@@ -69,7 +69,7 @@ class Work:
         lengths = [len(encoder.suffix(text)) for text in texts]
         rows, new, shared = config.batch_size, right, 1
         if isinstance(config, TrainConfig):
-            rows, new = rows * config.rollout.per_prompt, config.rollout.max_new_tokens
+            rows, new = rows * config.rollout.per_prompt, config.rollout.room
             shared = config.rollout.per_prompt if config.engine.share_prompt else 1
         return cls(len(encoder.prefix), sum(lengths) / len(lengths), max(lengths), new, rows, shared)
 
