@@ -252,7 +252,7 @@ def test_architectures_with_windows_and_caps_agree(
     compare(model, PackedBody(model, checkpointing=way is inline), way, (5, 40, 1), 5e-6)
 
 
-def test_a_window_that_cuts_nothing_leaves_the_bits_and_makes_no_mask(student: Model) -> None:
+def test_a_window_that_cuts_nothing_leaves_the_bits(student: Model) -> None:
     rows, found = some_rows((60, 40, 3), seed=2), []
     for window in (None, 1000):
         model = made(student.tokenizer, "Starcoder2", sliding_window=window)

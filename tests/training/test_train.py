@@ -17,11 +17,13 @@ from gatespace.errors import RunError, UsageError
 from gatespace.evaluation import evaluate
 from gatespace.files import read
 from gatespace.models import Model, TinyPair, load_model
+from gatespace.models.encode import Encoder
 from gatespace.tasks import Prompt, Task
 from gatespace.training import checkpoint
 from gatespace.training.progress import Silent
 from gatespace.training.telemetry import DistillationTrace
 from gatespace.training.train import teach, train
+from tests.models.architectures import WINDOWS, made
 
 from .conftest import TASK
 
@@ -206,6 +208,36 @@ def test_bfloat16_follows_float32(train_config: Make, tmp_path: Path) -> None:
         runs[precision] = [record["loss"] for record in read(config.output / "metrics.jsonl")]
     assert runs["bf16"] == pytest.approx(runs["fp32"], rel=0.02)
     assert runs["bf16"] != runs["fp32"]
+
+
+def test_windows_and_soft_caps_in_a_whole_run(
+    train_config: Make, tiny: TinyPair, synthetic: Task, tmp_path: Path
+) -> None:
+    tokenizer = load_model(str(tiny.student)).tokenizer
+    texts = [example.text for example in synthetic.train]
+    encoder = Encoder(Prompt.of(synthetic, brief=True), tokenizer, texts)
+    assert min(len(encoder.prefix) + len(encoder.suffix(text)) for text in texts) > WINDOWS["Gemma2"]["sliding_window"]
+    pair = {"student": str(tmp_path / "small"), "teacher": str(tmp_path / "large")}
+    for place, layers in zip(pair.values(), (2, 4), strict=True):
+        made(tokenizer, "Gemma2", std=0.2, num_hidden_layers=layers, **WINDOWS["Gemma2"]).network.save_pretrained(place)
+        tokenizer.save_pretrained(place)
+    runs, weights_of = [], []
+    for packed in (True, False):
+        config = train_config(
+            pair=pair,
+            engine={"packed": packed, "micro_tokens": 150},
+            optimizer={"lr": 1e-4},
+            steps=4,
+            output=str(tmp_path / str(packed)),
+        )
+        train(config)
+        runs.append(read(config.output / "metrics.jsonl"))
+        weights_of.append(weights(load_model(str(config.output / "model"))))
+    for found, right in zip(*runs, strict=True):
+        assert found["loss"] == pytest.approx(right["loss"], rel=1e-4)
+        assert found["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-3)
+    for name, weight in weights_of[0].items():
+        assert torch.allclose(weight, weights_of[1][name], atol=1e-5), name
 
 
 def test_lora(train_config: Make, tiny: TinyPair, synthetic: Task) -> None:

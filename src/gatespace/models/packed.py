@@ -2,9 +2,9 @@
 
 The tokens of all rows lie one after another in a single sequence, so every linear layer sees real tokens only.
 Attention alone knows about rows: it is registered with transformers under the name `gatespace`, takes each row apart,
-and lets it look at the shared prefix, at the KV cache of the row from an earlier pass, and at its own
-new tokens. Causal attention makes this exact, and gradient flows back through all three: one forward pass over a prompt
-serves sampling and update alike.
+and lets it look at the shared prefix, at the KV cache of the row from an earlier pass, and at its own new tokens, as
+far as the layer's window reaches. Causal attention makes this exact, and gradient flows back through all three: one
+forward pass over a prompt serves sampling and update alike.
 """
 
 from __future__ import annotations
