@@ -23,6 +23,7 @@ from gatespace.gating.configured import build_objective
 from gatespace.models import Model, check_pair, load_model
 from gatespace.models.body import body_of
 from gatespace.models.encode import Encoder
+from gatespace.models.sizes import sizes_of
 from gatespace.seeding import permutation, stream
 from gatespace.tasks import Prompt, load_task
 from gatespace.teacher.cache import ScoreCache
@@ -31,10 +32,10 @@ from gatespace.teacher.scores import ScoreSpec
 from gatespace.training.batches import Row
 from gatespace.training.clock import Clock
 from gatespace.training.distill import Distillation
+from gatespace.training.memory import micro_tokens
 from gatespace.training.optimizer import Optimizer
 from gatespace.training.processes import ONE
 from gatespace.training.rollouts import OnPolicy
-from gatespace.training.setup import micro_tokens, rollout_tokens
 
 GATE = "G5"
 PHASES = ("rollout", "score", "update", "optimizer")
@@ -332,6 +333,7 @@ class Engine:
         job.encoder = self.encoder = work.encoder(student.tokenizer)
         self.rows = work.rows(self.encoder)
         spec = ScoreSpec(tuple(self.encoder.prefix), work.max_new_tokens, job.vocab_size)
+        sizes = sizes_of(student)
         job.rollouts = OnPolicy(
             student=job.body,
             teacher=LocalTeacher(teacher, spec, cache=store),
@@ -340,8 +342,8 @@ class Engine:
             settings=job.config.rollout,
             vocab_size=job.vocab_size,
             seed=work.seed,
-            micro_tokens=micro_tokens(student, job.config.engine),
-            rollout_tokens=rollout_tokens(student),
+            micro_tokens=micro_tokens(sizes, job.config.engine, len(self.encoder.prefix)),
+            rollout_tokens=sizes.rollout_tokens(work.dtype.itemsize),
         )
 
     def at(self, step: int) -> list[Row]:

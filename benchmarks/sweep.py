@@ -329,9 +329,10 @@ def student_tokens(results: StudyResults) -> dict[str, Any]:
 
     names = ("steps", "rows", "prefix_tokens", "prefixes_read", "prompt_tokens", "response_tokens")
     total = dict.fromkeys((*names, "evaluation_forward_tokens"), 0)
-    prompts: dict[str, dict[int, int]] = {}  # task → seed → tokens of a run's prompts: the same for all its points
+    # task → seed → tokens of a run's prompts, and at most what a step has twice: the same for all its points
+    prompts: dict[str, dict[int, tuple[int, int]]] = {}
     encoders: dict[str, Any] = {}
-    per_run: dict[str, int] = {}
+    per_run: dict[str, tuple[int, int]] = {}
     for result in results.done:
         spec, cost = result.spec, result.cost
         assert cost is not None
@@ -345,17 +346,22 @@ def student_tokens(results: StudyResults) -> dict[str, Any]:
         known = prompts.setdefault(spec.task, {})
         if spec.seed not in known:
             batches = Batches(data.rows, encoder, batch_size=config.batch_size, seed=spec.seed)
-            each = sum(len(row.prompt) for step in range(cost.steps) for row in batches.at(step))
-            known[spec.seed] = each * config.rollout.per_prompt
+            steps = [[tuple(row.prompt) for row in batches.at(step)] for step in range(cost.steps)]
+            twice = [prompt for rows in steps for at, prompt in enumerate(rows) if prompt in rows[:at]]
+            answer = config.rollout.max_new_tokens - 1
+            known[spec.seed] = sum(len(p) for rows in steps for p in rows), sum(len(p) + answer for p in twice)
         rows = cost.steps * config.batch_size * config.rollout.per_prompt
         total["steps"] += cost.steps
         total["rows"] += rows
         total["prefix_tokens"] += len(encoder.prefix)
         total["prefixes_read"] += len(encoder.prefix) * cost.steps
-        total["prompt_tokens"] += known[spec.seed]
+        read, shared = known[spec.seed]
+        total["prompt_tokens"] += read
         total["response_tokens"] += cost.response_tokens
         total["evaluation_forward_tokens"] += _evaluated(result, encoder, config.evaluation.batch_size)
-        per_run[spec.id] = known[spec.seed] + cost.response_tokens - rows
+        if config.rollout.per_prompt == 1:
+            most = read + cost.response_tokens - rows
+            per_run[spec.id] = most - shared, most
     read, fed = total["prefixes_read"] + total["prompt_tokens"], total["response_tokens"] - total["rows"]
     learned = {"forward_tokens": read + 2 * fed, "backward_tokens": read + fed}
     return total | learned | {"scored_tokens_per_run": per_run}
@@ -376,13 +382,16 @@ def _evaluated(result: Any, encoder: Any, batch_size: int) -> int:
 
 
 def miscounts(independent: StudyResults, student: Mapping[str, Any]) -> list[str]:
-    """Runs whose teacher, without a cache, did not read exactly prompts and responses but their last tokens."""
+    """Runs whose teacher, without a cache, did not read exactly prompts and responses but their last tokens.
+
+    A prompt that a step has twice is read once, and so is what its two responses begin with in common.
+    """
     found = []
     for result in independent.done:
         assert result.cost is not None
         counted, expected = result.cost.teacher_tokens, student["scored_tokens_per_run"].get(result.spec.id)
-        if expected is not None and counted != expected:
-            found.append(f"{result.spec.id}: the teacher read {counted} tokens where the prompts make {expected}")
+        if expected is not None and not expected[0] <= counted <= expected[1]:
+            found.append(f"{result.spec.id}: the teacher read {counted} tokens where the prompts make {expected[1]}")
     return found
 
 
