@@ -28,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo shell test test-long test-web test-engines test-trl test-verl test-ray test-vllm lint format web docs wheel clean
-.PHONY: bench bench-step bench-ladder bench-sweep bench-service bench-explorer bench-kills
+.PHONY: bench bench-step bench-ladder bench-score bench-sweep bench-power bench-service bench-explorer bench-kills
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,12 +43,13 @@ test: $(READY) ## run the tests and docstring examples
 	@$(ONE_THREAD) $(BIN)/python -m pytest $(TEST_ARGS)
 
 test-long: $(READY) ## the tests that take longest: benchmark scripts, many kills, the whole depth of a real model
-	@$(ONE_THREAD) $(BIN)/python -m pytest -m long tests
+	@$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist worksteal -m long tests
 
 test-web: ## the tests of the front end (needs Node 20); with its packages there, `make test` checks accessibility too
 	@cd web && npm ci --silent && npm run --silent check && npm test --silent
 
-test-engines: test-trl test-verl test-ray ## the tests inside TRL, verl and Ray, each in an environment of its own (5 GB)
+test-engines: ## the tests inside TRL, verl and Ray, each in an environment of its own (5 GB), two at a time
+	@$(MAKE) --no-print-directory -j 2 --output-sync=target test-trl test-verl test-ray
 
 test-trl: $(TRL_READY)
 	@$(ONE_THREAD) $(TRL_VENV)/bin/python -m pytest tests/addons/trl src/gatespace/addons/trl $(ENGINE_ARGS)
@@ -81,6 +82,12 @@ bench-step: $(BENCH_READY) ## measure a whole step beside TRL and a plain loop (
 
 bench-ladder: $(BENCH_READY) ## what each speed-up of a step buys, and how far the limit is
 	@$(BENCH_VENV)/bin/python benchmarks/ladder.py $(BENCH_ARGS)
+
+bench-score: $(READY) ## what a teacher's scores cost: one response per prompt and several, cached or not
+	@$(BIN)/python benchmarks/score.py $(BENCH_ARGS)
+
+bench-power: $(READY) ## seeds and CPU-hours that tell two methods apart, by responses per prompt
+	@$(BIN)/python benchmarks/power.py $(BENCH_ARGS)
 
 bench-sweep: $(READY) ## what one teacher cache for all runs of a study saves (the demo; BENCH_ARGS for SmolLM2)
 	@$(BIN)/python benchmarks/sweep.py $(BENCH_ARGS)

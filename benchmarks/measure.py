@@ -178,5 +178,5 @@ def _cpu_name() -> str:
     except OSError:
         return platform.processor()
     # bf16 products are fast only where the CPU multiplies bf16 itself, so say whether it does.
-    flags = set(info.get("flags", "").split()) & {"avx512f", "avx512_bf16", "amx_bf16"}
+    flags = set(info.get("flags", "").split()) & {"avx2", "avx512f", "avx512_bf16", "amx_bf16"}
     return " ".join([info.get("model name", "unknown CPU"), *sorted(flags)])

@@ -1,8 +1,9 @@
 """Time and memory of one step of on-policy distillation: TRL, a plain transformers loop and gatespace, in one run.
 
 Every contender distils the same teacher into the same student with the same prompts, batch, response cap, temperature,
-full-parameter AdamW and precision, in a fresh process of its own. The step is taken apart into rollout (the student
-writes), score (the teacher reads), update (loss, backward) and optimizer. See benchmarks/README.md for the method.
+full-parameter AdamW and precision, in a fresh process of its own, with one response per prompt or several. The step is
+taken apart into rollout (the student writes), score (the teacher reads), update (loss, backward) and optimizer. See
+benchmarks/README.md for the method.
 """
 
 from __future__ import annotations
@@ -43,20 +44,12 @@ CONTENDERS: dict[str, Contender] = {
     "gatespace-warm": Contender("the same step again, its scores in the cache"),
 }
 _OURS = ("gatespace-cold", "gatespace-warm")
-# what is compared, of whom (the first that has run), with whom, the limit that is promised; None: none
-_RATIOS: tuple[tuple[str, tuple[str, ...], str, float | None], ...] = (
-    ("wall", ("trl-autocast", "trl"), "gatespace-cold", 8.0),
-    ("cpu", ("trl-autocast", "trl"), "gatespace-cold", 8.0),
-    ("wall", ("trl-autocast", "trl"), "gatespace-warm", 10.0),
-    ("cpu", ("trl-autocast", "trl"), "gatespace-warm", 10.0),
-    ("wall", ("plain",), "gatespace-cold", 5.0),
-    ("cpu", ("plain",), "gatespace-cold", 5.0),
-    ("wall", ("plain",), "gatespace-warm", 5.0),
-    ("cpu", ("plain",), "gatespace-warm", 5.0),
-    ("peak_mib", ("trl-autocast", "trl"), "gatespace-cold", 1.0),
-    ("peak_mib", ("plain",), "gatespace-cold", 1.0),
-)
-_AS_IT_COMES = tuple((key, ("trl",), ours, None) for ours in _OURS for key in ("wall", "cpu"))
+_EQUAL = ("trl-autocast", "trl")
+"""TRL at equal precision: the first that has run."""
+_PROMISED = {(1, "gatespace-cold"): 4.5, (1, "gatespace-warm"): 5.5, (8, "gatespace-warm"): 15.0}
+"""How many times faster than TRL, by responses per prompt."""
+_GROWTH = {8: 1.6}
+"""How many times as long our step may take with so many responses per prompt as with one."""
 _WORDS = {"wall": "wall time", "cpu": "CPU time", "peak_mib": "peak memory"}
 
 
@@ -71,8 +64,10 @@ class Settings:
     batch: int
     max_new_tokens: int
     precision: str
+    per_prompt: tuple[int, ...]
     contenders: tuple[str, ...]
     steps: int
+    """With one response per prompt; with n of them there are fewer, by as much."""
     warm_up: int
     repeats: int
     lr: float
@@ -91,16 +86,24 @@ class Target:
     key: str
     other: str
     ours: str
+    per_prompt: int
     value: float
     limit: float | None
 
     @property
+    def grows(self) -> bool:
+        """Whether it is the same contender's with one response, which should not be much less."""
+        return self.other == self.ours
+
+    @property
     def met(self) -> bool | None:
-        return None if self.limit is None else self.value >= self.limit
+        if self.limit is None:
+            return None
+        return self.value <= self.limit if self.grows else self.value >= self.limit
 
 
-Turns = dict[str, list[dict[str, Any]]]
-"""Contender → its answers, one per repeat; an answer with the key "unavailable" has no numbers."""
+Turns = dict[tuple[int, str], list[dict[str, Any]]]
+"""Responses per prompt and contender → its answers, one per repeat; an answer "unavailable" has no numbers."""
 
 
 def work_of(settings: Any, report: Callable[[str], None]) -> dict[str, Any]:
@@ -138,30 +141,31 @@ def task_of(root: Path | None, report: Callable[[str], None]) -> tuple[str, str 
 def run(settings: Settings, report: Callable[[str], None] = lambda line: None) -> Turns:
     """All measurements, one process at a time; contenders take turns, each repeat in another order."""
     work = work_of(settings, report)
-    turns: Turns = {name: [] for name in settings.contenders}
+    turns: Turns = {(each, name): [] for each in settings.per_prompt for name in settings.contenders}
 
-    def ask(name: str, folder: str) -> dict[str, Any]:
-        request = {"contender": name, "threads": settings.threads, "folder": folder, "work": work}
+    def ask(name: str, each: int, folder: str) -> dict[str, Any]:
+        asked = work | {"per_prompt": each, "steps": max(1, settings.steps // each)}
+        request = {"contender": name, "threads": settings.threads, "folder": folder, "work": asked}
         return measure.in_fresh_process(WORKER, request, threads=settings.threads, timeout=settings.timeout)
 
-    for repeat in range(settings.repeats):
+    for each, repeat in ((each, repeat) for each in settings.per_prompt for repeat in range(settings.repeats)):
         shift = repeat % len(settings.contenders)
         with tempfile.TemporaryDirectory(prefix="gatespace-bench-") as root:
             warm = Path(root, "warm")
             for name in settings.contenders[shift:] + settings.contenders[:shift]:
-                if any("unavailable" in answer for answer in turns[name]):
+                if any("unavailable" in answer for answer in turns[each, name]):
                     continue
                 if name == "gatespace-warm" and not warm.exists():
                     report("gatespace-warm: filling the cache")
                     warm.mkdir()
-                    ask("gatespace-cold", str(warm))
+                    ask("gatespace-cold", each, str(warm))
                 tries: list[dict[str, Any]] = []
                 while not tries or (disturbance(tries[-1:]) > BUSY and len(tries) <= settings.patience):
                     again = f" again, others took {disturbance(tries[-1:]):.0%} of the machine" if tries else ""
-                    report(f"{name}, {repeat + 1} of {settings.repeats}{again}")
+                    report(f"{name}, {each} per prompt, {repeat + 1} of {settings.repeats}{again}")
                     folder = warm if name == "gatespace-warm" else Path(tempfile.mkdtemp(dir=root))
-                    tries.append(ask(name, str(folder)))
-                turns[name].append(min(tries, key=lambda answer: disturbance([answer])))
+                    tries.append(ask(name, each, str(folder)))
+                turns[each, name].append(min(tries, key=lambda answer: disturbance([answer])))
     return turns
 
 
@@ -173,10 +177,10 @@ def disturbance(answers: Sequence[dict[str, Any]]) -> float:
 
 
 def summaries(turns: Turns) -> list[dict[str, Any]]:
-    """One flat record per contender: medians over all its steps, and every step's own number."""
+    """One flat record per row: medians over all its steps, and every step's own number."""
     records = []
-    for name, answers in turns.items():
-        record: dict[str, Any] = {"contender": name, "about": CONTENDERS[name].about}
+    for (each_prompt, name), answers in turns.items():
+        record: dict[str, Any] = {"contender": name, "per_prompt": each_prompt, "about": CONTENDERS[name].about}
         bad = next((answer["unavailable"] for answer in answers if "unavailable" in answer), None)
         steps = [step for answer in answers for step in answer.get("steps", ())]
         if bad is not None or not steps:
@@ -199,8 +203,8 @@ def summaries(turns: Turns) -> list[dict[str, Any]]:
 def targets(settings: Settings, turns: Turns) -> list[Target]:
     """The ratios that this run can speak of: medians over the repeats of ratios within one repeat."""
 
-    def values(name: str, key: str) -> list[float] | None:
-        answers = turns.get(name, [])
+    def values(each: int, name: str, key: str) -> list[float] | None:
+        answers = turns.get((each, name), [])
         if not answers or any("unavailable" in answer for answer in answers):
             return None
         return [
@@ -208,14 +212,27 @@ def targets(settings: Settings, turns: Turns) -> list[Target]:
             for answer in answers
         ]
 
-    found: dict[tuple[str, str, str], Target] = {}
-    for key, others, ours, limit in (*_RATIOS, *_AS_IT_COMES):
-        other = next((name for name in others if values(name, key) is not None), None)
-        below = values(ours, key)
-        if other is None or below is None or (key, other, ours) in found:
-            continue
-        ratio = median(x / max(y, 1e-9) for x, y in zip(values(other, key) or [], below, strict=True))
-        found[key, other, ours] = Target(key, other, ours, ratio, limit if settings.check_times else None)
+    found: dict[tuple[Any, ...], Target] = {}
+
+    def compare(each: int, key: str, other: str, ours: str, limit: float | None) -> None:
+        above = values(each, other, key)
+        below = values(1 if other == ours else each, ours, key)  # itself with one response per prompt
+        if above is not None and below is not None:
+            ratio = median(x / max(y, 1e-9) for x, y in zip(above, below, strict=True))
+            target = Target(key, other, ours, each, ratio, limit if settings.check_times else None)
+            found.setdefault((each, key, other, ours), target)
+
+    for each in settings.per_prompt:
+        equal = next((name for name in _EQUAL if values(each, name, "wall") is not None), "trl")
+        for ours in _OURS:
+            for key in ("wall", "cpu"):
+                compare(each, key, equal, ours, _PROMISED.get((each, ours)))
+                compare(each, key, "plain", ours, None)
+                compare(each, key, "trl", ours, None)
+                if each > 1:
+                    compare(each, key, ours, ours, _GROWTH.get(each))
+        for other in (equal, "plain"):
+            compare(each, "peak_mib", other, "gatespace-cold", 1.0)
     return list(found.values())
 
 
@@ -249,17 +266,18 @@ def show(settings: Settings, facts: dict[str, Any], turns: Turns) -> None:
     packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items() if version)
     console.print(f"{facts['cpu']}, {facts['threads']} threads; python {facts['python']}, {packages}", highlight=False)
     size = f"batch {settings.batch}, at most {settings.max_new_tokens} new tokens, {settings.precision}"
-    count = settings.steps * settings.repeats
-    table = Table(title=f"{settings.model}, {settings.task}, {size}: seconds per step, median of {count} steps")
+    table = Table(title=f"{settings.model}, {settings.task}, {size}: seconds per step, medians")
     table.add_column("contender")
+    table.add_column("per prompt", justify="right")
     for heading in ("wall s", "CPU s", *(f"{phase} wall/CPU" for phase in PHASES), "peak MiB", "length", "others"):
         table.add_column(heading, justify="right")
     for r in records:
         if "unavailable" in r:
-            table.add_row(r["contender"], f"[dim]{escape(r['unavailable'])}[/dim]")
+            table.add_row(r["contender"], str(r["per_prompt"]), f"[dim]{escape(r['unavailable'])}[/dim]")
             continue
         table.add_row(
             r["contender"],
+            str(r["per_prompt"]),
             with_range(r["wall_all"]),
             with_range(r["cpu_all"]),
             *(f"{r[f'wall_{phase}']:.2f} / {r[f'cpu_{phase}']:.2f}" for phase in PHASES),
@@ -283,11 +301,15 @@ def target_lines(records: Iterable[dict[str, Any]], found: Iterable[Target]) -> 
     """Plain lines, one per ratio, and a warning if the machine was not ours alone."""
     lines = []
     for target in found:
-        line = f"{target.other}'s {_WORDS[target.key]} / {target.ours}'s: {target.value:.2f}×"
+        what, each = _WORDS[target.key], f"{target.per_prompt} per prompt"
+        line = f"{target.other}'s {what} / {target.ours}'s, {each}: {target.value:.2f}×"
+        if target.grows:
+            line = f"{target.ours}'s {what}, {each} / 1 per prompt: {target.value:.2f}×"
         if target.limit is None:
             lines.append(f"      {line} (no target)")
         else:
-            lines.append(f"{'PASS' if target.met else 'FAIL'}  {line} (target ≥ {target.limit:g}×)")
+            sign = "≤" if target.grows else "≥"
+            lines.append(f"{'PASS' if target.met else 'FAIL'}  {line} (target {sign} {target.limit:g}×)")
     return [*lines, *disturbed_lines(records, "contender")]
 
 
@@ -314,7 +336,8 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, argparse.Na
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"contenders:\n{rows}\n\n"
         "examples:\n"
-        "  python benchmarks/step.py --root tweeteval            everything; about 9 minutes on two idle cores\n"
+        "  python benchmarks/step.py --root tweeteval            one response per prompt; about 10 minutes\n"
+        "  python benchmarks/step.py --root tweeteval --per-prompt 1,4,8    more than an hour on two idle cores\n"
         "  python benchmarks/step.py --quick                     does it run? a tiny model; its numbers mean nothing\n"
         "  python benchmarks/step.py --precision fp32 --contenders plain,gatespace-cold\n"
         "  python benchmarks/step.py --json > step.json          for programs\n\n"
@@ -322,20 +345,25 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, argparse.Na
     )
     work_arguments(parser)
     what = parser.add_argument_group("what is measured")
-    what.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="of all passes (%(default)s)")
+    what.add_argument(
+        "--precision", choices=("auto", "bf16", "fp32"), default="auto", help="of all passes (auto: what is fast here)"
+    )
+    what.add_argument("--per-prompt", type=counts, default=(1,), metavar="N,M", help="responses per prompt (1)")
     what.add_argument("--contenders", type=names(CONTENDERS), metavar="A,B", help="rows to run (all)")
-    what.add_argument("--steps", type=positive, help="measured steps in each process (3; quick: 1)")
+    what.add_argument("--steps", type=positive, help="measured steps in each process (3, or 3/N, at least 1; quick: 1)")
     what.add_argument("--repeats", type=positive, default=1, help="fresh processes per row (%(default)s)")
     what.add_argument("--check", action="store_true", help="exit with 1 if a target is missed or a row did not run")
     options = parser.parse_args(arguments)
     asked = options.contenders or tuple(CONTENDERS)
-    contenders = tuple(name for name in asked if options.precision in CONTENDERS[name].precisions)
+    precision = resolved(options.precision)
+    contenders = tuple(name for name in asked if precision in CONTENDERS[name].precisions)
     if not contenders:
-        parser.error(f"nothing to run: {', '.join(asked)} at {options.precision} is the same as another row")
+        parser.error(f"nothing to run: {', '.join(asked)} at {precision} is the same as another row")
     common = common_settings(options)
     settings = Settings(
         **common,
-        precision=options.precision,
+        precision=precision,
+        per_prompt=options.per_prompt,
         contenders=contenders,
         steps=options.steps or (1 if options.quick else 3),
         warm_up=1,
@@ -390,6 +418,19 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"a whole number above 0 is needed, got {text!r}")
     return int(text)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(positive(part.strip()) for part in text.split(",")))
+
+
+def resolved(precision: str) -> str:
+    """fp32 or bf16: for auto, what a run on this machine would choose."""
+    from gatespace.config import TrainConfig, parse_config
+    from gatespace.training.setup import placement
+
+    settings = {"pair": {"teacher": "tiny"}, "engine": {"precision": precision, "device": "cpu"}}
+    return placement(parse_config(TrainConfig, settings).engine).precision
 
 
 def names(known: Iterable[str]) -> Any:

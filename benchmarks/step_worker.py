@@ -23,6 +23,7 @@ from gatespace.gating.configured import build_objective
 from gatespace.models import Model, check_pair, load_model
 from gatespace.models.body import body_of
 from gatespace.models.encode import Encoder
+from gatespace.models.sizes import sizes_of
 from gatespace.seeding import permutation, stream
 from gatespace.tasks import Prompt, load_task
 from gatespace.teacher.cache import ScoreCache
@@ -31,10 +32,10 @@ from gatespace.teacher.scores import ScoreSpec
 from gatespace.training.batches import Row
 from gatespace.training.clock import Clock
 from gatespace.training.distill import Distillation
+from gatespace.training.memory import micro_tokens
 from gatespace.training.optimizer import Optimizer
 from gatespace.training.processes import ONE
 from gatespace.training.rollouts import OnPolicy
-from gatespace.training.setup import micro_tokens, rollout_tokens
 
 GATE = "G5"
 PHASES = ("rollout", "score", "update", "optimizer")
@@ -56,6 +57,7 @@ class Work:
     warm_up: int
     lr: float
     seed: int
+    per_prompt: int = 1
 
     @property
     def dtype(self) -> torch.dtype:
@@ -153,7 +155,9 @@ def trl(work: Work, meter: Meter, folder: Path, *, autocast: bool = False) -> Ca
 
     student, teacher = _pair(work)
     encoder = work.encoder(student.tokenizer)
-    prompts = [ids for rows in work.rows(encoder) for ids in whole_prompts(encoder, rows)]
+    prompts = [
+        ids for rows in work.rows(encoder) for ids in whole_prompts(encoder, rows) for _ in range(work.per_prompt)
+    ]
     texts = [student.tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in prompts]
     if student.tokenizer(text=texts)["input_ids"] != prompts:
         raise RuntimeError("it tokenizes the rendered prompts differently")
@@ -206,7 +210,7 @@ def trl(work: Work, meter: Meter, folder: Path, *, autocast: bool = False) -> Ca
         bf16=work.precision == "bf16",
         gradient_checkpointing=False,
         per_device_train_batch_size=work.batch,
-        gradient_accumulation_steps=1,
+        gradient_accumulation_steps=work.per_prompt,  # it writes a whole step's responses at once
         max_steps=work.all_steps,
         learning_rate=work.lr,
         lr_scheduler_type="constant",
@@ -249,6 +253,7 @@ def plain(work: Work, meter: Meter, folder: Path) -> Callable[[], None]:
         top_k=0,
         top_p=1.0,
         max_new_tokens=work.max_new_tokens,
+        num_return_sequences=work.per_prompt,
         eos_token_id=list(student.end_ids),
         pad_token_id=pad,
         bos_token_id=student.tokenizer.bos_token_id,
@@ -267,22 +272,22 @@ def plain(work: Work, meter: Meter, folder: Path) -> Callable[[], None]:
                 drawn = written[:, ids.shape[1] :]
                 ended = torch.isin(drawn, ends)
                 real = ended.cumsum(1) - ended.long() == 0
-            keep = {
-                "attention_mask": torch.cat([mask, real.long()], 1),
-                "use_cache": False,
-                "logits_to_keep": drawn.shape[1] + 1,
-            }
-            with meter.clock("score"), torch.no_grad(), precision():
-                said = teacher.network(input_ids=written, **keep).logits[:, :-1, :size][real]
-                teacher_log = torch.log_softmax(said.float(), -1)
-            with meter.clock("update"):
-                with precision():
-                    logits = network(input_ids=written, **keep).logits[:, :-1, :size][real]
-                student_log = torch.log_softmax(logits.float(), -1)
-                forward_kl = torch.nn.functional.kl_div(student_log, teacher_log, log_target=True, reduction="none")
-                reverse_kl = torch.nn.functional.kl_div(teacher_log, student_log, log_target=True, reduction="none")
-                loss = (forward_kl + reverse_kl).sum() / (2 * int(real.sum()))
-                loss.backward()
+            seen = torch.cat([mask.repeat_interleave(work.per_prompt, 0), real.long()], 1)
+            for start in range(0, len(written), work.batch):  # more rows do not fit into memory
+                part = slice(start, start + work.batch)
+                counted = real[part]
+                keep = {"attention_mask": seen[part], "use_cache": False, "logits_to_keep": drawn.shape[1] + 1}
+                with meter.clock("score"), torch.no_grad(), precision():
+                    said = teacher.network(input_ids=written[part], **keep).logits[:, :-1, :size][counted]
+                    teacher_log = torch.log_softmax(said.float(), -1)
+                with meter.clock("update"):
+                    with precision():
+                        logits = network(input_ids=written[part], **keep).logits[:, :-1, :size][counted]
+                    student_log = torch.log_softmax(logits.float(), -1)
+                    forward_kl = torch.nn.functional.kl_div(student_log, teacher_log, log_target=True, reduction="none")
+                    reverse_kl = torch.nn.functional.kl_div(teacher_log, student_log, log_target=True, reduction="none")
+                    loss = (forward_kl + reverse_kl).sum() / (2 * int(real.sum()))
+                    loss.backward()
             with meter.clock("optimizer"):
                 torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
                 optimizer.step()
@@ -314,7 +319,7 @@ class Engine:
         settings: dict[str, Any] = {
             "pair": {"teacher": work.teacher},
             "objective": {"gate": GATE},
-            "rollout": {"max_new_tokens": work.max_new_tokens, "stop": "eos"},
+            "rollout": {"max_new_tokens": work.max_new_tokens, "stop": "eos", "per_prompt": work.per_prompt},
             "optimizer": {"lr": work.lr, "weight_decay": 0.0},
             "seed": work.seed,
         }
@@ -328,6 +333,7 @@ class Engine:
         job.encoder = self.encoder = work.encoder(student.tokenizer)
         self.rows = work.rows(self.encoder)
         spec = ScoreSpec(tuple(self.encoder.prefix), work.max_new_tokens, job.vocab_size)
+        sizes = sizes_of(student)
         job.rollouts = OnPolicy(
             student=job.body,
             teacher=LocalTeacher(teacher, spec, cache=store),
@@ -336,8 +342,8 @@ class Engine:
             settings=job.config.rollout,
             vocab_size=job.vocab_size,
             seed=work.seed,
-            micro_tokens=micro_tokens(student, job.config.engine),
-            rollout_tokens=rollout_tokens(student),
+            micro_tokens=micro_tokens(sizes, job.config.engine, len(self.encoder.prefix)),
+            rollout_tokens=sizes.rollout_tokens(work.dtype.itemsize),
         )
 
     def at(self, step: int) -> list[Row]:
@@ -345,15 +351,17 @@ class Engine:
         return self.rows[step]
 
     def step(self, number: int, clock: Clock) -> list[list[int]]:
-        """One update; returns the responses."""
-        job, responses = self.job, []
+        """One update; returns the responses of all samples."""
+        job, responses, tokens = self.job, [], 0.0
         with job.micro_batches(number, clock) as batches:
             for batch in batches:
                 with clock("update"):
-                    job.loss(number, batch).loss.backward()
-                responses += batch.rollout.responses
+                    output = job.loss(number, batch)
+                    output.loss.backward()
+                    tokens += float(output.tokens)
+                responses += [batch.rollout.responses[row] for row in batch.samples]
         with clock("optimizer"):
-            job.optimizer.step(number, sum(map(len, responses)))
+            job.optimizer.step(number, tokens)
         return responses
 
 

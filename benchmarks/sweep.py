@@ -175,19 +175,19 @@ def run(settings: Settings, folder: Path, report: Callable[[str], None] = lambda
     config = study_of(settings)
     runs = len(check(config).runs)
     prepared = StudyFolder(folder / "prepared")
-    _prepare(settings, config, prepared, report)
-    sides = {name: _side(name, config, folder, prepared) for name in (SHARED, INDEPENDENT)}
+    prepare(settings, config, prepared, report)
+    sides = {name: side(name, config, folder, prepared, cache=name == SHARED) for name in (SHARED, INDEPENDENT)}
     order = [SHARED, INDEPENDENT]
     for part in range(settings.parts):
         jobs = runs * (part + 1) // settings.parts - runs * part // settings.parts
         for name in order:
             report(f"{name}: part {part + 1} of {settings.parts}, {jobs} of {runs} runs")
-            sides[name].parts.append(_measured(settings, sides[name], jobs, report))
+            sides[name].parts.append(measured(settings, sides[name], jobs, report))
         order.reverse()
     return sides
 
 
-def _prepare(settings: Settings, config: StudyConfig, store: StudyFolder, report: Callable[[str], None]) -> None:
+def prepare(settings: Any, config: StudyConfig, store: StudyFolder, report: Callable[[str], None]) -> None:
     """The models and their evaluation before any run, by the study itself; whatever is there stays."""
     from gatespace.study.outlook import outline
 
@@ -202,7 +202,8 @@ def _prepare(settings: Settings, config: StudyConfig, store: StudyFolder, report
         _go(settings, config, store, len(left), report)
 
 
-def _side(name: str, config: StudyConfig, folder: Path, prepared: StudyFolder) -> Side:
+def side(name: str, config: StudyConfig, folder: Path, prepared: StudyFolder, *, cache: bool) -> Side:
+    """A study that begins with the models that were prepared. Also for power.py."""
     from gatespace.config import StudyConfig, dump_config, parse_config
     from gatespace.runs import StudyFolder
 
@@ -212,12 +213,12 @@ def _side(name: str, config: StudyConfig, folder: Path, prepared: StudyFolder) -
         if (prepared.path / place).exists():
             (store.path / place).symlink_to(prepared.path / place)
     settings = dump_config(config)
-    teacher = settings["train"].get("teacher", {}) | {"cache": str(store.scores) if name == SHARED else None}
+    teacher = settings["train"].get("teacher", {}) | {"cache": str(store.scores) if cache else None}
     settings["train"] = settings["train"] | {"teacher": teacher}
     return Side(name, parse_config(StudyConfig, settings), store)
 
 
-def _measured(settings: Settings, side: Side, jobs: int, report: Callable[[str], None]) -> dict[str, float]:
+def measured(settings: Any, side: Side, jobs: int, report: Callable[[str], None]) -> dict[str, float]:
     """So many further runs of a side, and what they took; the processes that did them are gone afterwards."""
     side.store.begin(side.config, workers=settings.workers, threads=settings.threads)
     before = _children()
@@ -227,7 +228,7 @@ def _measured(settings: Settings, side: Side, jobs: int, report: Callable[[str],
     return {"runs": jobs, "wall": cost.wall, "cpu": cost.cpu + children, "others": others}
 
 
-def _go(settings: Settings, config: StudyConfig, store: StudyFolder, jobs: int, report: Callable[[str], None]) -> None:
+def _go(settings: Any, config: StudyConfig, store: StudyFolder, jobs: int, report: Callable[[str], None]) -> None:
     from gatespace.errors import RunError
     from gatespace.study.runner import run_study
 
@@ -328,9 +329,10 @@ def student_tokens(results: StudyResults) -> dict[str, Any]:
 
     names = ("steps", "rows", "prefix_tokens", "prefixes_read", "prompt_tokens", "response_tokens")
     total = dict.fromkeys((*names, "evaluation_forward_tokens"), 0)
-    prompts: dict[str, dict[int, int]] = {}  # task → seed → tokens of a run's prompts: the same for all its points
+    # task → seed → tokens of a run's prompts, and at most what a step has twice: the same for all its points
+    prompts: dict[str, dict[int, tuple[int, int]]] = {}
     encoders: dict[str, Any] = {}
-    per_run: dict[str, int] = {}
+    per_run: dict[str, tuple[int, int]] = {}
     for result in results.done:
         spec, cost = result.spec, result.cost
         assert cost is not None
@@ -344,17 +346,22 @@ def student_tokens(results: StudyResults) -> dict[str, Any]:
         known = prompts.setdefault(spec.task, {})
         if spec.seed not in known:
             batches = Batches(data.rows, encoder, batch_size=config.batch_size, seed=spec.seed)
-            each = sum(len(row.prompt) for step in range(cost.steps) for row in batches.at(step))
-            known[spec.seed] = each * config.rollout.per_prompt
+            steps = [[tuple(row.prompt) for row in batches.at(step)] for step in range(cost.steps)]
+            twice = [prompt for rows in steps for at, prompt in enumerate(rows) if prompt in rows[:at]]
+            answer = config.rollout.max_new_tokens - 1
+            known[spec.seed] = sum(len(p) for rows in steps for p in rows), sum(len(p) + answer for p in twice)
         rows = cost.steps * config.batch_size * config.rollout.per_prompt
         total["steps"] += cost.steps
         total["rows"] += rows
         total["prefix_tokens"] += len(encoder.prefix)
         total["prefixes_read"] += len(encoder.prefix) * cost.steps
-        total["prompt_tokens"] += known[spec.seed]
+        read, shared = known[spec.seed]
+        total["prompt_tokens"] += read
         total["response_tokens"] += cost.response_tokens
         total["evaluation_forward_tokens"] += _evaluated(result, encoder, config.evaluation.batch_size)
-        per_run[spec.id] = known[spec.seed] + cost.response_tokens - rows
+        if config.rollout.per_prompt == 1:
+            most = read + cost.response_tokens - rows
+            per_run[spec.id] = most - shared, most
     read, fed = total["prefixes_read"] + total["prompt_tokens"], total["response_tokens"] - total["rows"]
     learned = {"forward_tokens": read + 2 * fed, "backward_tokens": read + fed}
     return total | learned | {"scored_tokens_per_run": per_run}
@@ -375,13 +382,16 @@ def _evaluated(result: Any, encoder: Any, batch_size: int) -> int:
 
 
 def miscounts(independent: StudyResults, student: Mapping[str, Any]) -> list[str]:
-    """Runs whose teacher, without a cache, did not read exactly prompts and responses but their last tokens."""
+    """Runs whose teacher, without a cache, did not read exactly prompts and responses but their last tokens.
+
+    A prompt that a step has twice is read once, and so is what its two responses begin with in common.
+    """
     found = []
     for result in independent.done:
         assert result.cost is not None
         counted, expected = result.cost.teacher_tokens, student["scored_tokens_per_run"].get(result.spec.id)
-        if expected is not None and counted != expected:
-            found.append(f"{result.spec.id}: the teacher read {counted} tokens where the prompts make {expected}")
+        if expected is not None and not expected[0] <= counted <= expected[1]:
+            found.append(f"{result.spec.id}: the teacher read {counted} tokens where the prompts make {expected[1]}")
     return found
 
 

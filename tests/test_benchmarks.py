@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -41,8 +42,17 @@ def test_loss_benchmark_measures_and_is_right() -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_step_benchmark_measures_every_contender_on_the_same_work(tmp_path: Path) -> None:
-    rows = {row["contender"]: row for row in _run("step.py", "--batch", "3", cache=tmp_path)["results"]}
+    found = _run("step.py", "--batch", "3", "--precision", "bf16", "--per-prompt", "1,3", cache=tmp_path)
+    several = [row for row in found["results"] if row["per_prompt"] == 3]
+    rows = {row["contender"]: row for row in found["results"] if row["per_prompt"] == 1}
     assert list(rows) == ["trl", "trl-autocast", "plain", "gatespace-cold", "gatespace-warm"]
+    assert [row["contender"] for row in several] == list(rows)
+    for row in several[2:]:
+        assert 1 <= row["mean_length"] <= 8
+    assert 0 < several[3]["misses"] <= 9 * several[3]["mean_length"]  # equal responses are asked once
+    assert several[4]["misses"] == 0
+    ours = {target["ours"] for target in found["targets"] if target["other"] == target["ours"]}
+    assert ours == {"gatespace-cold", "gatespace-warm"}
     for name, row in rows.items():
         if name.startswith("trl") and "unavailable" in row:
             assert "cannot be imported" in row["unavailable"]  # a peer need not be there; it must not fail otherwise
@@ -157,6 +167,35 @@ def test_cache_benchmark_measures_every_contender_on_the_same_entries() -> None:
     assert all(row[f"{what}_us"] > 0 for row in found["results"] for what in ("put", "get", "miss"))
     assert set(found["warm"]["score_ms"]) == names
     assert 0.1 < found["ratios"]["beside"] < 10
+
+
+@pytest.mark.slow
+def test_score_benchmark_counts_what_goes_through_the_teacher(tmp_path: Path) -> None:
+    found = _run("score.py", "--threads", "1", "--per-prompt", "1,3", cache=tmp_path)["results"]
+    assert [(row["per_prompt"], row["hits"]) for row in found] == [(1, 0), (1, 0.9), (3, 0), (3, 0.9)]
+    for row in found:
+        assert row["rows"]
+        assert row["needed_tokens"] <= row["pass_tokens"]
+        assert row["needed_tokens"] <= row["whole_tokens"]
+    assert found[0]["needed_tokens"] == found[0]["whole_tokens"]
+    assert found[2]["needed_tokens"] < 0.7 * found[2]["whole_tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_power_benchmark_compares_kinds_of_rollout(tmp_path: Path) -> None:
+    found = _run("power.py", "--kinds", "1,4", "--seeds", "3", cache=tmp_path)
+    one, four = found["results"]
+    for row in (one, four):
+        assert row["runs"] == 6 * 3
+        values = [[row["accuracies"][arm][seed] for seed in ("1", "2", "3")] for arm in row["arms"]]
+        pairs = [(a, b) for i, a in enumerate(values) for b in values[i + 1 :]]
+        gaps = [[x - y for x, y in zip(a, b, strict=True)] for a, b in pairs]
+        assert row["sd"] ** 2 == pytest.approx(sum(statistics.variance(gap) for gap in gaps) / 15)
+        assert row["cpu_hours_needed"] == pytest.approx(2 * row["seeds_needed"] * row["cpu_seconds_per_run"] / 3600)
+    (ratio,) = found["ratios"]
+    assert ratio["cpu_hours"] == pytest.approx(four["cpu_hours_needed"] / one["cpu_hours_needed"])
+    assert ratio["sd_range"][0] <= ratio["sd_range"][1]
 
 
 @pytest.mark.slow

@@ -143,6 +143,9 @@ def test_an_estimate_knows_the_speed_ups_and_adapters(cli, distil):
     assert "logits" in found("engine.fused=false")["memory_phases"]["update"]
     gold = found("rollout.from={gold: 1.0}")["step"]["response_tokens"]
     assert gold[0] == gold[1]
+    likely = found("evaluation.probabilities=true")["flops"]
+    assert likely["training"] == usual["flops"]["training"]
+    assert likely["evaluation"][0] > usual["flops"]["evaluation"][0]
 
 
 def test_a_dry_run_says_on_which_cards_a_pair_fits(cli, distil, taught, tmp_path):
@@ -238,7 +241,7 @@ def test_a_run_that_fails_exits_1(cli, distil, tmp_path):
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
-        ("objective.top_k=100000", "objective.top_k: there are not so many tokens"),
+        ("objective.top_k=100000", "objective.top_k: larger than the vocabulary"),
         ("rollout.max_new_tokens=100000", "100000 of a response, of 1024"),
         ("evaluation.max_new_tokens=1024", "evaluation.max_new_tokens: prompt and response do not fit"),
     ],

@@ -128,6 +128,11 @@ def test_what_a_top_k_cannot_tell(overrides: tuple[str, ...], message: str) -> N
     assert message in failing("teacher.payload=top_k", *overrides)
 
 
+def test_probabilities_come_from_the_model_itself() -> None:
+    error = failing("rollout.engine=vllm", "evaluation={engine: vllm, probabilities: true}")
+    assert "evaluation.probabilities: probabilities of labels come from the model in this process" in error
+
+
 def test_expected_tokens_are_not_shuffled() -> None:
     error = failing("rollout.expected={}", "objective.shuffle=true")
     assert "objective.shuffle: λ is permuted over sampled tokens" in error

@@ -17,7 +17,7 @@ import pytest
 from gatespace.errors import RunError, UsageError
 from gatespace.runs import RunFolder, StudyFolder
 from gatespace.study.engines import LocalEngine
-from gatespace.study.outlook import look
+from gatespace.study.outlook import read_outlook
 from gatespace.study.results import read_results
 from gatespace.study.runner import run_study
 
@@ -340,7 +340,7 @@ def test_threads_stay_when_workers_change(tmp_path):
 
 
 def test_status_from_outside(done):
-    outlook = look(StudyFolder.open(done))
+    outlook = read_outlook(StudyFolder.open(done))
     assert outlook.count("done") == len(outlook.work) == 16 + 4
     assert outlook.seconds_left(2) == 0
 

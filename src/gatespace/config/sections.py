@@ -1,4 +1,4 @@
-"""The sections that say how a run is computed: models, rollout, teacher, optimizer, engine, what is written down."""
+"""The sections that say how a run is computed: models, rollout, teacher, optimizer, engine, what is recorded."""
 
 from __future__ import annotations
 
@@ -314,11 +314,12 @@ class TeachEngineConfig(Section):
 
     packed: Switch | None = None
     """Run networks over packed tokens without padding; null: where the architecture allows it. Exact; false is for
-    checking, and reads every prompt anew at every token."""
+    checking, and recomputes every prompt at every token."""
 
-    activation_checkpointing: Switch = False
+    activation_checkpointing: Switch | None = None
     """Keep little of each layer for the backward pass, and compute the layer again there. Exact; for long texts and
-    large models, at about a third more time."""
+    large models, at about a third more time. null: every second layer, where a text has more than about 340 tokens of
+    its own; false: none."""
 
     share_prefix: Switch = True
     """Compute what all prompts have in common once per batch. Exact; false is for checking."""
@@ -355,7 +356,7 @@ class EvaluationConfig(Section):
     """The rows of the evaluations on the way."""
 
     limit: Count | None = None
-    """Evaluate on the first so many rows only; null: all. The first rows of TweetEval's tests are easier than the rest:
+    """Evaluate on the first N rows only; null: all. The first rows of TweetEval's tests are easier than the rest:
     for a glance, not for figures."""
 
     max_new_tokens: Count = 32
@@ -368,6 +369,10 @@ class EvaluationConfig(Section):
     final: Annotated[tuple[Split, ...], AfterValidator(_once)] = ("val", "test")
     """The splits that are evaluated at the end."""
 
+    probabilities: bool = False
+    """Look up the probability of every label too, in the evaluations at the end: log-loss, Brier score, calibration and
+    risk against coverage, in the run's files and in a study's report. Needs evaluation.engine: native."""
+
 
 class TrainEvaluationConfig(EvaluationConfig):
     """Evaluation of a student."""
@@ -378,7 +383,7 @@ class TrainEvaluationConfig(EvaluationConfig):
 
 
 class CheckpointConfig(Section):
-    """What a killed run goes on from."""
+    """What a killed run resumes from."""
 
     every: CountOrZero = 25
     """Steps between two checkpoints; 0: none, a killed run starts again."""
@@ -391,14 +396,14 @@ class CheckpointConfig(Section):
 
 
 class TeachTraceConfig(Section):
-    """What is written down on the way."""
+    """What is recorded during training."""
 
     trackers: Annotated[tuple[Name, ...], AfterValidator(_once), AfterValidator(_trackers)] = ()
     """Where metrics go beside metrics.jsonl: any of tensorboard, wandb, trackio, and what installed packages add."""
 
 
 class TraceConfig(TeachTraceConfig):
-    """What is written down on the way, down to single tokens."""
+    """What is recorded during training, down to single tokens."""
 
     tokens_every: CountOrZero = 10
     """Steps between two records of single tokens (λ, signals, divergences); 0: none."""

@@ -70,12 +70,13 @@ def _build(config: ObjectiveConfig, path: str) -> Objective:
     from gatespace.gating.objectives import Gated, Static, get
 
     gate = build_gate(config, path=path)
+    support = "full" if config.over_labels else config.support  # all of the labels
     if gate is not None:
         with in_setting(f"{path}gate"):
-            return Gated(gate, config.support, config.support_k, config.stop_gradient)
+            return Gated(gate, support, config.support_k, config.stop_gradient)
     with in_setting(f"{path}method"):
         kind = get(config.method)
-    settings = {"support": config.support, "support_k": config.support_k} if kind is Static else {}
+    settings = {"support": support, "support_k": config.support_k} if kind is Static else {}
     parameters = _parameters(config, kind, settings, path=f"{path}params.")
     with in_setting(f"{path}params"):
         return kind(**parameters, **settings)

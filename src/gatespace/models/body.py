@@ -57,14 +57,14 @@ class Body(Protocol):
         *,
         prefix: Any = None,
         past: Any = None,
-        shape: Callable[[int], int] | None = None,
+        shape: Callable[[int], tuple[int, int]] | None = None,
         parents: Parents = None,
     ) -> Forward: ...
     def prefix_cache(self, ids: Sequence[int]) -> KVCache | None: ...
     def decoding(self, forward: Any, room: int) -> Decoding: ...
 
 
-def body_of(model: Model, *, packed: bool | None = None, checkpointing: bool = False) -> Body:
+def body_of(model: Model, *, packed: bool | None = None, checkpointing: bool | None = False) -> Body:
     """The passes for `model`.
 
     Args:

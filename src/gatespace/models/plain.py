@@ -64,7 +64,7 @@ class PlainBody:
         *,
         prefix: TokenCache | Sequence[int] | None = None,
         past: TokenCache | None = None,
-        shape: Callable[[int], int] | None = None,
+        shape: Callable[[int], tuple[int, int]] | None = None,
         parents: Parents = None,
     ) -> PlainForward:
         """Hidden states of all tokens of `rows`; arguments as in `PackedBody.forward`."""
@@ -75,7 +75,7 @@ class PlainBody:
         whole = [[*first, *row] for first, row in zip(before, rows, strict=True)]
         longest = max(len(row) for row in whole)
         if shape is not None:
-            longest = max(len(first) + shape(i) for i, first in enumerate(before))
+            longest = max(len(first) + shape(i)[0] for i, first in enumerate(before))
         hidden = self._states(self._padded(whole, longest), torch.tensor([len(row) for row in whole]).to(self.device))
         new = [states[len(first) : len(row)] for states, first, row in zip(hidden, before, whole, strict=True)]
         cache = TokenCache(tuple(tuple(row) for row in rows))
@@ -87,7 +87,7 @@ class PlainBody:
         parents: Sequence[Sequence[int] | None],
         prefix: TokenCache | Sequence[int] | None,
         past: TokenCache | None,
-        shape: Callable[[int], int] | None,
+        shape: Callable[[int], tuple[int, int]] | None,
     ) -> PlainForward:
         """Each way from the root of a tree to a leaf is a row of its own."""
         owner: list[int] = []

@@ -34,6 +34,11 @@ _WRAPPED = 40
 """Characters beyond which a cell may break into lines."""
 _OPEN = {"failures", "baselines", "best-observed", "wrong-texts", "cost", "power"}
 """Tables that are shown; the others open on a click."""
+CALIBRATION = (
+    "The labels of a task as whole responses, normalised over the labels; the model's answer is the most probable one. "
+    "In a calibrated model four in five of the answers with a confidence of 80 % are right. A threshold on the "
+    "confidence gives fewer answers (coverage), of which more are right; choose it on validation."
+)
 GLOSSARY: tuple[tuple[str, str], ...] = (
     ("gate", "λ = σ(a·h + b·u + c + d·gap), at every response token; λ weighs reverse KL and 1-λ forward KL."),
     ("h, u, gap", "The teacher's entropy at the token; at the first response token; one minus the student's probability of the teacher's top-1 token. Each in [0, 1]."),  # noqa: E501
@@ -44,7 +49,7 @@ GLOSSARY: tuple[tuple[str, str], ...] = (
     ("selection seed, fresh", "Whatever was chosen was chosen looking at the selection seed, and looks better there than it is. Fresh seeds are the others."),  # noqa: E501
     ("block", "All cells of one task at one seed. Cells of a block share runs, so that tests count blocks."),
     ("95 % CI", "An interval that holds the true mean in 95 of 100 repetitions of the study."),
-    ("p", "How often a difference as large would come out if there were none. Adjusted (Holm, BH): for how many were looked at."),  # noqa: E501
+    ("p", "How often a difference as large would come out if there were none. Adjusted (Holm, BH): for the number of comparisons made."),  # noqa: E501
     ("sign-flip", "An exact test without assumptions about the shape of errors. With n seeds its p is at least 2/2ⁿ, its floor."),  # noqa: E501
     ("detectable", "The smallest true difference that a two-sided paired t-test at .05 finds in 80 % of repetitions, with so many seeds and as much as they differ. A group, a comparison and a typical comparison of the study have their own."),  # noqa: E501
     ("best constant", "The accuracy of giving the split's most frequent label to every text: to be had without reading any."),  # noqa: E501
@@ -185,7 +190,9 @@ def _sections(view: View, tables: Mapping[str, Table], drawn: Sequence[Rendered]
         ]
 
     def section(id: str, title: str, names: Sequence[str], starts: Sequence[str] = (), text: str = "") -> Section:
-        return Section(id, title, figures(*starts), [tables[name] for name in names if tables[name].rows], text)
+        return Section(
+            id, title, figures(*starts), [tables[name] for name in names if name in tables and tables[name].rows], text
+        )
 
     found = [
         section("failures", "Runs that are not done", ["failures"]),
@@ -202,6 +209,7 @@ def _sections(view: View, tables: Mapping[str, Table], drawn: Sequence[Rendered]
         section("lambda", "λ: where the gates are", ["lambda"], ["against-lambda-", "lambda-"]),
         section("training", "Training", [], ["curves-"]),
         section("errors", "Errors", ["wrong-texts", "confusion", "duplicates", "examples"], ["confusion-"]),
+        section("probabilities", "Probabilities of labels", ["calibration"], ["reliability-"], CALIBRATION),
         section("cost", "Cost", ["cost"]),
         section("power", "The detectable difference", ["power"]),
         section("provenance", "Provenance", ["runs", "test-reads", "provenance"]),
@@ -213,7 +221,9 @@ def _status(view: View) -> str:
     results = view.results
     parts = [
         f"{len(results.tasks)} task{'s' * (len(results.tasks) != 1)}: {', '.join(results.tasks)}",
-        f"seeds {', '.join(map(str, results.seeds))} (selection seed {results.selection_seed})",
+        f"seeds {', '.join(map(str, results.seeds))} (selection seed {results.selection_seed})"
+        if len(results.seeds) > 1
+        else f"one seed: {results.selection_seed}",
     ]
     if results.replication_seeds:
         parts.append(f"replicated on {', '.join(map(str, results.replication_seeds))}")

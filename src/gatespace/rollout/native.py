@@ -61,7 +61,11 @@ class Rollout:
 
     def select(self, rows: Sequence[int]) -> Rollout:
         """That of some of the rows."""
-        return Rollout(*([column[row] for row in rows] for column in (self.responses, self.log_probs, self.ended)))
+        return Rollout(
+            [self.responses[row] for row in rows],
+            [self.log_probs[row] for row in rows],
+            [self.ended[row] for row in rows],
+        )
 
 
 class Sampler(Protocol):

@@ -42,7 +42,7 @@ class Base(NamedTuple):
 
 
 class StudyFolder(Folder):
-    """A study on disk. To look at one changes nothing; `claim` it to write."""
+    """A study on disk. Reading one changes nothing; `claim` it to write."""
 
     @classmethod
     def open(cls, path: Path | str) -> StudyFolder:
@@ -121,7 +121,7 @@ class StudyFolder(Folder):
 
     @property
     def workers(self) -> int:
-        """How many runs go on at once."""
+        """How many runs are active at once."""
         return int(self._read(self.store_file).get("workers", 1))
 
     def bases(self) -> dict[str, Base]:
@@ -196,11 +196,11 @@ class StudyFolder(Folder):
         return str(copy.relative_to(self.path))
 
     def choose(self, task: str, base: Base) -> None:
-        """Write down the base that was chosen for a task."""
+        """Record the base that was chosen for a task."""
         chosen = {name: value._asdict() for name, value in (self.bases() | {task: base}).items()}
         atomic_write(self.bases_file, json.dumps(chosen, indent=2, sort_keys=True) + "\n")
 
     def now_running(self, names: Iterable[str]) -> None:
-        """Write down what is being run."""
+        """Record what is being run."""
         self.check_claim()
         atomic_write(self.path / "running.json", json.dumps(dict.fromkeys(sorted(names), True)) + "\n")

@@ -2,15 +2,22 @@
 
 A score must not depend on which batch, worker or moment computed it, or no study could be repeated: in half precision
 the same row differs visibly from one batch shape to another. So rows that are not in the cache are scored in canonical
-shapes. Linear layers see one of a few numbers of tokens, made up by padding, and in attention a row's shape is a
-function of its prompt alone. At such shapes a row's bits depend neither on the other rows of the batch nor on its size;
-this is probed once per model. Where the size matters, all passes have the largest; where the model is not
-batch-invariant at all, every row has a forward pass of its own.
+shapes. Linear layers see one of a few numbers of tokens, made up by padding. A prompt attends at a length that depends
+on it alone; each response attends after it, at the length of the longest that may be asked. At such shapes the bits of
+a token depend on what stands before it in its row, and neither on other rows nor on how many there are; this is probed
+once per model. Where the number of tokens matters, all passes have the largest; where the model is not batch-invariant
+at all, every row has a forward pass of its own.
+
+A prompt goes through the network once, however many responses it has, and so does what they begin with in common.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +27,14 @@ from gatespace.gating.projection import Projection, logits_buffer
 from gatespace.gating.vocabulary import top_entries
 from gatespace.models.body import Body, body_of
 from gatespace.models.load import Model
-from gatespace.models.packed import PackedBody
+from gatespace.models.packed import KVCache, PackedBody
+from gatespace.models.tree import Parents, tree_of
 from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.scores import Form, RowScores, Scores, ScoreSpec, TeacherStats, check_questions
 
-_VERSION = 3
+_VERSION = 4
 """Counts up when the same teacher would give other bits than before."""
-_SIZES = (32, 48, 64, 96, 128, 192, 256, 384, 512)
+_SIZES = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Tokens of a forward pass: the smallest that holds what is left to compute, so that few misses of a cache cost little.
 """
 PASS = _SIZES[-1]
@@ -37,6 +45,22 @@ _PADDING = 64
 """Padding is cut into rows of this length."""
 _batch_invariant: dict[tuple[object, ...], tuple[int, ...]] = {}
 """The results of the probe, by all that it depends on: many runs of a process have one teacher."""
+
+
+_Ids = tuple[int, ...]
+
+
+@dataclass
+class _Pass:
+    """A forward pass: prompts, and responses to prompts of this pass or of one before it."""
+
+    size: int
+    """Tokens, with padding."""
+    room: int
+    """Tokens that are free."""
+    prompts: list[_Ids] = field(default_factory=list)
+    responses: list[tuple[_Ids, list[_Ids]]] = field(default_factory=list)
+    """Responses by prompt, without their last tokens."""
 
 
 class LocalTeacher:
@@ -119,56 +143,119 @@ class LocalTeacher:
     # ------------------------------------------------------------------ forward passes of canonical shapes
 
     def _compute(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> list[Tensor]:
-        rows = [[*prompt, *response[:-1]] for prompt, response in zip(prompts, responses, strict=True)]
-        result: list[Tensor | None] = [None] * len(rows)
-        for size, members in self._batches([len(prompt) for prompt in prompts], [len(row) for row in rows]):
-            hidden = self._forward([rows[i] for i in members], [len(prompts[i]) for i in members], size)
-            for i, states in zip(members, hidden, strict=True):
-                states = states[len(prompts[i]) - 1 :]
-                result[i] = states if self.spec.payload == "hidden" else self._top_k(states, responses[i])
-        return [entry for entry in result if entry is not None]
+        rows = [(tuple(prompt), tuple(response)) for prompt, response in zip(prompts, responses, strict=True)]
+        fed: dict[_Ids, set[_Ids]] = {}
+        for prompt, response in rows:
+            fed.setdefault(prompt, set()).add(response[:-1])  # the last token predicts nothing
+        states = self._alone(fed) if self._one_by_one else self._together(fed)
+        if self.spec.payload == "hidden":
+            return [states[prompt, response[:-1]] for prompt, response in rows]
+        tops = {row: self._top_k(states[row[0], row[1][:-1]], row[1]) for row in dict.fromkeys(rows)}
+        return [tops[row] for row in rows]
 
-    def _batches(self, prompts: Sequence[int], rows: Sequence[int]) -> list[tuple[int, list[int]]]:
-        """Which rows go through the network together: (tokens of the forward pass, rows).
+    def _together(self, fed: Mapping[_Ids, set[_Ids]]) -> dict[tuple[_Ids, _Ids], Tensor]:
+        """Hidden states at a prompt's last token and at the tokens after it, by prompt and these tokens."""
+        result: dict[tuple[_Ids, _Ids], Tensor] = {}
+        kept: dict[_Ids, KVCache] = {}  # of prompts that a later pass goes on from
+        passes = self._passes(fed)
+        last = {prompt: number for number, one in enumerate(passes) for prompt, _ in one.responses}
+        for number, one in enumerate(passes):
+            trees = [tree_of(some) for _, some in one.responses]
+            past = [prompt for prompt, _ in one.responses if prompt in kept]
+            place = {prompt: at for at, prompt in enumerate([*past, *one.prompts])}
+            forward, states = self._forward(
+                [*one.prompts, *(tree.tokens for tree in trees)],
+                [
+                    *((_bucket(prompt), 0) for prompt in one.prompts),
+                    *((self.spec.max_new_tokens - 1, _bucket(prompt)) for prompt, _ in one.responses),
+                ],
+                one.size,
+                past=KVCache.joined([kept[prompt] for prompt in past]) if past else None,
+                after=[*[-1] * len(one.prompts), *(place[prompt] for prompt, _ in one.responses)],
+                parents=[*[None] * len(one.prompts), *(tree.parents for tree in trees)],
+            )
+            self.stats.computed_tokens += sum(map(len, states))
+            for at, prompt in enumerate(one.prompts):
+                result[prompt, ()] = states[at][-1:]
+                if last.get(prompt, 0) > number:
+                    kept[prompt] = forward.cache.row(at)
+            for (prompt, some), tree, found in zip(one.responses, trees, states[len(one.prompts) :], strict=True):
+                for response, path in zip(some, tree.paths, strict=True):
+                    result[prompt, response] = torch.cat([result[prompt, ()], found[path]])
+                if last[prompt] == number:
+                    kept.pop(prompt, None)
+        return result
 
-        Args:
-            prompts: The prompts' lengths.
-            rows: The rows' lengths. The longest comes first, and each goes where it fits first.
+    def _passes(self, fed: Mapping[_Ids, set[_Ids]]) -> list[_Pass]:
+        """Which prompts and responses go through the network together.
+
+        The longest prompt comes first, and each goes where it fits first; its responses go there too, or after it.
         """
-        batches: list[tuple[int, list[int]]] = []
-        room: list[int] = []
-        for row in sorted(range(len(rows)), key=lambda i: (-rows[i], i)):
-            size = -(-(prompts[row] + self.spec.max_new_tokens - 1) // PASS) * PASS
-            for place, (other, members) in enumerate(batches):
-                if not self._one_by_one and other == size and room[place] >= rows[row]:
-                    members.append(row)
-                    room[place] -= rows[row]
-                    break
-            else:
-                batches.append((size, [row]))
-                room.append(size - rows[row])
-        return [
-            (size if size > PASS else next(some for some in self._sizes if some >= size - left), members)
-            for (size, members), left in zip(batches, room, strict=True)
-        ]
+        passes: list[_Pass] = []
 
-    def _forward(self, rows: Sequence[Sequence[int]], prompts: Sequence[int], size: int) -> list[Tensor]:
-        lengths = [len(row) for row in rows]
-        longest, pad_id = self.spec.max_new_tokens, self.model.pad_id
-        if self._one_by_one:
-            # The padding after a row must not depend on its response either: the row is padded to the longest one.
-            rows = [
-                [*row, *[pad_id] * (prompt + longest - 1 - len(row))] for row, prompt in zip(rows, prompts, strict=True)
-            ]
-        left = size - sum(map(len, rows)) if isinstance(self.body, PackedBody) else 0
-        padding = [[pad_id] * min(_PADDING, left - start) for start in range(0, left, _PADDING)]
-        shapes = [-(-prompt // _STEP) * _STEP + longest - 1 for prompt in prompts]
-        shapes += [len(row) for row in padding]
-        forward = self.body.forward([*rows, *padding], prefix=self.prefix_cache, shape=shapes.__getitem__)
+        def first(length: int, tokens: int, start: int = 0) -> int:
+            """The first pass for rows of such a length with room for so many tokens."""
+            size = -(-length // PASS) * PASS
+            for at in range(start, len(passes)):
+                if passes[at].size == size and passes[at].room >= tokens:
+                    return at
+            passes.append(_Pass(size, size))
+            return len(passes) - 1
+
+        for prompt in sorted(fed, key=lambda prompt: -len(prompt)):
+            at = first(len(prompt), len(prompt))
+            passes[at].prompts.append(prompt)
+            passes[at].room -= len(prompt)
+            rest = sorted(fed[prompt] - {()})
+            while rest:
+                # tokens of the first response, of the first two, …
+                sizes = [*accumulate((1 + max(path) for path in tree_of(rest).paths), max)]
+                at = first(self.spec.max_new_tokens - 1, sizes[0], at)
+                count = bisect_right(sizes, passes[at].room)
+                passes[at].responses.append((prompt, rest[:count]))
+                passes[at].room -= sizes[count - 1]
+                rest = rest[count:]
+        for one in passes:
+            if one.size == PASS:
+                one.size = next(size for size in self._sizes if size >= PASS - one.room)
+        return passes
+
+    def _alone(self, fed: Mapping[_Ids, set[_Ids]]) -> dict[tuple[_Ids, _Ids], Tensor]:
+        """As `_together`, every row in a pass of its own."""
+        result: dict[tuple[_Ids, _Ids], Tensor] = {}
+        longest, pad_id = self.spec.max_new_tokens - 1, self.model.pad_id
+        for prompt, responses in fed.items():
+            for response in responses:
+                # What stands after a row must not depend on its response either: it is padded to the longest one.
+                row = [*prompt, *response, *[pad_id] * (longest - len(response))]
+                size = -(-len(row) // PASS) * PASS if isinstance(self.body, PackedBody) else len(row)
+                _, (states,) = self._forward([row], [(_bucket(prompt) + longest, 0)], size)
+                self.stats.computed_tokens += len(prompt) + len(response)
+                result[prompt, response] = states[len(prompt) - 1 : len(prompt) + len(response)]
+        return result
+
+    def _forward(
+        self,
+        rows: Sequence[Sequence[int]],
+        shapes: Sequence[tuple[int, int]],
+        size: int,
+        *,
+        past: KVCache | None = None,
+        after: Sequence[int] | None = None,
+        parents: Parents = None,
+    ) -> tuple[Any, list[Tensor]]:
+        """A pass of `size` tokens, and the hidden states of each of its rows; arguments as in `PackedBody.forward`."""
+        starts = range(sum(map(len, rows)), size, _PADDING)
+        padding = [[self.model.pad_id] * min(_PADDING, size - start) for start in starts]
+        shapes = [*shapes, *((len(row), 0) for row in padding)]
+        options: dict[str, Any] = {}
+        if after is not None:
+            options |= {"past": past, "after": [*after, *[-1] * len(padding)]}
+            options |= {"parents": parents and [*parents, *[None] * len(padding)]}
+        forward = self.body.forward([*rows, *padding], prefix=self.prefix_cache, shape=shapes.__getitem__, **options)
         self.stats.passes += 1
-        self.stats.computed_tokens += sum(lengths)
         states = forward.hidden.to(self.model.device).split([len(row) for row in (*rows, *padding)])
-        return [part[:length] for part, length in zip(states, lengths, strict=False)]
+        return forward, list(states[: len(rows)])
 
     def _top_k(self, hidden: Tensor, response: Sequence[int]) -> Tensor:
         """(positions, 2k+1) ids and log-probabilities of the top k, log-probability of the token itself."""
@@ -188,36 +275,51 @@ class LocalTeacher:
     def _invariant_sizes(self) -> tuple[int, ...]:
         """The sizes of passes in which a row's bits are the same: alone, beside other rows, in any place of the batch.
 
-        All of them, the largest only, or none.
+        The largest, and those below it down to the first that differs; none where rows differ in the largest.
         """
         if not isinstance(self.body, PackedBody):
             return ()
-        every = list(range(6))
-        alone = [(PASS, [0]), (PASS, [3])]
-        # Full ones, with every row in many places.
-        full = [
-            (size, ([*every[turn % 6 :], *every[: turn % 6]] * 4)[:: -1 if turn % 2 else 1])
-            for turn, size in enumerate(reversed(_SIZES))
-        ]
-        if self._same_bits([*alone, *full]):
-            return _SIZES
-        fixed = [*alone, (PASS, every), (PASS, every[::-1]), (PASS, [2, 0, 5, 3])]
-        return (PASS,) if self._same_bits(fixed) else ()
+        seen: dict[tuple[int, bool], Tensor] = {}
+        if not all(self._same_bits(PASS, order, seen) for order in ([0], [3], [*range(6)] * 4)):
+            return ()
+        sizes = [PASS]
+        for turn, size in enumerate(reversed(_SIZES[:-1])):
+            # Full ones, with every row in many places.
+            order = [*range(turn % 6, 6), *range(turn % 6)] * 4
+            if not self._same_bits(size, order[:: 1 if turn % 2 else -1], seen):
+                break
+            sizes.append(size)
+        return tuple(reversed(sizes))
 
-    def _same_bits(self, passes: Sequence[tuple[int, list[int]]]) -> bool:
-        """Whether rows have the same bits in all passes: (size, rows in order, the last one cut off where it ends)."""
-        rows = [[(13 * i + 7 * row + 2) % self.model.vocab_size for i in range(5 + 9 * row)] for row in range(6)]
-        seen: dict[int, Tensor] = {}
-        for size, order in passes:
-            members: list[list[int]] = []
-            for row in order:
-                if left := size - sum(map(len, members)):
-                    members.append(rows[row][:left])
-            results = self._forward(members, [len(rows[row]) for row in order[: len(members)]], size)
-            for row, hidden in zip(order, results, strict=False):
-                known = seen.setdefault(row, hidden)[: len(hidden)]
-                if not torch.equal(known, hidden[: len(known)]):
-                    return False
+    def _same_bits(self, size: int, order: Sequence[int], seen: dict[tuple[int, bool], Tensor]) -> bool:
+        """Whether some prompts, each with a response after it, have the bits of `seen` in a pass.
+
+        Args:
+            size: Tokens of the pass.
+            order: Of the prompts, as many as it holds; the last one is cut off where it ends.
+            seen: The states of prompts and of responses, to which new ones are added.
+        """
+        longest, vocabulary = self.spec.max_new_tokens - 1, self.model.vocab_size
+        names: list[tuple[int, bool]] = []
+        rows: list[list[int]] = []
+        shapes: list[tuple[int, int]] = []
+        after: list[int] = []
+        for number in order:
+            prompt = [(13 * i + 7 * number + 2) % vocabulary for i in range(5 + 9 * number)]
+            response = [(11 * i + 5 * number + 3) % vocabulary for i in range(min(longest, 3 + number))]
+            for answers, ids in enumerate((prompt, response)):
+                if ids := ids[: size - sum(map(len, rows))]:
+                    names.append((number, bool(answers)))
+                    rows.append(ids)
+                    shapes.append((longest, _bucket(prompt)) if answers else (_bucket(prompt), 0))
+                    after.append(len(after) - 1 if answers else -1)
+        for name, states in zip(names, self._forward(rows, shapes, size, after=after)[1], strict=True):
+            known = seen.setdefault(name, states)
+            both = min(len(known), len(states))
+            if not torch.equal(known[:both], states[:both]):
+                return False
+            if both == len(known):
+                seen[name] = states
         return True
 
     def _describe(self) -> str:
@@ -241,3 +343,8 @@ class LocalTeacher:
                 place,
             )
         )
+
+
+def _bucket(prompt: Sequence[int]) -> int:
+    """The length at which a prompt attends and is attended to."""
+    return -(-len(prompt) // _STEP) * _STEP

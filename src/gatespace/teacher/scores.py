@@ -166,7 +166,7 @@ class RowScores:
                 self._keys.append(form.keys([*prefix, *prompt], response))
             self._look_up(cache)
         self.missing = [row for row, scores in enumerate(self._rows) if scores is None]
-        """The rows that were not in the cache, whole."""
+        """The rows that were not in the cache, whole: a token needs keys and values of those whose scores are there."""
 
     def _look_up(self, cache: ScoreCache) -> None:
         entries = iter(cache.get_many([key for keys in self._keys for key in keys]))

@@ -96,7 +96,6 @@ class DistillationTrace:
 
     def evidence(self, current: MicroBatch | None) -> dict[str, Any]:
         """What a step that failed had seen; `current` is the micro-batch that it was at."""
-        encoder = self._job.encoder
         batches = self._seen if current is None or current in self._seen else [*self._seen, current]
         return {
             "rows": [
@@ -105,7 +104,7 @@ class DistillationTrace:
                     "text": batch.rows[row].example.text,
                     "gold": batch.rows[row].example.label,
                     # The last micro-batch may not have got as far as responses.
-                    "response": encoder.decode(batch.rollout.responses[row] if batch.rollout.responses else []),
+                    "response": self._text(batch.rollout.responses[row] if batch.rollout.responses else []),
                 }
                 for batch in batches
                 for row in batch.samples
@@ -192,22 +191,32 @@ class DistillationTrace:
         student_top: Sequence[Sequence[tuple[int, float]]],
         teacher_top: Sequence[Sequence[tuple[int, float]]],
     ) -> dict[str, Any]:
-        encoder, row = self._job.encoder, batch.samples[sample]
+        row = batch.samples[sample]
         example, ids = batch.rows[row].example, batch.rollout.responses[row]
         return token_record(
             step=self._step,
             row=sample,
             text=example.text,
             gold=example.label,
-            label=encoder.prompt.parse(encoder.decode(ids)),
+            label=self._label(ids),
             response=ids,
             ended=batch.rollout.ended[row],
             values=values,
             student_top=student_top,
             teacher_top=teacher_top,
-            token_text=lambda token: encoder.tokenizer.decode([token]),
+            token_text=lambda token: self._token(token),
             more={"source": batch.sources[row], "index": batch.rows[row].index},
         )
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self._job.encoder.decode(ids)
+
+    def _label(self, ids: Sequence[int]) -> str | None:
+        return self._job.encoder.prompt.parse(self._text(ids))
+
+    def _token(self, token: int) -> str:
+        text: str = self._job.encoder.tokenizer.decode([token])
+        return text
 
     def _counts(self) -> dict[str, int]:
         stats, cache = self._job.teacher.stats, self._job.cache

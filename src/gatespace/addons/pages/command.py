@@ -115,7 +115,7 @@ def watch(
     new_address: NewAddress = False,
     as_json: WatchJson = False,
 ) -> None:
-    """Watch a study or a run in a browser, while it goes on.
+    """Watch a study or a run in a browser, while it runs.
 
     The page has all runs with their states, the time left, curves of loss, λ and
     accuracy as they come, and errors of runs that failed. It only reads, on this

@@ -1,0 +1,259 @@
+"""What it takes to tell two methods apart: seeds and CPU-hours, by how many responses a prompt has.
+
+The demo's pair is trained at several arms (gates, a static λ, a published method) with the same seeds, once for each
+kind of rollout: 1, 4 or 8 sampled responses per prompt, or the likely ones by their probabilities (`rollout.expected`).
+Two arms are compared by their differences seed by seed. Their standard deviation says how many seeds a paired t-test
+needs to find a difference of one percentage point, and the CPU time of a run what these seeds cost. See
+benchmarks/README.md for the method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, variance
+from typing import Any
+
+import measure
+import sweep
+from step import disturbed_lines, names, positive, tell
+
+KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "1": ("one sampled response per prompt", ("train.rollout.per_prompt=1",)),
+    "4": ("four", ("train.rollout.per_prompt=4",)),
+    "8": ("eight", ("train.rollout.per_prompt=8",)),
+    "expected": (
+        "the student's likely responses, each by its probability",
+        ("train.rollout.expected={mass: 0.99, max_nodes: 64}",),
+    ),
+}
+DIFFERENCE, POWER = 1.0, 0.8
+"""Percentage points that are to be found, and with what probability."""
+HOURS = 0.6
+"""Target: CPU-hours of the best kind / those of one response per prompt."""
+ARMS = (
+    'points=[G2, G5, H2, "HG5,d+4"]',
+    "axes={restrictions: false, gap: false, static: [0.5], isolation: {match: []}, controls: {shuffled: []}, "
+    "published: [todi]}",
+    "train.evaluation.every=0",
+    "train.checkpoint.every=0",
+    "train.trace.tokens_every=0",
+)
+_QUICK = (
+    "tasks.messages.task.split={teacher: 0.6, distill: 0.01}",
+    "teach.teacher.steps=20",
+    "teach.student.steps=20",
+    "train.batch_size=4",
+    "train.evaluation.limit=40",
+)
+_RESAMPLES = 2000
+Accuracies = dict[str, dict[int, float]]
+"""Arm → seed → accuracy in percent."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run of this benchmark, as asked for."""
+
+    kinds: tuple[str, ...]
+    seeds: int
+    steps: int | None
+    sets: tuple[str, ...]
+    split: str
+    workers: int
+    threads: int
+    output: str | None
+    quick: bool
+
+
+def run(settings: Settings, folder: Path, report: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:
+    """All kinds, one after the other, from the same two models."""
+    from gatespace.cli.study_file import load_study
+    from gatespace.runs import StudyFolder
+    from gatespace.study.plan import check
+    from gatespace.study.results import read_results
+
+    common = ["replication=null", f"seeds={list(range(1, settings.seeds + 1))}", *ARMS]
+    common += [*(_QUICK if settings.quick else ()), *([f"train.steps={settings.steps}"] if settings.steps else ())]
+    prepared, found = StudyFolder(folder / "prepared"), []
+    sweep.prepare(settings, load_study("demo", (*common, *settings.sets)), prepared, report)
+    for kind in settings.kinds:
+        config = load_study("demo", (*common, *KINDS[kind][1], *settings.sets))
+        runs = len(check(config).runs)
+        report(f"{kind}: {runs} runs")
+        side = sweep.side(kind, config, folder, prepared, cache=True)
+        cost = sweep.measured(settings, side, runs, report)
+        accuracies: Accuracies = {}
+        for result in read_results(side.store.path).done:
+            arm = accuracies.setdefault(result.spec.point, {})
+            arm[result.spec.seed] = 100 * result.scores[settings.split].accuracy
+        found.append(record(kind, accuracies, cost))
+    return found
+
+
+def record(kind: str, accuracies: Accuracies, cost: Mapping[str, float]) -> dict[str, Any]:
+    """A kind's numbers."""
+    from gatespace.evidence.paired import seeds_needed
+
+    spread, runs = pooled(accuracies, sorted(next(iter(accuracies.values())))), sum(map(len, accuracies.values()))
+    seeds, cpu = seeds_needed(max(spread, 1e-6), DIFFERENCE, POWER), cost["cpu"] / runs
+    return {
+        "kind": kind,
+        "about": KINDS[kind][0],
+        "runs": runs,
+        "arms": {arm: fmean(values.values()) for arm, values in accuracies.items()},
+        "accuracies": {arm: {str(seed): value for seed, value in some.items()} for arm, some in accuracies.items()},
+        "sd": spread,
+        "seeds_needed": seeds,
+        "cpu_seconds_per_run": cpu,
+        "cpu_hours_needed": 2 * seeds * cpu / 3600,
+        "wall": cost["wall"],
+        "others_share": cost["others"] / (cost["wall"] * measure.usable_cores()),
+    }
+
+
+def pooled(accuracies: Accuracies, seeds: Sequence[int]) -> float:
+    """The standard deviation of a paired difference, pooled over all pairs of arms."""
+    pairs = combinations(accuracies.values(), 2)
+    return sqrt(fmean(variance([one[seed] - other[seed] for seed in seeds]) for one, other in pairs))
+
+
+def ratios(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each kind against one response per prompt; ranges are of 95 % of resamples of the seeds."""
+    base = next((r for r in records if r["kind"] == "1"), None)
+    if base is None:
+        return []
+    found = []
+    for r in (r for r in records if r is not base):
+        cpu = r["cpu_seconds_per_run"] / base["cpu_seconds_per_run"]
+        found.append(
+            {
+                "kind": r["kind"],
+                "sd": r["sd"] / max(base["sd"], 1e-9),
+                "sd_range": _range(r, base),
+                "cpu_per_run": cpu,
+                "cost": (r["sd"] / max(base["sd"], 1e-9)) ** 2 * cpu,
+                "cpu_hours": r["cpu_hours_needed"] / base["cpu_hours_needed"],
+            }
+        )
+    return found
+
+
+def _range(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[float, float]:
+    """Of the ratio of standard deviations, over resampled seeds, the same for both."""
+    from gatespace.seeding import generator
+
+    draw = generator(0, "benchmarks", "power")
+    both = [{arm: {int(s): v for s, v in some.items()} for arm, some in r["accuracies"].items()} for r in (one, other)]
+    seeds = sorted(next(iter(both[0].values())))
+    values = []
+    for _ in range(_RESAMPLES):
+        chosen = draw.choices(seeds, k=len(seeds))
+        if len(set(chosen)) > 1:
+            values.append(pooled(both[0], chosen) / max(pooled(both[1], chosen), 1e-9))
+    values.sort()
+    return values[len(values) // 40], values[-1 - len(values) // 40]
+
+
+def target(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The kind that needs the fewest CPU-hours, against one response per prompt."""
+    found = [r for r in ratios(records) if r["kind"] in ("8", "expected")]
+    if not found:
+        return None
+    best = min(found, key=lambda r: r["cpu_hours"])
+    return {"kind": best["kind"], "value": best["cpu_hours"], "limit": HOURS, "met": best["cpu_hours"] <= HOURS}
+
+
+def show(settings: Settings, facts: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
+    print(f"{facts['cpu']}, {settings.workers} runs at once with {settings.threads} threads each")
+    arms = ", ".join(records[0]["arms"])
+    print(f"{settings.seeds} seeds; arms {arms}; {settings.split}; {DIFFERENCE:g} pp at {POWER:.0%} power\n")
+    print(f"{'rollouts':<10}{'SD pp':>8}{'seeds':>8}{'CPU s/run':>11}{'CPU-hours':>11}{'others':>8}")
+    for r in records:
+        print(
+            f"{r['kind']:<10}{r['sd']:>8.2f}{r['seeds_needed']:>8}{r['cpu_seconds_per_run']:>11.2f}"
+            f"{r['cpu_hours_needed']:>11.3f}{r['others_share']:>8.0%}"
+        )
+    print("\nSD: of a paired difference, pooled over all pairs of arms. CPU-hours: of both arms at that many seeds.")
+    for r in ratios(records):
+        low, high = r["sd_range"]
+        print(
+            f"{r['kind']} / 1: SD {r['sd']:.2f} ({low:.2f} to {high:.2f}), CPU per run {r['cpu_per_run']:.2f}, "
+            f"SD² × CPU {r['cost']:.2f}, CPU-hours in whole seeds {r['cpu_hours']:.2f}"
+        )
+    aim = target(records)
+    if aim is not None and not settings.quick:
+        verdict = "PASS" if aim["met"] else "FAIL"
+        print(f"{verdict}  CPU-hours, {aim['kind']} / 1: {aim['value']:.2f} (target ≤ {aim['limit']})")
+    for line in disturbed_lines(records, "kind"):
+        print(line)
+
+
+def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, argparse.Namespace]:
+    rows = "\n".join(f"  {name:<10}{about}" for name, (about, _) in KINDS.items())
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"kinds:\n{rows}\n\nexamples:\n"
+        "  python benchmarks/power.py                     all kinds, 12 seeds, 6 arms: 288 runs\n"
+        "  python benchmarks/power.py --kinds 1,8 --seeds 20\n"
+        "  python benchmarks/power.py --quick             does it run? its numbers mean nothing\n"
+        "  python benchmarks/power.py --json > power.json",
+    )
+    parser.add_argument("--kinds", type=names(KINDS), default=tuple(KINDS), metavar="A,B", help="of rollouts (all)")
+    parser.add_argument("--seeds", type=positive, help="seeds of every arm (12; quick: 2)")
+    parser.add_argument("--steps", type=positive, help="steps of a run (the demo's; quick: 2)")
+    parser.add_argument("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE", help="of the study")
+    parser.add_argument("--split", default="test", help="whose accuracies are compared (%(default)s)")
+    parser.add_argument("--workers", type=positive, help="runs at once (cores; quick: 1)")
+    parser.add_argument("--output", metavar="DIR", help="keep everything here (a temporary folder)")
+    parser.add_argument("--quick", action="store_true", help="two seeds, two steps: does it run?")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if the target is missed")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else")
+    options = parser.parse_args(arguments)
+    if (options.seeds or 2) < 2:
+        parser.error("a standard deviation needs at least two seeds")
+    workers = options.workers or (1 if options.quick else measure.usable_cores())
+    settings = Settings(
+        kinds=options.kinds,
+        seeds=options.seeds or (2 if options.quick else 12),
+        steps=options.steps or (2 if options.quick else None),
+        sets=tuple(options.sets),
+        split=options.split,
+        workers=workers,
+        threads=max(1, measure.usable_cores() // workers),
+        output=options.output,
+        quick=options.quick,
+    )
+    return settings, options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    from gatespace.errors import GatespaceError
+
+    settings, options = parse(arguments)
+    facts = measure.environment(settings.threads)
+    try:
+        with tempfile.TemporaryDirectory(prefix="gatespace-bench-") as scratch:
+            records = run(settings, Path(settings.output or scratch).absolute(), tell)
+    except GatespaceError as error:
+        tell(f"error: {error}")
+        return 2
+    aim = target(records)
+    if options.json:
+        found = {"benchmark": "power", "settings": asdict(settings), "environment": facts, "results": records}
+        print(json.dumps(found | {"ratios": ratios(records), "target": aim}, indent=2))
+    else:
+        show(settings, facts, records)
+    return int(options.check and aim is not None and not aim["met"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
