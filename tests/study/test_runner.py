@@ -66,11 +66,13 @@ def test_results_are_those_of_the_run_folders(done):
     assert results.problems == ()
     assert {result.state for result in results.runs.values()} == {"done"}
     assert set(results.baselines["messages"].start) == set(results.baselines["messages"].teacher) == {"val", "test"}
+    assert results.baselines["messages"].start["test"].calibration.count == 100
     for result in results.runs.values():
         score = result.scores["test"]
         predicted = result.predictions("test")
         assert score.count == len(predicted) == 100
         assert score.correct == sum(row.gold == row.label for row in predicted)
+        assert score.calibration.count == 100
         assert len(result.curve()) == result.cost.steps == 3
         assert result.environment["threads"] == 1
         assert not (result.folder / "model").exists()
