@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from typer.testing import CliRunner, Result
 from gatespace.cli.app import app
 from gatespace.config import StudyConfig
 from gatespace.runs import StudyFolder
-from gatespace.study.runner import run_study
 from tests.study.conftest import InlineEngine, study
 
 
@@ -40,6 +38,8 @@ def small(**changes: Any) -> StudyConfig:
 
 
 def run(config: StudyConfig, folder: Path) -> Path:
+    from gatespace.study.runner import run_study
+
     place = StudyFolder(folder)
     threads = place.begin(config, workers=1, threads=1)
     outlook = run_study(config, place, InlineEngine(), threads=threads)
@@ -48,11 +48,12 @@ def run(config: StudyConfig, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def _trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def _trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("archive")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GATESPACE_CACHE", str(place / "cache"))
-        yield run(small(), place / "small")
+        folder = run(small(), place / "small")
+    return folder
 
 
 @pytest.fixture
