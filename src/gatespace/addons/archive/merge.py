@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gatespace.addons.archive.pack import pack
+from gatespace.addons.archive.pack import content, pack
 from gatespace.addons.archive.unpack import opened
 from gatespace.config import StudyConfig, dump_config, dump_yaml, parse_config
 from gatespace.errors import UsageError
@@ -59,7 +59,7 @@ def merge(sources: Sequence[Path], output: Path) -> Merged:
         whole.path.mkdir()
         for folder in folders:
             for path in [*folder.plugins.rglob("*.py"), folder.store_file]:
-                _copy(path, whole.path / path.relative_to(folder.path))
+                _copy(folder, path, whole)
         atomic_write(whole.study_file, dump_yaml(config))
         _join_bases(folders, sources, whole)
         twice = _join_jobs(folders, whole)
@@ -72,10 +72,13 @@ def merge(sources: Sequence[Path], output: Path) -> Merged:
     return Merged(output, done, tuple(name for name in plan.runs if name not in done), twice)
 
 
-def _copy(path: Path, target: Path) -> None:
+def _copy(folder: StudyFolder, path: Path, whole: StudyFolder) -> None:
+    """Copy a file of a source to its place, as an archive would have it, unless an earlier source had it."""
+    target = whole.path / path.relative_to(folder.path)
     if path.is_file() and not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(path, target)  # with its time: how long a run took is read from it
+        target.write_bytes(content(folder, path))
+        shutil.copystat(path, target)  # how long a run took is read from times
 
 
 # ---------------------------------------------------------------------------------------------------- the study
@@ -146,7 +149,7 @@ def _join_jobs(folders: Sequence[StudyFolder], whole: StudyFolder) -> tuple[str,
         twice += [place.name] if len(done) > 1 else []
         chosen = (done or found)[0]
         for path in chosen.records():
-            _copy(path, whole.path / place / path.name)
+            _copy(StudyFolder(chosen.path.parents[1]), path, whole)
         if ledger := _ledger(found):
             atomic_write(RunFolder(whole.path / place).reads_file, ledger)
     if conflicts:
@@ -154,7 +157,7 @@ def _join_jobs(folders: Sequence[StudyFolder], whole: StudyFolder) -> tuple[str,
             "the same run has different results",
             got=", ".join(conflicts),
             why="a run's numbers depend on its settings and the kind of machine alone",
-            instead="results of one of the machines: remove these runs from the others, or pack them without",
+            instead="decide which results count, and remove the other folders of these runs from copies of the sources",
         )
     return tuple(twice)
 

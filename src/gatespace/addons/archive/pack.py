@@ -44,14 +44,14 @@ def pack(
     paths = sorted(folder.records(), key=lambda path: (path.name, path))
     entries = []
     for path in paths:
-        data = _content(folder, path)
+        data = content(folder, path)
         entries.append({"path": _name(folder, path), "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
     manifest = {"format": FORMAT, "study": folder.config().name, "files": entries}
     buffer = io.BytesIO()
     with lzma.open(buffer, "wb") as file, tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         _add(tar, MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
         for done, (path, entry) in enumerate(zip(paths, entries, strict=True), start=1):
-            data = _content(folder, path)
+            data = content(folder, path)
             if hashlib.sha256(data).hexdigest() != entry["sha256"]:
                 raise RunError("a file changed while it was packed", got=str(path), instead="the same command again")
             _add(tar, str(entry["path"]), data)
@@ -64,7 +64,7 @@ def _name(folder: StudyFolder, path: Path) -> str:
     return path.relative_to(folder.path).as_posix()
 
 
-def _content(folder: StudyFolder, path: Path) -> bytes:
+def content(folder: StudyFolder, path: Path) -> bytes:
     """The bytes of a file. Settings of runs name places in the study's folder, which mean nothing elsewhere: they are
     relative in an archive. The study file stays as it is, since run ids are hashes of its settings."""
     data = path.read_bytes()
