@@ -141,12 +141,14 @@ def _join_jobs(folders: Sequence[StudyFolder], whole: StudyFolder) -> tuple[str,
     for folder in folders:
         for job in folder.jobs():
             jobs.setdefault(job.path.relative_to(folder.path), []).append(job)
-    twice, conflicts = [], []
+    twice: list[str] = []
+    conflicts: list[str] = []
     for place, found in sorted(jobs.items()):
         done = [job for job in found if job.is_done]
         if any(_results(job) != _results(done[0]) for job in done[1:]):
             conflicts.append(place.name)
-        twice += [place.name] if len(done) > 1 else []
+        if len(done) > 1:
+            twice.append(place.name)
         chosen = (done or found)[0]
         for path in chosen.records():
             _copy(StudyFolder(chosen.path.parents[1]), path, whole)
