@@ -148,7 +148,20 @@ def commands(program: str) -> list[str]:
     return sorted({line for line in lines if line.split(" ")[0] == program})
 
 
-JOBS = ("teach", "train", "evaluate", "predict", "export", "run", "status", "report", "explore", "watch")
+JOBS = (
+    "teach",
+    "train",
+    "evaluate",
+    "predict",
+    "export",
+    "run",
+    "status",
+    "report",
+    "explore",
+    "watch",
+    "pack",
+    "merge",
+)
 """Commands that take long, or need what another one has made."""
 
 

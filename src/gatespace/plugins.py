@@ -28,7 +28,7 @@ GROUPS = {
     "objectives": "an Objective class, for objective.method",
     "processes": "several processes that do one run together",
     "references": "published results that a report shows beside a study's own",
-    "results": "results of a study through a URL",
+    "results": "results of a study: url through a URL, archive from one file",
     "samplers": "samples the student's responses in place of the student",
     "signals": "a module that registers signals",
     "tasks": "a function that loads a Task",

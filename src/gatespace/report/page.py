@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from gatespace.errors import missing_extra
 from gatespace.evidence.analysis import analyse
+from gatespace.evidence.records import StudyAnalysis
 from gatespace.files import atomic_write
 from gatespace.gating.coefficients import NotApplicable
 from gatespace.report.charts import all_charts
@@ -19,6 +20,7 @@ from gatespace.report.findings import VERDICTS, Findings, find
 from gatespace.report.table import ABSENT, Column, Table, Value, csv_text, latex_text, markdown_text, shown
 from gatespace.report.tables import file_tables, page_tables
 from gatespace.report.view import AXES, View
+from gatespace.runs import pages_of
 from gatespace.study.records import StudyResults
 
 if TYPE_CHECKING:
@@ -70,6 +72,7 @@ class ReportFiles:
         figures: Files of figures.
         findings: The first screen.
         partial: Whether something of the plan is not there.
+        analysis: All statistics.
     """
 
     html: Path
@@ -77,6 +80,7 @@ class ReportFiles:
     figures: tuple[Path, ...]
     findings: Findings
     partial: bool
+    analysis: StudyAnalysis
 
 
 def build_report(results: StudyResults | Path, out: Path | None = None, *, png: bool = True) -> ReportFiles:
@@ -86,14 +90,14 @@ def build_report(results: StudyResults | Path, out: Path | None = None, *, png: 
     there belongs together. Equal results give equal bytes in tables/.
 
     Args:
-        results: A study's results, or its folder.
-        out: Where to; None: the folder of the study.
+        results: A study's results, or its folder or archive.
+        out: Where to; None: the folder of the study, or a folder beside its archive.
         png: Draw every figure as PNG too.
     """
     if isinstance(results, Path):
         from gatespace.study.results import read_results
 
-        results = read_results(results)
+        out, results = out or pages_of(results), read_results(results)
     place = Path(out) if out is not None else results.folder
     view = View(results, analyse(results))
     findings = find(view)
@@ -117,7 +121,9 @@ def build_report(results: StudyResults | Path, out: Path | None = None, *, png: 
             if path.suffix in suffixes and path not in files:
                 path.unlink()
     atomic_write(place / "report.html", html)  # the last: a page that is there has its files beside it
-    return ReportFiles(place / "report.html", tuple(table_files), tuple(figure_files), findings, view.is_partial)
+    return ReportFiles(
+        place / "report.html", tuple(table_files), tuple(figure_files), findings, view.is_partial, view.analysis
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- the page

@@ -91,6 +91,20 @@ class RunFolder(Folder):
         """The metrics of an evaluation on `split`."""
         return self.path / f"evaluation-{split}.json"
 
+    def records(self) -> list[Path]:
+        """The files that say what was done and found: no weights, checkpoints or code.
+
+        Of a run that is not done, why it failed and which held-out splits it has read.
+        """
+        found = [self.reads_file, self.path / "error.json"]
+        if self.is_done:
+            names = ("identity.json", "environment.json", "summary.json", "baseline.json")
+            found += [self.done_file, self.config_file, *(self.path / name for name in names)]
+            found += map(self.log_file, LOGS)
+            found += self.path.glob(self.evaluation_file("*").name)
+            found += self.path.glob(self.predictions_file("*").name)
+        return sorted(path for path in found if path.is_file())
+
     # ------------------------------------------------------------------ state
 
     @property
@@ -208,7 +222,7 @@ class RunFolder(Folder):
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The metrics of all evaluations, by the name of the split."""
-        return [self._json(path.name) for path in sorted(self.path.glob("evaluation-*.json"))]
+        return [self._json(path.name) for path in sorted(self.path.glob(self.evaluation_file("*").name))]
 
     # ------------------------------------------------------------------ writers
 

@@ -41,6 +41,15 @@ class Base(NamedTuple):
     """Candidate → mean validation accuracy; empty where nothing was chosen."""
 
 
+ARCHIVE = ".tar.xz"
+"""How the name of an archive of a study ends."""
+
+
+def pages_of(path: Path) -> Path:
+    """Where pages about a study are written by default: its folder, or beside an archive of it."""
+    return path.with_name(f"{path.name.removesuffix(ARCHIVE)}-report") if path.is_file() else path
+
+
 class StudyFolder(Folder):
     """A study on disk. Reading one changes nothing; `claim` it to write."""
 
@@ -100,6 +109,18 @@ class StudyFolder(Folder):
     def baseline(self, name: str) -> RunFolder:
         """The folder of a model's evaluation before anything is distilled."""
         return RunFolder(self.path / "baselines" / name)
+
+    def jobs(self) -> list[RunFolder]:
+        """The folders of all baselines and runs that are there, also of those that the study no longer plans."""
+        places = [place for kind in ("baselines", "runs") for place in (self.path / kind).glob("*")]
+        return [RunFolder(place) for place in sorted(places) if place.is_dir()]
+
+    def records(self) -> list[Path]:
+        """The files that a report is made from, with the code that run ids depend on: no models, scores or pages."""
+        own = [self.study_file, self.store_file, self.bases_file, *self.plugins.rglob("*.py")]
+        return sorted(
+            [path for path in own if path.is_file()] + [path for job in self.jobs() for path in job.records()]
+        )
 
     # ------------------------------------------------------------------ readers
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Folders = Annotated[
     list[Path],
-    typer.Argument(metavar="DIR…", show_default=False, help="Folders of runs, or the folder of a study."),
+    typer.Argument(metavar="PATH…", show_default=False, help="Folders of runs, or a study: its folder or archive."),
 ]
 Output = Annotated[
     Path | None,
