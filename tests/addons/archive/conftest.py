@@ -48,7 +48,7 @@ def run(config: StudyConfig, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def _trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("archive")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GATESPACE_CACHE", str(place / "cache"))
@@ -57,10 +57,10 @@ def _trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def trained(_trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def trained(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of its own for each test."""
-    monkeypatch.setenv("GATESPACE_CACHE", str(_trained.parent / "cache"))
-    shutil.copytree(_trained, tmp_path / "small")
+    monkeypatch.setenv("GATESPACE_CACHE", str(original.parent / "cache"))
+    shutil.copytree(original, tmp_path / "small")
     return tmp_path / "small"
 
 
