@@ -24,8 +24,8 @@ from .conftest import Lab, Stepped
 from .test_distill import WITH_GAP, assert_same_gradient, gated, logits_of
 from .test_resume import assert_same_numbers
 from .test_rollouts import Stop
-from .test_run import Listener
 from .test_share_prompt import perturbed, rows_of
+from .test_train import Listener
 
 Make = Callable[..., TrainConfig]
 WHOLE = {"mass": 1.0, "max_nodes": 1000}
