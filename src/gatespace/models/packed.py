@@ -322,7 +322,7 @@ class _Rows(_Plan):
         self.complete = False
         before = inline if prefix is None else prefix.lengths[0]
         behind = past.lengths if past is not None else (0,) * len(lengths)
-        deep = [depths(parents and parents[row], length) for row, length in enumerate(lengths)]
+        deep = [depths(parents[row] if parents is not None else None, length) for row, length in enumerate(lengths)]
         places = [before + start + depth for start, row in zip(behind, deep, strict=True) for depth in row]
         self.longest = 1 + max(places)
         self.positions = torch.tensor([*range(inline), *places])
