@@ -60,7 +60,7 @@ def test_published_methods(method: str) -> None:
 
 def test_names_are_those_of_gating() -> None:
     fields = ObjectiveConfig.model_fields
-    assert get_args(fields["support"].annotation) == SUPPORTS
+    assert get_args(fields["support"].annotation) == (*SUPPORTS, "labels", "labels+rest")  # the last two are of a run
     assert set(get_args(fields["entropy"].annotation)) == set(ENTROPIES)
 
 

@@ -81,7 +81,7 @@ def test_rows_continue_rows_of_their_pass(
     earlier: int, shaped: bool, long: bool, student: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if long:
-        monkeypatch.setattr("gatespace.models.packed.LONG", 100)
+        monkeypatch.setattr("gatespace.models.attention.LONG", 100)
     model = made(student.tokenizer, "Starcoder2", dtype=torch.float64)
     right, right_gradients = gradients(model, lambda: expected(model))
     hidden, own_gradients = gradients(model, lambda: beside_the_prompts(PackedBody(model), earlier, shaped))
