@@ -40,7 +40,7 @@ HOURS = 0.6
 """Target: CPU-hours of the best kind / those of one response per prompt."""
 ARMS = (
     'points=[G2, G5, H2, "HG5,d+4"]',
-    "axes={restrictions: false, gap: false, static: [0.5], isolation: {match: []}, controls: {shuffled: []}, "
+    "axes={restrictions: false, gap: false, static: [0.5], isolation: null, controls: {shuffled: []}, "
     "published: [todi]}",
     "train.evaluation.every=0",
     "train.checkpoint.every=0",
@@ -91,10 +91,12 @@ def run(settings: Settings, folder: Path, report: Callable[[str], None] = lambda
         side = sweep.side(kind, config, folder, prepared, cache=True)
         cost = sweep.measured(settings, side, runs, report)
         accuracies: Accuracies = {}
-        for result in read_results(side.store.path).done:
+        done = read_results(side.store.path).done
+        for result in done:
             arm = accuracies.setdefault(result.spec.point, {})
             arm[result.spec.seed] = 100 * result.scores[settings.split].accuracy
-        found.append(record(kind, accuracies, cost))
+        steps = fmean(result.cost.cpu_seconds for result in done if result.cost is not None)
+        found.append(record(kind, accuracies, cost) | {"step_cpu_seconds_per_run": steps})
     return found
 
 
@@ -175,11 +177,11 @@ def show(settings: Settings, facts: dict[str, Any], records: Sequence[dict[str, 
     print(f"{facts['cpu']}, {settings.workers} runs at once with {settings.threads} threads each")
     arms = ", ".join(records[0]["arms"])
     print(f"{settings.seeds} seeds; arms {arms}; {settings.split}; {DIFFERENCE:g} pp at {POWER:.0%} power\n")
-    print(f"{'rollouts':<10}{'SD pp':>8}{'seeds':>8}{'CPU s/run':>11}{'CPU-hours':>11}{'others':>8}")
+    print(f"{'rollouts':<10}{'SD pp':>8}{'seeds':>8}{'CPU s/run':>11}{'of steps':>10}{'CPU-hours':>11}{'others':>8}")
     for r in records:
         print(
             f"{r['kind']:<10}{r['sd']:>8.2f}{r['seeds_needed']:>8}{r['cpu_seconds_per_run']:>11.2f}"
-            f"{r['cpu_hours_needed']:>11.3f}{r['others_share']:>8.0%}"
+            f"{r['step_cpu_seconds_per_run']:>10.2f}{r['cpu_hours_needed']:>11.3f}{r['others_share']:>8.0%}"
         )
     print("\nSD: of a paired difference, pooled over all pairs of arms. CPU-hours: of both arms at that many seeds.")
     for r in ratios(records):
