@@ -188,7 +188,8 @@ def test_a_step_waits_for_the_device_once_in_eight_tokens(run: Any) -> None:
     (waits, copies, launches), (more_waits, more_copies, more_launches) = found
     assert (more_waits - waits).total() <= 32 / 8, more_waits - waits
     assert all(line.startswith("rollout/native") for line in more_waits - waits), "scoring and update wait no more"
-    assert not more_copies - copies
+    # Longer responses may need one more of the teacher's passes, which have a bounded number of tokens.
+    assert (more_copies - copies).total() <= 8, more_copies - copies
     clock = [sum(count for line, count in some.items() if line.startswith("training/clock")) for some, *_ in found]
     assert clock[0] == clock[1] >= 4, "rollout, score, update and optimizer end with a wait each"
     # per token and layer of the student's two: 45 of transformers, 2 to store key and value, 3 of attention

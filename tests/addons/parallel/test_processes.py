@@ -40,7 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "stale": {
         "rollout": {"staleness": 1, "max_new_tokens": 8},
-        "objective": {"gate": {"a": 4, "c": -1, "teacher_lead": -2}},  # a signal that the plugin registers
+        "objective": {"gate": {"a": 4, "c": -1, "lead_in_processes": -2}},  # a signal that the plugin registers
         "plugins": [str(WORKER.with_name("own_signal.py"))],
     },
     "expected": {"rollout": {"expected": {"max_nodes": 4, "rest": "sample"}, "max_new_tokens": 8}},
