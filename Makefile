@@ -43,12 +43,13 @@ test: $(READY) ## run the tests and docstring examples
 	@$(ONE_THREAD) $(BIN)/python -m pytest $(TEST_ARGS)
 
 test-long: $(READY) ## the tests that take longest: benchmark scripts, many kills, the whole depth of a real model
-	@$(ONE_THREAD) $(BIN)/python -m pytest -m long tests
+	@$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist worksteal -m long tests
 
 test-web: ## the tests of the front end (needs Node 20); with its packages there, `make test` checks accessibility too
 	@cd web && npm ci --silent && npm run --silent check && npm test --silent
 
-test-engines: test-trl test-verl test-ray ## the tests inside TRL, verl and Ray, each in an environment of its own (5 GB)
+test-engines: ## the tests inside TRL, verl and Ray, each in an environment of its own (5 GB), two at a time
+	@$(MAKE) --no-print-directory -j 2 --output-sync=target test-trl test-verl test-ray
 
 test-trl: $(TRL_READY)
 	@$(ONE_THREAD) $(TRL_VENV)/bin/python -m pytest tests/addons/trl src/gatespace/addons/trl $(ENGINE_ARGS)

@@ -80,7 +80,7 @@ def ours(student: Any, teacher: Any, request: dict[str, Any]) -> Any:
     from gatespace.teacher.scores import ScoreSpec
 
     new = request["new"]
-    body = body_of(student, packed=True, checkpointing=request["contender"].endswith("checkpointing"))
+    body = body_of(student, packed=True, checkpointing=request["contender"].endswith("checkpointing") or None)
     scorer = LocalTeacher(teacher, ScoreSpec((), new, student.vocab_size), packed=True)
 
     def step(prompts: list[list[int]]) -> None:

@@ -1,4 +1,4 @@
-"""On-policy distillation in a plain PyTorch loop: the student writes, the teacher scores, the gate mixes, a step.
+"""On-policy distillation in a plain PyTorch loop: the student samples, the teacher scores, the gate mixes, a step.
 
 `python examples/plain_loop.py` makes a tiny pair first; with `STUDENT TEACHER` it takes two models, by folder or name.
 """

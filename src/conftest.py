@@ -1,4 +1,4 @@
-"""Code for an engine is looked at for examples only where that engine is installed."""
+"""Doctests of code for an engine run only where that engine is installed."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from gatespace.config.study import StudyConfig
+from gatespace.evaluation.calibration import LabelProbabilities, calibrate
 from gatespace.evaluation.metrics import measure
 from gatespace.gating.coefficients import SATURATION, Gate, NotApplicable, sigmoid
 from gatespace.runs import Base, RunFolder
@@ -82,6 +83,7 @@ def sample_results(
     name: str = "sample",
     about: str = "",
     text: str = "text",
+    probabilities: bool = False,
 ) -> StudyResults:
     """A whole study in `folder`, with the files that a report reads.
 
@@ -108,6 +110,7 @@ def sample_results(
         name: Of the study.
         about: What it asks.
         text: The beginning of every text.
+        probabilities: Whether models have probabilities of labels.
     """
     named = tasks if isinstance(tasks, Mapping) else {task: SAMPLE_TASKS[task] for task in tasks}
     failed = failed or {}
@@ -131,7 +134,9 @@ def sample_results(
             comparisons += [_replicated(pair) for pair in pairs if (pair.left, pair.right) in wanted]
 
     runs: dict[str, RunResult] = {}
-    draws = {task: _Draws(seed, task, labels, rows, duplicates, text) for task, (_, labels) in named.items()}
+    draws = {
+        task: _Draws(seed, task, labels, rows, duplicates, text, probabilities) for task, (_, labels) in named.items()
+    }
     for spec in specs:
         keys = (f"{spec.task}-{spec.point}-s{spec.seed}", spec.point)
         state = "failed" if any(k in failed for k in keys) else "waiting" if any(k in waiting for k in keys) else "done"
@@ -261,8 +266,11 @@ def _replicated(pair: Comparison) -> Comparison:
 class _Draws:
     """The rows of a task, how hard they are, and what a run says about them."""
 
-    def __init__(self, seed: int, task: str, labels: tuple[str, ...], rows: int, duplicates: int, text: str) -> None:
+    def __init__(
+        self, seed: int, task: str, labels: tuple[str, ...], rows: int, duplicates: int, text: str, probabilities: bool
+    ) -> None:
         self.seed, self.task, self.labels, self.duplicates, self.text = seed, task, labels, duplicates, text
+        self.probabilities = probabilities
         self.rng = self.generator("rows")
         weights = np.array([1 / (i + 1) for i in range(len(labels))])
         self.gold = {
@@ -297,6 +305,18 @@ class _Draws:
             ],
         )
 
+    def likely(self, split: str, said: Sequence[str | None]) -> list[LabelProbabilities]:
+        """The label that was said is the most probable one, by more where the text is easy."""
+        rng = self.generator("likely", split, *said)
+        found = []
+        for label, hard in zip(said, self.hard[split], strict=True):
+            scores = {one: float(rng.normal()) for one in self.labels}
+            if label is not None:
+                scores[label] = max(scores.values()) + float(rng.exponential(1.5)) + max(0.0, -hard)
+            total = math.log(sum(math.exp(score) for score in scores.values()))
+            found.append(LabelProbabilities.of(self.labels, [score - total - 0.02 for score in scores.values()]))
+        return found
+
     def scored(self, split: str, said: Sequence[str | None]) -> Score:
         gold, skip = self.gold[split], self.duplicates if split == "test" else 0
         full = measure(gold, said, self.labels)
@@ -304,6 +324,8 @@ class _Draws:
         if split == "test":
             clean = measure(gold[skip:], said[skip:], self.labels).as_json()
         record = {"split": split, "metrics": full.as_json(), "duplicates": skip, "without_duplicates": clean}
+        if self.probabilities:
+            record["calibration"] = calibrate(gold, self.likely(split, said)).as_json()
         return Score.from_json(record)
 
 

@@ -12,6 +12,7 @@ import sysconfig
 import venv
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -147,7 +148,20 @@ def commands(program: str) -> list[str]:
     return sorted({line for line in lines if line.split(" ")[0] == program})
 
 
-JOBS = ("teach", "train", "evaluate", "predict", "export", "run", "status", "report", "explore", "watch")
+JOBS = (
+    "teach",
+    "train",
+    "evaluate",
+    "predict",
+    "export",
+    "run",
+    "status",
+    "report",
+    "explore",
+    "watch",
+    "pack",
+    "merge",
+)
 """Commands that take long, or need what another one has made."""
 
 
@@ -160,8 +174,8 @@ def test_commands_in_the_text_run(command: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", [line for line in commands("gatespace") if line.split()[1] in JOBS])
 def test_jobs_in_the_text_are_well_formed(command: str) -> None:
     _, job, *arguments = shlex.split(command.split("<")[0])
-    commands = typer.main.get_command(app).commands
-    commands[job].make_context(job, arguments)  # an unknown option or a missing argument raises
+    command: Any = typer.main.get_group(app).get_command(None, job)
+    command.make_context(job, arguments)  # an unknown option or a missing argument raises
 
 
 @pytest.mark.slow
@@ -183,8 +197,20 @@ def test_make_targets_in_the_text_exist(command: str) -> None:
 def test_links_between_pages_resolve(page: Path) -> None:
     text = _FENCE.sub("", page.read_text(encoding="utf-8"))
     targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
-    broken = [target for target in targets if not (page.parent / (target.split("#")[0] or page.name)).exists()]
+    files = {target: page.parent / (target.split("#")[0] or page.name) for target in targets}
+    broken = [target for target, file in files.items() if not file.exists()]
+    broken += [
+        target
+        for target, file in files.items()
+        if "#" in target and file in PAGES and target.split("#")[1] not in anchors(file)
+    ]
     assert not broken
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link can name in a page: its headings, as MkDocs and GitHub spell them."""
+    headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 
 
 def test_list_of_modules_is_up_to_date() -> None:
@@ -193,6 +219,12 @@ def test_list_of_modules_is_up_to_date() -> None:
 
 def paper_map_names(pattern: str) -> list[str]:
     return sorted(set(re.findall(pattern, (ROOT / "docs" / "paper_map.md").read_text(encoding="utf-8"))))
+
+
+@pytest.mark.parametrize("report", paper_map_names(r"`([a-z]+-[a-z0-9-]*(?:TASK|AXIS)?)`"))
+def test_tables_and_figures_of_the_paper_map_exist(report: str) -> None:
+    places = (ROOT / "src" / "gatespace" / "report" / f"{name}.py" for name in ("tables", "charts", "view"))
+    assert any(f'"{re.sub("TASK|AXIS", "", report)}' in place.read_text(encoding="utf-8") for place in places)
 
 
 @pytest.mark.parametrize("path", paper_map_names(r"`(gatespace\.[\w.]+)`"))

@@ -90,7 +90,7 @@ def test_another_source_is_another_run(
     plugin("lead", factor=0.5)
     second = run(output="one")
     assert second.exit_code == 2
-    assert "its plugins is another one" in second.stderr
+    assert "changed: plugins" in second.stderr
     third = run(output="two")
     assert third.exit_code == 0, third.stderr
     one, two = (read(tmp_path / name / "metrics.jsonl")[0]["lead"] for name in ("one", "two"))

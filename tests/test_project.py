@@ -55,7 +55,8 @@ def test_workflows_call_targets_that_exist_with_few_rights(path: Path) -> None:
 def test_tests_run_on_every_python_that_the_package_names() -> None:
     tested = read(ROOT / ".github" / "workflows" / "tests.yml")["jobs"]["test"]["strategy"]["matrix"]["python"]
     named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
-    assert tested == named
+    assert named
+    assert set(named) <= set(tested)
 
 
 @pytest.mark.parametrize("path", FORMS, ids=stem)
@@ -92,7 +93,7 @@ def test_services_are_commands_of_ours(name: str) -> None:
     for words in (shlex.split(service["command"]), health[2:]):
         command: Any = typer.main.get_command(app)
         while words and hasattr(command, "commands"):
-            command, words = command.commands[words[0]], words[1:]
+            command, words = command.get_command(None, words[0]), words[1:]
         if words:
             command.make_context(command.name, words)  # an unknown option or a missing argument raises
     assert set(service.get("depends_on", {})) <= set(COMPOSE["services"])

@@ -95,7 +95,7 @@ def engine(folder: Path, steps: int) -> Any:
 
 @torch.no_grad()
 def batch(student: Any, teacher: Qwen3ForCausalLM, generator: torch.Generator) -> TensorDict:
-    """Responses that the student wrote, and the teacher's first choices, in verl's packed form."""
+    """Responses that the student sampled, and the teacher's top-k, in verl's packed form."""
     prompts = torch.randint(2, 6, (SAMPLES, 1), generator=generator).expand(-1, PROMPT)  # four prompts in all
     lengths = torch.randint(1, 6, (SAMPLES,), generator=generator).tolist()
     sequences = prompts

@@ -54,7 +54,7 @@ class MissingExtraError(UsageError, ImportError):
 
 
 class RunError(GatespaceError, RuntimeError):
-    """A run started and could not go on."""
+    """A run started and failed."""
 
     exit_code = 1
 

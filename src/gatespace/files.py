@@ -1,7 +1,7 @@
-"""The files of a run folder, so written that a kill at any moment leaves nothing that the next start cannot use.
+"""The files of a run folder, written so that a kill at any moment leaves nothing that a resume cannot use.
 
 Whole files are replaced in one rename. Logs grow line by line; what a killed run wrote past its last checkpoint is cut
-off before the run goes on, so that in the end a log has the bytes of a run that was never killed. A checkpoint knows
+off before the run resumes, so that in the end a log has the bytes of a run that was never killed. A checkpoint knows
 length and hash of the logs before it. One process at a time holds the folder. No torch here.
 """
 
@@ -134,7 +134,7 @@ def encode(record: Mapping[str, Any]) -> bytes:
 
 
 class Folder:
-    """A folder with what a run or a study writes. To look at one changes nothing; `claim` it to write."""
+    """A folder with what a run or a study writes. Reading one changes nothing; `claim` it to write."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).expanduser().absolute()

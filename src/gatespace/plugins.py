@@ -13,7 +13,7 @@ import importlib.util
 import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ GROUPS = {
     "objectives": "an Objective class, for objective.method",
     "processes": "several processes that do one run together",
     "references": "published results that a report shows beside a study's own",
-    "results": "results of a study through a URL",
+    "results": "results of a study: url through a URL, archive from one file",
     "samplers": "samples the student's responses in place of the student",
     "signals": "a module that registers signals",
     "tasks": "a function that loads a Task",
@@ -42,7 +42,7 @@ GROUPS = {
 def provided(group: str) -> dict[str, EntryPoint]:
     """Name → entry point, of all installed packages; what names a module that is not there is left out."""
     assert group in GROUPS, group
-    return {point.name: point for point in sorted(entry_points(group=f"gatespace.{group}")) if _exists(point.module)}
+    return {point.name: point for point in sorted(entry_points(group=f"gatespace.{group}")) if _spec(point.module)}
 
 
 def provider(group: str, name: str, *, kind: str = "", known: Iterable[str] = ()) -> Any:
@@ -67,11 +67,17 @@ def provider(group: str, name: str, *, kind: str = "", known: Iterable[str] = ()
         raise missing_extra(f"{kind or group.removesuffix('s')} {name!r}", module=error.name, extra=extra) from error
 
 
-def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # a package that holds it
-        return False
+def _spec(module: str) -> ModuleSpec | None:
+    """Where a module is; unlike `importlib.util.find_spec` it imports none of the packages around it."""
+    spec: ModuleSpec | None = None
+    name, places = "", None
+    for part in module.split("."):
+        name = f"{name}.{part}".lstrip(".")
+        spec = next(filter(None, (finder.find_spec(name, places) for finder in sys.meta_path)), None)
+        if spec is None:
+            break
+        places = spec.submodule_search_locations or []
+    return spec
 
 
 # ---------------------------------------------------------------------------------------------------- a user's own code
@@ -131,13 +137,7 @@ def _source(plugin: str) -> Path:
         if not path.is_file():
             raise UsageError("plugins: there is no such file", got=plugin, instead="a Python file, or a module's name")
         return path
-    spec: ModuleSpec | None = None
-    places: Sequence[str] | None = None
-    for part in plugin.split("."):  # not importlib.util.find_spec, which imports the packages around a module
-        spec = PathFinder.find_spec(part, places)
-        if spec is None:
-            break
-        places = spec.submodule_search_locations or []
+    spec = _spec(plugin)
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         raise UsageError("plugins: there is no such module", got=plugin, instead="my_signals.py, or a module's name")
     return Path(spec.origin)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from gatespace.cli import app as app_module
 from gatespace.errors import RunError, UsageError
 from gatespace.plugins import provided
+from tests.cli.conftest import ROOT
 
 WITHOUT_TORCH = """
 import sys
@@ -78,9 +80,24 @@ def test_commands_of_other_packages_and_one_that_is_broken(gatespace, tmp_path):
     (info / "entry_points.txt").write_text("[gatespace.commands]\nhello = other:hello\nbroken = wrong:go\n")
     (tmp_path / "other.py").write_text("def hello():\n    print('hello from another package')\n")
     (tmp_path / "wrong.py").write_text("1 / 0\n")
-    result = gatespace("hello", PYTHONPATH=str(tmp_path))
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
+    result = gatespace("hello", PYTHONPATH=path)
     assert (result.returncode, result.stdout) == (0, "hello from another package\n")
-    assert result.stderr == "note: the command broken of wrong:go cannot be loaded: division by zero\n"
+    assert result.stderr == ""  # the broken one was not asked for
+    noted = "note: the command broken of wrong:go cannot be loaded: division by zero\n"
+    listed = gatespace("--help", PYTHONPATH=path)
+    assert (listed.returncode, listed.stderr) == (0, noted)
+    assert " hello " in listed.stdout
+    assert gatespace("broken", PYTHONPATH=path).stderr.startswith(noted)
+
+
+def test_a_command_imports_no_other_and_no_add_on(python):
+    script = "import sys; sys.argv = ['gatespace', 'train', '--help']; from gatespace.cli.app import main\n"
+    script += "try: main()\nexcept SystemExit: print([m for m in sys.modules if m.startswith('gatespace.')])"
+    imported = python("-c", script).stdout.splitlines()[-1]
+    assert "gatespace.cli.train" in imported
+    assert "gatespace.cli.run'" not in imported
+    assert "gatespace.addons" not in imported
 
 
 def test_unknown_option_exits_2(run):

@@ -28,6 +28,29 @@ def test_the_tables_say_what_was_found(cli, taught):
     assert "0 of these texts also occur in train." in lines
 
 
+def test_probabilities_have_tables_of_their_own(cli, taught):
+    words = ("evaluate", taught.folder, "--limit", "40", "--probabilities")
+    found = json.loads(cli(*words, "--json").stdout)["calibration"]
+    lines = [line.split() for line in cli(*words).stdout.splitlines()]
+    names = ("accuracy", "confidence", "log_loss", "brier", "ece", "aurc", "mass")
+    assert [f"{found[name]:.4f}" for name in names] in lines
+    for one in found["coverage_at"]:
+        shown = ["not", "reached"] if one["threshold"] is None else [f"{one['threshold']:.4f}"]
+        assert [f"{one['accuracy']:g}", f"{one['coverage']:.4f}", *shown] in lines
+
+
+def test_samples_are_counted_beside_the_greedy_responses(cli, taught):
+    words = ("evaluate", taught.folder, "--limit", "20", "--samples", "4", "--temperature", "1.5")
+    found = json.loads(cli(*words, "--json").stdout)["sampled"]
+    assert (found["samples"], found["temperature"], found["seed"]) == (4, 1.5, 0)
+    assert 0 < found["accuracy"] < 1
+    text = " ".join(cli(*words).stdout.split())
+    assert f"Sampled 4 times at temperature 1.5: accuracy {found['accuracy']:.4f}, SD {found['sd']:.4f}" in text
+    result = cli(*words, "--sampler", "vllm=python")
+    assert result.exit_code == 2
+    assert "--samples and --sampler do not go together" in result.stderr
+
+
 def test_json_is_alone(cli, taught):
     result = cli("evaluate", taught.folder, "--split", "val", "--limit", "3", "--json")
     found = json.loads(result.stdout)
@@ -96,6 +119,7 @@ def test_a_task_of_a_plugin_needs_the_plugin_to_be_named(cli, taught, tmp_path, 
         (["{run}", "--config", "missing.yaml"], "error: missing.yaml cannot be read\n"),
         (["no-such", "--task", "synthetic"], "error: MODEL: no such model\n  got: 'no-such'\n"),
         (["smollm2"], "error: which task?\n"),
+        (["{run}", "--sampler", "vllm=x", "--probabilities"], "error: --probabilities and --sampler do not go"),
     ],
 )
 def test_mistakes_exit_2(cli, taught, words, message):

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import csv
 import json
+import math
+import os
 import subprocess
 import sys
 
 import pytest
+
+from gatespace.cli.predict import Labeller
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +91,10 @@ def test_the_data_of_a_task_is_not_needed(cli, taught, tmp_path):
     "words, stdin, message",
     [
         (["missing.txt"], b"", "error: missing.txt cannot be read\n"),
-        (["texts.csv"], b"", "error: predict reads lines of text, or JSON lines\n"),
+        (["texts.json"], b"", "error: predict reads lines of text, JSON lines, or a table\n"),
+        (["missing.csv"], b"", "error: missing.csv cannot be read\n"),
+        (["-o", "labels.txt"], b"", "error: the form of the output is not known\n  got: labels.txt\n"),
+        (["-o", "nowhere/labels.csv"], b"", "error: there is no such folder\n  got: nowhere\n"),
         (["--field", "text"], b"not json\n", "error: -:1: not JSON\n"),
         (["--field", "text"], b'{"txt": "a"}\n', "error: -:1: there is no key 'text'\n  got: txt\n"),
         (["--field", "text"], b'{"text": 3}\n', "error: -:1: 'text' is not a text\n  got: 3\n"),
@@ -97,6 +105,141 @@ def test_mistakes_exit_2(cli, taught, words, stdin, message):
     result = cli("predict", taught.folder, *words, stdin=stdin)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+# ---------------------------------------------------------------------------------------------------- probabilities
+
+
+def test_probabilities_of_all_labels(cli, taught, known):
+    texts = [text for _, text in known[:6]]
+    result = cli("predict", taught.folder, "--probabilities", "--json", stdin="\n".join([*texts, "", "long " * 3000]))
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == "1 of 7 texts are too long for the model and have no label\n"
+    *found, empty, long = map(json.loads, result.stdout.splitlines())
+    for one, (label, text) in zip(found, known, strict=False):
+        shares = one["probabilities"]
+        assert list(one) == ["line", "label", "text", "confidence", "margin", "mass", "probabilities"]
+        assert math.isclose(sum(shares.values()), 1)
+        first, second, *_ = sorted(shares.values(), reverse=True)
+        assert (one["confidence"], one["margin"]) == (first, first - second)
+        assert 0 < one["mass"] <= 1
+        # A taught model writes the label that is the most probable one.
+        assert (one["label"], one["text"]) == (label, text) == (max(shares, key=shares.get), text)
+    for one in (empty, long):
+        assert one["label"] is one["probabilities"] is one["confidence"] is one["mass"] is None
+    plain = cli("predict", taught.folder, "--probabilities", stdin="\n".join([*texts, ""])).stdout.splitlines()
+    assert plain == [f"{one['label']}\t{one['confidence']:.4f}\t{one['text']}" for one in found]
+    # The evaluation of the same texts has the same probabilities, but for rounding.
+    told = cli("evaluate", taught.folder, "--probabilities", "--limit", "6", "--output", taught.folder.parent / "seen")
+    assert told.exit_code == 0, told.stderr
+    rows = [json.loads(line) for line in (taught.folder.parent / "seen" / "predictions-test.jsonl").open()]
+    for one, row in zip(found, rows, strict=True):
+        assert row["text"] == one["text"]
+        assert row["probabilities"] == pytest.approx(one["probabilities"], rel=1e-4, abs=1e-6)
+        assert row["mass"] == pytest.approx(one["mass"], rel=1e-4)
+
+
+def test_a_threshold_leaves_texts_without_a_label(cli, taught, known):
+    stdin = "\n".join(text for _, text in known[:20])
+    every = [
+        json.loads(line)
+        for line in cli("predict", taught.folder, "--probabilities", "--json", stdin=stdin).stdout.splitlines()
+    ]
+    cut = sorted(one["confidence"] for one in every)[7]
+    result = cli("predict", taught.folder, "--threshold", cut, "--json", stdin=stdin)
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [one["label"] for one in found] == [one["label"] if one["confidence"] >= cut else None for one in every]
+    assert sum(one["label"] is None for one in found) == 7
+    assert result.stderr == f"7 of 20 texts are below the threshold of {cut:g} and have no label\n"
+    assert [one["probabilities"] for one in found] == [one["probabilities"] for one in every]
+    assert "0 of 1 texts are below" in cli("predict", taught.folder, "--threshold", "0", stdin="x").stderr
+    assert cli("predict", taught.folder, "--threshold", "1.5", stdin="x").exit_code == 2
+
+
+# ---------------------------------------------------------------------------------------------------- files
+
+
+@pytest.fixture
+def table(known, tmp_path):
+    """A table of texts in a column of its own, some of them over several lines."""
+    path = tmp_path / "tweets.csv"
+    with path.open("w", newline="") as file:
+        rows = [[n, f'{text}\nand "more", {n}' if n % 3 else text] for n, (_, text) in enumerate(known[:11])]
+        csv.writer(file).writerows([["id", "body"], *rows, [11, ""]])
+    return path
+
+
+@pytest.mark.parametrize("how", [[], ["--probabilities"]])
+def test_a_table_in_and_both_forms_out(cli, taught, table, tmp_path, how):
+    command = ["predict", taught.folder, table, "--column", "body", "--batch-size", "4", *how]
+    result = cli(*command, "-o", tmp_path / "out.jsonl")
+    assert (result.exit_code, result.stdout) == (0, ""), result.stderr
+    assert f"note: wrote {tmp_path / 'out.jsonl'}\n" in result.stderr
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").open()]
+    assert [one["line"] for one in lines] == [*range(1, 13)]
+    assert lines[1]["text"].endswith('\nand "more", 1')
+    assert (lines[-1]["label"], lines[-1]["text"]) == (None, "")
+    assert cli(*command, "-o", tmp_path / "out.csv", "--quiet").stderr == ""
+    with (tmp_path / "out.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row, one in zip(rows, lines, strict=True):
+        shares = one.pop("probabilities", None) or {}
+        assert {key: value for key, value in row.items() if not key.startswith("p_")} == {
+            key: "" if value is None else str(value) for key, value in one.items()
+        }
+        assert all(row[f"p_{label}"] == str(share) for label, share in shares.items())
+    assert sorted(os.listdir(tmp_path)) == ["out.csv", "out.jsonl", "tweets.csv"]
+    again = cli(*command, "-o", tmp_path / "out.csv")
+    assert again.exit_code == 2
+    assert "error: the output is there already\n" in again.stderr
+
+
+def test_a_stopped_command_resumes(cli, taught, table, tmp_path, monkeypatch):
+    out = tmp_path / "out.jsonl"
+    command = ["predict", taught.folder, table, "--column", "body", "--batch-size", "3", "--threshold", "0.9", "-o"]
+    whole = cli(*command, tmp_path / "whole.jsonl").stderr.splitlines()[-1]
+    batches = []
+
+    def label(self, lines, own=Labeller.label):
+        if len(batches) == 2:
+            raise KeyboardInterrupt
+        batches.append(len(lines))
+        own(self, lines)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Labeller, "label", label)
+        stopped = cli(*command, out)
+    (part,) = tmp_path.glob("out.jsonl.*.part")
+    assert stopped.exit_code == 130
+    assert f"stopped: the labels of 6 texts are in {part}, and the same command resumes\n" in stopped.stderr
+    assert not out.exists()
+    # A kill may tear a line, and leave a part of a batch.
+    text = part.read_bytes()
+    part.write_bytes(text[: text.rindex(b"{", 0, -2) + 20])
+    # Another model's, or other options', are left alone.
+    assert cli(*command, out, "--threshold", "0.5").exit_code == 0
+    assert part.exists()
+    out.unlink()
+    result = cli(*command, out)
+    assert result.exit_code == 0, result.stderr
+    assert "note: the first 3 texts were labelled before the command was stopped\n" in result.stderr
+    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert result.stderr.splitlines()[-1] == whole  # the count is of all texts
+    assert not part.exists()
+
+
+def test_a_stopped_command_does_not_resume_with_other_texts(cli, taught, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("one\ntwo\nthree\n")
+    command = ["predict", taught.folder, tmp_path / "a.txt", "--batch-size", "1", "-o", tmp_path / "out.csv"]
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "gatespace.cli.prediction_file.PredictionFile.finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
+        assert cli(*command).exit_code == 130
+    (tmp_path / "a.txt").write_text("one\nother\nthree\n")
+    result = cli(*command)
+    assert result.exit_code == 2
+    assert "error: the input is not what it was: text 2 is another one\n" in result.stderr
 
 
 def test_a_reader_that_has_enough_ends_it_quietly(child, taught):

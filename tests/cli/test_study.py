@@ -19,7 +19,7 @@ from gatespace.cli.study_view import StudyView
 from gatespace.errors import UsageError
 from gatespace.plugins import plugin_hash
 from gatespace.runs import StudyFolder
-from gatespace.study.outlook import look
+from gatespace.study.outlook import read_outlook
 from gatespace.study.plan import make_plan
 
 
@@ -99,6 +99,17 @@ def test_plans_fit_a_terminal_of_80_columns(own_cache, words):
     }
 
 
+def test_a_study_takes_expected_rollouts(cli):
+    words = ["plan", "demo", "--json", "--no-estimate", "--set", "axes.controls.shuffled=[]"]
+    words += ["--set", "axes.published=[todi, akl]"]
+    sampled, expected = (
+        {run["id"] for run in json.loads(cli(*words, *more).stdout)["runs"]}
+        for more in ([], ["--set", "train.rollout.expected.max_nodes=16"])
+    )
+    assert len(sampled) == len(expected) > 100
+    assert not sampled & expected  # they are other runs
+
+
 def test_plan_says_what_could_be_supported_and_how_many_seeds_that_takes(cli):
     words = ["plan", "demo", "--no-estimate", "--set", "seeds=[1,2,3]"]
     shown = cli(*words).stdout
@@ -121,6 +132,11 @@ def test_plan_says_what_could_be_supported_and_how_many_seeds_that_takes(cli):
         (["plan", "demo", "--set", "axes.published=[nothing]"], "axes.published.method: unknown objective 'nothing'"),
         (["plan", "demo", "--set", "axes.published=[{method: todi, params: {bta: 1}}]"], "'beta'"),
         (["run", "demo", "--set", "points=['4,0,-1,0,nosuch=1']"], "unknown signal 'nosuch'"),
+        (["plan", "demo", "--set", "train.rollout.expected={}"], "objective.shuffle: λ is permuted over sampled"),
+        (
+            ["plan", "demo", "--set", "train.rollout.expected={}", "--set", "axes.controls.shuffled=[]"],
+            "axes.published: this objective reads the response that was sampled",
+        ),
         (["run", "demo", "--engine", "spark"], "spark"),
         (["run", "demo", "--address", "auto"], "--engine ray"),
         (["run", "demo", "--results", "folder"], "--results is no URL"),
@@ -168,7 +184,7 @@ def test_a_line_about_running_work_has_no_empty_brackets(tmp_path, monkeypatch, 
     monkeypatch.setattr("gatespace.cli.study_view._SECONDS_BETWEEN_LINES", 0)
     folder = StudyFolder(tmp_path)
     folder.begin(load_study("demo"), workers=1, threads=1)
-    outlook = look(folder)
+    outlook = read_outlook(folder)
     outlook.states.update(dict.fromkeys([work.name for work in outlook.work[:5]], "running"))
     with StudyView(1) as view:
         view.update(outlook)
@@ -299,6 +315,10 @@ def _small_window(own):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 12}))
 
 
+def _some_runs(own):
+    (own / "runs" / "teacher").mkdir(parents=True)
+
+
 @pytest.mark.parametrize(
     ("change", "sets", "text"),
     [
@@ -306,11 +326,12 @@ def _small_window(own):
         (_no_table, [], "tickets.csv"),
         (_other_tokens, [], "do not have the same vocabulary"),
         (_small_window, [], "rollout.max_new_tokens: prompt and response do not fit .* of pair.teacher"),
-        (None, ["train.objective.top_k=100000"], "objective.top_k: there are not so many tokens"),
+        (None, ["train.objective.top_k=100000"], "objective.top_k: larger than the vocabulary"),
         (None, ["axes.published=[{method: eopd, params: {top_k: 99999}}]"], "eopd.*params.top_k"),
         (None, ["train.rollout.max_new_tokens=100000"], "rollout.max_new_tokens: prompt and response do not fit"),
         (None, ["train.evaluation.max_new_tokens=2000"], "evaluation.max_new_tokens: prompt and response do not fit"),
         (None, ["train.pair.student=no/such/model"], "pair.student: no such model"),
+        (_some_runs, ["train.pair.teacher=runs/teachr"], "pair.teacher: no such model(.|\n)*mean runs/teacher[?]"),
         (None, ["teach.teacher={model: nowhere}"], "teach.teacher: model: no such model"),
     ],
 )

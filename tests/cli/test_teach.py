@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from gatespace.cli.run_command import _next_command
+from gatespace.cli.training import _next_command
 from gatespace.config import TeachConfig, describe, load_config
 from gatespace.runs import RunFolder
 

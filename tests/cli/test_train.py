@@ -66,6 +66,25 @@ def test_a_teacher_that_knows_no_more_than_the_student_is_warned_of(cli, distil,
     assert found[1:] == stored  # which hold nothing that lies outside of the run
 
 
+def test_a_student_learns_from_expected_rollouts(cli, distil, taught, tmp_path):
+    words = [*distil, "--steps", "2", "--output", tmp_path / "run", "--set", "rollout.expected.max_nodes=9"]
+    words[words.index("--student") + 1] = str(taught.folder)
+    dry = cli(*words, "--dry-run", "--json")
+    assert dry.exit_code == 0, dry.stderr
+    assert json.loads(dry.stdout)["estimate"]["step"]["response_tokens"][1] == 6 * 9
+    result = cli(*words)
+    assert result.exit_code == 0, result.stderr
+    run = json.loads((tmp_path / "run" / "summary.json").read_text())["run"]
+    assert f"over {round(run['tokens'])} tokens of 12 responses" in result.stdout
+    for record in records(tmp_path / "run", "metrics"):
+        assert 1 < record["nodes"] <= 9
+        assert record["uncovered"] < 0.5
+        assert record["ended"] > 0.5
+    refused = cli(*words, "--set", "objective.support=hybrid", "--output", tmp_path / "other", "--dry-run")
+    assert refused.exit_code == 2
+    assert "objective: this objective reads the response that was sampled" in refused.stderr
+
+
 def test_without_a_model_there_is_no_next_step(cli, distil, tmp_path):
     words = [*distil, "--steps", "2", "--set", "checkpoint.model=false", "--output", tmp_path / "run"]
     result = cli(*words)
@@ -124,6 +143,9 @@ def test_an_estimate_knows_the_speed_ups_and_adapters(cli, distil):
     assert "logits" in found("engine.fused=false")["memory_phases"]["update"]
     gold = found("rollout.from={gold: 1.0}")["step"]["response_tokens"]
     assert gold[0] == gold[1]
+    likely = found("evaluation.probabilities=true")["flops"]
+    assert likely["training"] == usual["flops"]["training"]
+    assert likely["evaluation"][0] > usual["flops"]["evaluation"][0]
 
 
 def test_a_dry_run_says_on_which_cards_a_pair_fits(cli, distil, taught, tmp_path):
@@ -219,7 +241,7 @@ def test_a_run_that_fails_exits_1(cli, distil, tmp_path):
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
-        ("objective.top_k=100000", "objective.top_k: there are not so many tokens"),
+        ("objective.top_k=100000", "objective.top_k: larger than the vocabulary"),
         ("rollout.max_new_tokens=100000", "100000 of a response, of 1024"),
         ("evaluation.max_new_tokens=1024", "evaluation.max_new_tokens: prompt and response do not fit"),
     ],

@@ -70,6 +70,7 @@ EVALUATION = {
     "evaluation.max_new_tokens": 8,
     "evaluation.batch_size": 32,
     "evaluation.final": ["test"],
+    "evaluation.probabilities": True,
 }
 LORA = {"r": 8, "alpha": 16.0, "targets": ["q_proj"]}
 RUN = {"steps": 7, "batch_size": 7, "seed": 7, "plugins": ["mine.py"]}
@@ -104,6 +105,10 @@ COUNTED: dict[type[TrainConfig] | type[TeachConfig], dict[str, Any]] = {
         "rollout.stop": "eos",
         "rollout.staleness": 1,
         "rollout.engine": "vllm",
+        "rollout.expected": {},
+        "rollout.expected.mass": 0.9,
+        "rollout.expected.max_nodes": 8,
+        "rollout.expected.rest": "sample",
         "evaluation.engine": "vllm",
         "teacher.payload": "top_k",
         "teacher.k": 32,
@@ -152,6 +157,7 @@ OTHER = {
 BESIDE: dict[str, dict[str, Any]] = {
     "task.table.": {"task.table": {"source": "mails.csv", "labels": ["a", "b"]}},
     "pair.lora.": {"pair.lora": {}},
+    "rollout.expected.": {"rollout.expected": {}},
     "lora.": {"lora": {}},
     "objective.params": {"objective.method": "jsd"},
     "objective.support_k": {"objective.support": "bucket"},
@@ -230,8 +236,8 @@ def test_identity_is_stable() -> None:
     text = b'{"content":{},"kind":"CheckpointConfig","settings":%b,"version":"gatespace.config.1"}' % settings
     assert identity(CheckpointConfig()) == sha256(text).hexdigest()
     config = load_config(TrainConfig, None, ["pair.teacher=t"])
-    assert identity(config) == "58f969c0bdaef8a996913055f045303af4ad357ffe352867c9ff2a2196b32598"
-    assert identity(TeachConfig()) == "b758f33c4b40bcb20361be3ae4e15e648a531519b9c201f833ba649ac395f40b"
+    assert identity(config) == "741f1017a6673accc679a6372a13003883367175598448e64a3963b490e501ae"
+    assert identity(TeachConfig()) == "4d250980311347705c87c955277ee86cd3c8a9ebcc7097c24fcfa34af65f68b7"
     assert identity(parse_config(TrainConfig, read_yaml(dump_yaml(config), where=""))) == identity(config)
     reordered = dict(reversed(dump_config(config).items()))
     assert identity(parse_config(TrainConfig, reordered)) == identity(config)

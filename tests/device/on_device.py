@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from gatespace import Gate, fused_gated_kl
 from gatespace.cli.app import app
-from gatespace.config import TeachEngineConfig, TrainConfig, parse_config
+from gatespace.config import TeachConfig, TeachEngineConfig, TrainConfig, parse_config
 from gatespace.errors import UsageError
 from gatespace.models import build_tiny, load_model
 from gatespace.models.packed import PackedBody
@@ -20,7 +20,7 @@ from gatespace.tasks import synthetic_task
 from gatespace.teacher.local import LocalTeacher
 from gatespace.teacher.scores import ScoreSpec
 from gatespace.training.setup import Placement
-from gatespace.training.train import train
+from gatespace.training.train import teach, train
 from tests.device import simulated
 
 ROWS, TOKENS = 6, 6
@@ -45,8 +45,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fused: None) -> Any:
     # The simulated device by a name that a configuration knows.
     monkeypatch.setattr("gatespace.training.distill.usable", lambda name, _: name.replace("xpu", simulated.NAME))
 
-    def go(device: str, name: str = "", **more: Any) -> Path:
-        monkeypatch.setattr("gatespace.training.job.placement", lambda *_: Placement(device, torch.float32))
+    def go(device: str, name: str = "", dtype: torch.dtype = torch.float32, **more: Any) -> Path:
+        monkeypatch.setattr("gatespace.training.job.placement", lambda *_: Placement(device, dtype))
         settings = {
             "task": {"name": "synthetic", "brief": True},
             "pair": {"student": "tiny", "teacher": "tiny"},
@@ -85,6 +85,18 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "whole logits": {"engine": {"fused": False}},
 }
+
+
+def test_a_run_in_bfloat16_and_a_teacher_in_the_making(run: Any, tmp_path: Path) -> None:
+    def both(device: str) -> list[float]:
+        task = {"name": "synthetic", "brief": True}
+        output = tmp_path / f"{device}-teach"
+        settings = {"task": task, "model": "tiny", "steps": 2, "batch_size": ROWS, "output": str(output)}
+        mixed = losses(run(device, steps=2, dtype=torch.bfloat16))  # gradients are folded into float32 ones
+        teach(parse_config(TeachConfig, {**settings, "evaluation": {"limit": 4, "every": 0}}))
+        return [*mixed, *losses(output)]
+
+    assert both(simulated.NAME) == pytest.approx(both("cpu"), rel=1e-2)  # rounding in bf16, after an update
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -175,6 +187,7 @@ def test_a_step_waits_for_the_device_once_in_eight_tokens(run: Any) -> None:
         found.append((simulated.waits.copy(), simulated.copies.copy(), simulated.launches.copy()))
     (waits, copies, launches), (more_waits, more_copies, more_launches) = found
     assert (more_waits - waits).total() <= 32 / 8, more_waits - waits
+    assert all(line.startswith("rollout/native") for line in more_waits - waits), "scoring and update wait no more"
     assert not more_copies - copies
     clock = [sum(count for line, count in some.items() if line.startswith("training/clock")) for some, *_ in found]
     assert clock[0] == clock[1] >= 4, "rollout, score, update and optimizer end with a wait each"

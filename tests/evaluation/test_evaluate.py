@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
 import pytest
 
 from gatespace.errors import UsageError
-from gatespace.evaluation import Evaluation, evaluate, measure
+from gatespace.evaluation import Evaluation, LabelProbabilities, calibrate, evaluate, measure
 from gatespace.tasks import Prompt, Task, load_task, parse_label
 
 if TYPE_CHECKING:
@@ -68,6 +70,69 @@ def test_the_measures_are_counted_over_all_rows(task: Task, whole: Evaluation) -
     assert (whole.task, whole.task_digest, whole.split, whole.available) == (task.name, task.digest, "test", 80)
     # No text of the generated task stands twice.
     assert (whole.duplicates, whole.without_duplicates, whole.not_applicable) == (0, found, "")
+
+
+def test_probabilities_of_labels_are_those_of_the_network(
+    trained: Model, task: Task, prompt: Prompt, whole: Evaluation
+) -> None:
+    import torch
+
+    found = evaluate(trained, task, prompt, split="test", probabilities=True)
+    assert [replace(row, probabilities=None, mass=None) for row in found.predictions] == whole.predictions
+    for row in found.predictions[:5]:
+        asked, log_probs = prompt.render(trained.tokenizer, row.text), {}
+        for label in task.labels:
+            said = trained.tokenizer.encode(prompt.gold_response(label), add_special_tokens=False)
+            with torch.no_grad():
+                logits = trained.network(input_ids=torch.tensor([[*asked, *said]])).logits[0]
+            each = logits[len(asked) - 1 : -1, : trained.vocab_size].double().log_softmax(-1)
+            log_probs[label] = float(each.gather(1, torch.tensor(said)[:, None]).sum())
+        raw = {label: math.exp(one) for label, one in log_probs.items()}
+        assert row.mass == pytest.approx(sum(raw.values()), rel=1e-5)
+        assert row.probabilities == pytest.approx({label: p / row.mass for label, p in raw.items()}, rel=1e-4, abs=1e-7)
+    likely = [LabelProbabilities(row.probabilities or {}, row.mass or 0.0) for row in found.predictions]
+    assert found.calibration == calibrate([row.label for row in task.test], likely)
+    assert found.calibration is not None
+    # What it writes is what it holds for the most probable, in a task whose labels it can spell.
+    assert found.calibration.accuracy == pytest.approx(whole.metrics.accuracy, abs=0.05)
+    assert found.as_json() == {**whole.as_json(), "calibration": found.calibration.as_json()}
+    assert "calibration" not in whole.as_json()
+    assert "probabilities" not in whole.predictions[0].as_json()
+
+
+def test_samples_have_the_probabilities_of_their_labels(
+    trained: Model, task: Task, prompt: Prompt, whole: Evaluation
+) -> None:
+    from gatespace.rollout import Draws
+
+    draws = Draws(count=20, seed=3)
+    found = evaluate(trained, task, prompt, split="test", probabilities=True, draws=draws, batch_size=200)
+    assert [row.raw for row in found.predictions] == [row.raw for row in whole.predictions]
+    expected, variance, met = 0.0, 0.0, 0
+    for row in found.predictions:
+        assert row.samples is not None
+        assert row.probabilities is not None
+        assert row.mass is not None
+        right = row.probabilities[row.gold] * row.mass
+        expected += 20 * right
+        variance += 20 * right * (1 - right)
+        met += row.samples.count(row.gold)
+        assert len(row.samples) == 20
+    assert abs(met - expected) < 4 * math.sqrt(variance)
+    assert variance > 100  # enough of chance for the comparison to fail
+    sampled = found.sampled
+    assert sampled is not None
+    each = [fmean((row.samples or ())[k] == row.gold for row in found.predictions) for k in range(20)]
+    assert (sampled.samples, sampled.accuracy, sampled.sd) == (
+        20,
+        pytest.approx(met / 1600),
+        pytest.approx(stdev(each)),
+    )
+    # A sample is a function of its stream, whatever is decoded beside it.
+    few = evaluate(trained, task, prompt, split="test", draws=replace(draws, count=3), limit=9, batch_size=4)
+    assert [row.samples for row in few.predictions] == [(row.samples or ())[:3] for row in found.predictions[:9]]
+    assert found.as_json()["sampled"]["seed"] == 3
+    assert "samples" not in whole.predictions[0].as_json()
 
 
 def test_the_best_constant_is_that_of_the_split(trained: Model, task: Task, prompt: Prompt) -> None:

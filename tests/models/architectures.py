@@ -25,6 +25,25 @@ SMALL: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
+_MIXED = ["sliding_attention", "full_attention"]
+WINDOWS: dict[str, dict[str, Any]] = {
+    "Gemma2": {"head_dim": 8, "sliding_window": 20, "attn_logit_softcapping": 2.0},
+    "Gemma3Text": {"head_dim": 8, "sliding_window": 20, "layer_types": _MIXED},
+    "Mistral": {"sliding_window": 20},
+    "Cohere2": {"sliding_window": 20, "layer_types": _MIXED},
+    # windows that stand in the mask only
+    "Phimoe": {"sliding_window": 20, "num_local_experts": 4},
+    "Qwen2Moe": {
+        "sliding_window": 20,
+        "use_sliding_window": True,
+        "layer_types": _MIXED[::-1],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
+}
+"""Architectures with sliding windows and soft caps, and settings with which both are felt."""
+
 
 def made(tokenizer: Any, kind: str, *, std: float = 0.3, dtype: torch.dtype = torch.float32, **settings: Any) -> Model:
     """A model of the architecture `kind`, e.g. ``Llama``; None among the settings leaves the default."""

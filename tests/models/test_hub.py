@@ -126,6 +126,7 @@ def test_without_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", CLOSED)
     with pytest.raises(UsageError, match="the configuration of org/name") as raised:
         load_model("org/name")
+    assert "there is no folder of that name here" in raised.value.why
     assert "out of reach" in raised.value.why
     assert "smollm2" in raised.value.instead
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
 from scipy import stats
 
 from gatespace.evidence.analysis import analyse
+from gatespace.report import drawing
 from gatespace.report.charts import all_charts
 from gatespace.report.view import View
 from tests.sample_study import sample_results
@@ -63,6 +66,26 @@ def test_a_ranking_goes_from_the_best_down(whole, charts):
     assert (found["H1"]["low"], found["H1"]["high"]) == pytest.approx((max(0, low), min(1, high)))
     kinds = [found[p]["kind"] for p in ("H1", "todi", "twin(H1)", "start", "teacher")]
     assert kinds == ["family", "published method", "mean-matched twin", "untouched student", "teacher"]
+
+
+def test_the_numbers_of_a_ranking_do_not_overlap(tmp_path):
+    results = sample_results(tmp_path, points=("G2", "G5"), rows=60, steps=2)
+    runs = {
+        key: replace(run, scores={**run.scores, "test": replace(run.scores["test"], accuracy=1.0, correct=60)})
+        for key, run in results.runs.items()
+    }
+    results = replace(results, runs=runs)
+    chart = next(c for c in all_charts(View(results, analyse(results))) if c.name == "ranking-emotion")
+    for inches in (drawing.WIDE, drawing.NARROW):
+        token = drawing._width.set(inches)
+        with drawing._style():
+            figure = chart.draw()
+            figure.canvas.draw()
+        drawing._width.reset(token)
+        boxes = [text.get_window_extent() for text in figure.axes[0].texts if text.get_text()]
+        assert len(boxes) >= len(chart.data.rows)
+        assert all(box.x1 <= figure.bbox.x1 for box in boxes)
+        assert not [1 for one, other in itertools.combinations(boxes, 2) if one.overlaps(other)]
 
 
 def test_accuracy_stands_against_the_mean_of_lambda(whole, charts):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import median
 
 import pytest
@@ -137,3 +138,18 @@ def test_there_is_one_detectable_difference(tmp_path):
     table = next(table for table in file_tables(view) if table.name == "power")
     keys = [column.key for column in table.columns]
     assert [row[keys.index("pp")] for row in table.rows] == [view.analysis.detectable["emotion"].pp]
+
+
+def test_a_task_that_all_points_solve_is_named(tmp_path):
+    results = sample_results(tmp_path, **SMALL)
+    assert find(View(results, analyse(results))).notable == ()
+    alike = {
+        key: replace(run, scores={**run.scores, "test": replace(run.scores["test"], accuracy=1.0, correct=120)})
+        for key, run in results.runs.items()
+    }
+    results = replace(results, runs=alike)
+    found = find(View(results, analyse(results)))
+    [text] = found.notable
+    assert f"emotion: {len(alike)} of {len(alike)} runs are right on 120 of 120 test texts" in text
+    assert [text for text in found.limits if "no variance to test it by" in text]
+    assert not [text for text in found.limits if "0.0 pp" in text]

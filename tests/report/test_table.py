@@ -120,3 +120,10 @@ def test_columns_are_left_out_where_they_do_not_belong():
     made = Table("name", "Title", columns, (("x", "hidden"),))
     assert "hidden" in csv_text(made)
     assert "hidden" not in markdown_text(made) + latex_text(made)
+
+
+def test_a_column_without_a_value_is_not_on_the_page():
+    columns = (Column("a", "a"), Column("b", "b"), Column("c", "c"))
+    made = Table("name", "Title", columns, ((None, None, None), (None, None, 0)))
+    assert [column.key for column in made.cells("html")[0]] == ["a", "c"]  # a names the row
+    assert [column.key for column in made.cells("csv")[0]] == ["a", "b", "c"]

@@ -31,7 +31,7 @@ def settings(**changes: Any) -> dict[str, Any]:
             "batch_size": 8,
             "optimizer": {"lr": 1e-3},
             "rollout": {"max_new_tokens": 8},
-            "evaluation": {"max_new_tokens": 8, "batch_size": 100, "limit": 100},
+            "evaluation": {"max_new_tokens": 8, "batch_size": 100, "limit": 100, "probabilities": True},
             "engine": {"precision": "fp32"},
             "checkpoint": {"every": 1},
         },

@@ -17,7 +17,7 @@ import pytest
 from gatespace.errors import RunError, UsageError
 from gatespace.runs import RunFolder, StudyFolder
 from gatespace.study.engines import LocalEngine
-from gatespace.study.outlook import look
+from gatespace.study.outlook import read_outlook
 from gatespace.study.results import read_results
 from gatespace.study.runner import run_study
 
@@ -66,11 +66,13 @@ def test_results_are_those_of_the_run_folders(done):
     assert results.problems == ()
     assert {result.state for result in results.runs.values()} == {"done"}
     assert set(results.baselines["messages"].start) == set(results.baselines["messages"].teacher) == {"val", "test"}
+    assert results.baselines["messages"].start["test"].calibration.count == 100
     for result in results.runs.values():
         score = result.scores["test"]
         predicted = result.predictions("test")
         assert score.count == len(predicted) == 100
         assert score.correct == sum(row.gold == row.label for row in predicted)
+        assert score.calibration.count == 100
         assert len(result.curve()) == result.cost.steps == 3
         assert result.environment["threads"] == 1
         assert not (result.folder / "model").exists()
@@ -340,7 +342,7 @@ def test_threads_stay_when_workers_change(tmp_path):
 
 
 def test_status_from_outside(done):
-    outlook = look(StudyFolder.open(done))
+    outlook = read_outlook(StudyFolder.open(done))
     assert outlook.count("done") == len(outlook.work) == 16 + 4
     assert outlook.seconds_left(2) == 0
 

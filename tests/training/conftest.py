@@ -24,6 +24,7 @@ from gatespace.teacher.scores import Scores, ScoreSpec
 from gatespace.training.batches import Batches, Row
 from gatespace.training.clock import Clock
 from gatespace.training.distill import Distillation
+from gatespace.training.expected import Expected
 from gatespace.training.optimizer import Optimizer, Update
 from gatespace.training.processes import ONE
 from gatespace.training.rollouts import MicroBatch, OnPolicy
@@ -203,7 +204,7 @@ class Lab:
         job.objective, job.vocab_size = build_objective(config.objective), self.vocab_size
         job.processes, job.sampler = ONE, None
         spec = ScoreSpec(tuple(encoder.prefix), config.rollout.max_new_tokens, self.vocab_size, payload)
-        job.rollouts = OnPolicy(
+        job.rollouts = (OnPolicy if config.rollout.expected is None else Expected)(
             student=job.body,
             teacher=LocalTeacher(self.teacher, spec, packed=packed),
             encoder=encoder,

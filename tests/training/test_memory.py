@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ import transformers
 from gatespace.config import TeachEngineConfig, TrainConfig, parse_config
 from gatespace.errors import UsageError
 from gatespace.models import Model
-from gatespace.models.packed import LONG, PackedBody
+from gatespace.models.attention import LONG
+from gatespace.models.packed import PackedBody
 from gatespace.models.sizes import Sizes, sizes_of
 from gatespace.training import memory
-from gatespace.training.memory import Plan, Work, check_devices, chunk_mb, device_bytes, layouts, micro_tokens
+from gatespace.training.memory import Layout, Plan, Work, check_devices, chunk_mb, device_bytes, layouts, micro_tokens
 from gatespace.training.processes import ONE
 
 # As published: Qwen3-4B has 4.0 billion parameters, 3.6 without its embedding; Qwen3-32B has 32.8 and 31.2.
@@ -97,6 +99,46 @@ def test_which_cards_a_32b_teacher_and_a_4b_student_fit_on(pair: dict[str, Sizes
     }
 
 
+TABLE: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    "`engine.activation_checkpointing: true`, `engine.micro_tokens: 615`": {
+        "engine": {"activation_checkpointing": True, "micro_tokens": 615}
+    },
+    "`optimizer.states: 8bit`": {"optimizer": {"states": "8bit"}},
+    "the same, with `pair.teacher_quantization: nf4`": {
+        "optimizer": {"states": "8bit"},
+        "pair": {"teacher": "t", "teacher_quantization": "nf4"},
+    },
+    "`pair.lora: {r: 16}`": {},
+    "`pair.teacher`: a service on other cards": {},
+}
+
+
+def test_the_table_of_the_docs(pair: dict[str, Sizes]) -> None:
+    """docs/devices.md: of the ways to place a run on some cards, the one whose fullest card has most room."""
+
+    def cell(found: list[Layout], cards: int) -> str:
+        best = min((one for one in found if one.cards == cards), key=Layout.worst)
+        teacher = f" and {sum(best.memory.teacher.values()) / 1e9:.1f}" if best.memory.teacher else ""
+        parallel = f", {best.parallel}" if best.parallel else ""
+        return f"{best.verdict(80 * 10**9)}: {best.memory.all / 1e9:.1f}{teacher}{parallel}"
+
+    text = (Path(__file__).parents[2] / "docs/devices.md").read_text()
+    for name, settings in TABLE.items():
+        run = plan(pair, **settings)
+        if "service" in name:
+            run = replace(run, teacher=None)
+        if "lora" in name:
+            targets = 4096 * 2 + 1024 * 2 + 2560 * 4 + 3 * (2560 + 9728)  # inputs and outputs of a layer's products
+            run = replace(run, student=replace(pair["4b"], trained=16 * 36 * targets))
+        found = list(layouts(run))
+        assert f"| {name} | {' | '.join(cell(found, cards) for cards in (1, 2, 8))} |" in text
+    update = plan(pair).memory().during("update")
+    for purpose, size in update.items():
+        assert f"| {purpose.replace('_', ' ')} | " in text
+        assert f" | {size / 1e9:.2f} |" in text, purpose
+
+
 def test_phases_do_not_add_up(pair: dict[str, Sizes]) -> None:
     found = plan(pair).memory()
     assert {"update", "rollout", "scoring", "telemetry", "evaluation"} == set(found.phases)
@@ -111,6 +153,13 @@ def test_phases_do_not_add_up(pair: dict[str, Sizes]) -> None:
     usual = plan(pair, engine={"micro_tokens": 615}).memory()
     assert again.phases["update"]["activations"] < usual.phases["update"]["activations"] / 10
     assert again.phases["update"]["attention"] == usual.phases["update"]["attention"] // 36
+    # One row of 4096 tokens: half of its layers are recomputed, unless that is not wanted.
+    work = Work(prefix=130, mean=3840.0, longest=3840, new=256, rows=1)
+    half, all_ = (
+        replace(plan(pair, engine={"activation_checkpointing": how}), work=work).memory().phases["update"]
+        for how in (None, False)
+    )
+    assert half["activations"] < 0.6 * all_["activations"]
     apart = plan(pair).memory(teacher_beside=False)
     assert set(apart.teacher) == {"teacher_weights", "teacher_pass", "scores"}
     assert apart.lasting["teacher_head"] == 2 * pair["32b"].head
@@ -121,7 +170,7 @@ def test_phases_do_not_add_up(pair: dict[str, Sizes]) -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma2"])
 def test_activations_are_what_autograd_keeps(kind: str, dtype: torch.dtype, checkpointing: bool) -> None:
     shape: dict[str, Any] = {
         "hidden_size": 64,
@@ -132,7 +181,7 @@ def test_activations_are_what_autograd_keeps(kind: str, dtype: torch.dtype, chec
         "head_dim": 16,
         "vocab_size": 300,
     }
-    config = (transformers.LlamaConfig if kind == "llama" else transformers.Qwen3Config)(**shape)
+    config = getattr(transformers, f"{kind}Config")(**shape)
     network = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
     model = Model(network, None, "", "")  # type: ignore[arg-type]
     weights = {p.untyped_storage().data_ptr() for p in network.parameters()}

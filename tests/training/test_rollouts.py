@@ -14,7 +14,7 @@ from gatespace.files import read
 from gatespace.training.train import train
 
 from .test_resume import assert_same_numbers
-from .test_run import Listener
+from .test_train import Listener
 
 Make = Callable[..., TrainConfig]
 

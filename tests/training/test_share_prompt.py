@@ -24,7 +24,7 @@ from .conftest import Lab, Stepped
 from .test_distill import WITH_GAP, assert_same_gradient, expected, gated
 from .test_resume import assert_same_numbers
 from .test_rollouts import Stop
-from .test_run import Listener
+from .test_train import Listener
 
 OFTEN: dict[str, Any] = {"per_prompt": 4, "temperature": 0.6}
 """Low enough for a response to be sampled again."""

@@ -1,22 +1,25 @@
 """The command `gatespace`: its commands, and the one place where errors become messages and exit codes.
 
-Starting must stay fast: neither this module nor a command's module imports torch, pydantic, Rich or matplotlib at its
-top. Each command imports what it needs when it runs.
+Starting must stay fast: a command's module is imported when the command is called or listed, and neither it nor this
+one imports torch, pydantic, Rich or matplotlib at its top.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from gatespace.cli import doctor, evaluate, gate, init, plan, predict, report, run, status, teach, train
 from gatespace.cli.console import gatespace_version, print_error, stop_on_sigterm, stopped
 from gatespace.errors import GatespaceError, unknown_name
 from gatespace.plugins import provided
 from gatespace.training.processes import is_first
+
+_CORE = ("gate", "teach", "train", "evaluate", "predict", "init", "plan", "run", "status", "report", "doctor")
+"""Each is a function of the module of the same name. Add-ons and other packages have more."""
 
 
 class _Group(TyperGroup):
@@ -39,9 +42,40 @@ class _Group(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
+class _Commands(_Group):
+    """All commands, each imported when it is needed."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*_CORE, *provided("commands")]
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        if name not in self.commands and name in self.list_commands(ctx):
+            try:
+                self.commands[name] = _load(name)
+            except Exception as error:  # a broken package must not take the other commands with it
+                if name in _CORE:
+                    raise
+                sys.stderr.write(
+                    f"note: the command {name} of {provided('commands')[name].value} cannot be loaded: {error}\n"
+                )
+        return self.commands.get(name)
+
+
+def _load(name: str) -> Any:
+    holder = typer.Typer(rich_markup_mode="rich")
+    if name in _CORE:
+        module = importlib.import_module(f"gatespace.cli.{name}")
+        holder.command(name, cls=module.PointCommand if name == "gate" else None)(getattr(module, name))
+    elif isinstance(command := provided("commands")[name].load(), typer.Typer):
+        holder.add_typer(command, name=name, cls=_Group)
+    else:
+        holder.command(name)(command)
+    return typer.main.get_group(holder).commands[name]
+
+
 app = typer.Typer(
     name="gatespace",
-    cls=_Group,
+    cls=_Commands,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -76,33 +110,6 @@ def _root(
     gatespace run demo                              a whole study, its report
     gatespace doctor                                what is installed here
     """
-
-
-app.command("gate", cls=gate.PointCommand)(gate.gate)
-app.command("teach")(teach.teach)
-app.command("train")(train.train)
-app.command("evaluate")(evaluate.evaluate)
-app.command("predict")(predict.predict)
-app.command("init")(init.init)
-app.command("plan")(plan.plan)
-app.command("run")(run.run)
-app.command("status")(status.status)
-app.command("report")(report.report)
-app.command("doctor")(doctor.doctor)
-
-
-def _add(name: str, command: Any) -> None:
-    if isinstance(command, typer.Typer):
-        app.add_typer(command, name=name, cls=_Group)
-    else:
-        app.command(name)(command)
-
-
-for _name, _point in provided("commands").items():
-    try:
-        _add(_name, _point.load())
-    except Exception as error:  # a broken package must not take the other commands with it
-        sys.stderr.write(f"note: the command {_name} of {_point.value} cannot be loaded: {error}\n")
 
 
 def main() -> None:

@@ -131,7 +131,7 @@ def estimate(
 
 
 def _train(config: TrainConfig, place: Placement, load: Callable[..., Model]) -> Training:
-    build_objective(config.objective)
+    build_objective(config.objective, expected=config.rollout.expected is not None)
     data, pair = material(config.task, "distill"), config.pair
 
     def outline(role: str) -> Model:
@@ -163,7 +163,7 @@ def _train(config: TrainConfig, place: Placement, load: Callable[..., Model]) ->
     notes += prompts.notes
     rows = config.batch_size * config.rollout.per_prompt
     shares = config.rollout.source.shares()
-    longest = config.rollout.max_new_tokens
+    longest = config.rollout.room
     shortest = min(prompts.right, longest)
     responses = Range(shortest, shortest if set(shares) == {"gold"} else longest).times(rows)
     shared = config.rollout.per_prompt if config.engine.share_prompt else 1
@@ -245,6 +245,10 @@ def _prompts(config: TrainConfig | TeachConfig, data: Material, models: dict[str
         response = Range(min(right, longest), longest).times(len(rows) * often)
         responses += response
         evaluated += response + _exactly(often * prompting)
+    if evaluation.probabilities:
+        rows_of = [len(data.task.rows(split)[: evaluation.limit]) for split in evaluation.final]
+        labels = _exactly(sum(rows_of) * sum(gold.values()))
+        responses, evaluated = responses + labels, evaluated + labels
     notes = check_fit(config, data, encoder, **models)
     return Prompts(len(encoder.prefix), sum(lengths) / len(lengths), max(lengths), right, evaluated, responses, notes)
 
@@ -254,7 +258,7 @@ def _memory_json(memory: Memory) -> dict[str, int]:
 
 
 def _cards(plan: Plan, processes: int, size: int) -> dict[str, Any]:
-    def told(layout: Layout) -> dict[str, Any]:
+    def described(layout: Layout) -> dict[str, Any]:
         memory = layout.memory
         return {
             "cards": layout.cards,
@@ -265,7 +269,7 @@ def _cards(plan: Plan, processes: int, size: int) -> dict[str, Any]:
             "teacher_bytes": {**memory.teacher, "all": sum(memory.teacher.values())} if memory.teacher else None,
         }
 
-    return {"bytes": size, "layouts": [told(layout) for layout in layouts(plan, processes)]}
+    return {"bytes": size, "layouts": [described(layout) for layout in layouts(plan, processes)]}
 
 
 def _time(flops: Range, sizes: Sizes, place: Placement, device_memory: int | None) -> dict[str, Any]:

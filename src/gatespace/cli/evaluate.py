@@ -15,7 +15,10 @@ from gatespace.evaluation.metrics import Metrics
 from gatespace.tasks.data import SPLITS
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
+
+    from gatespace.evaluation.calibration import Calibration
 
 ModelName = Annotated[
     str,
@@ -77,6 +80,23 @@ def evaluate(
             "has it; vllm=vllm://HOST:PORT is a server that has MODEL.",
         ),
     ] = None,
+    probabilities: Annotated[
+        bool,
+        typer.Option(
+            "--probabilities", help="Look up the probability of every label too: log-loss, calibration, coverage."
+        ),
+    ] = False,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            show_default=False,
+            help="Sample N responses per text too, and count how often they are right.",
+        ),
+    ] = None,
+    temperature: Annotated[float, typer.Option(metavar="T", min=0.0, help="Of --samples.")] = 1.0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of --samples.")] = 0,
     plugins: options.Plugins = None,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
@@ -90,11 +110,20 @@ def evaluate(
     gatespace evaluate runs/train
     gatespace evaluate smollm2 --task tweeteval/emotion --limit 100
     gatespace evaluate runs/train --split val --output runs/train/val --json
+    gatespace evaluate runs/train --split val --probabilities
+    gatespace evaluate runs/train --samples 8 --temperature 0.7
     gatespace evaluate runs/train --sampler vllm=.venv-vllm/bin/python
 
     A response without a legal label counts as wrong. Test rows whose text
     also occurs in train are counted; a second row of the table is without
     them.
+
+    With --probabilities the responses of all labels are scored too, after
+    the same pass over each prompt. The second table is about the most
+    probable label; its thresholds are for `gatespace predict --threshold`.
+
+    With --samples N further responses to each text are sampled, after the
+    same pass over its prompt.
 
     With --sampler the model is loaded here too, on the CPU, and first the
     sampler's log-probabilities of a text are compared with the model's own.
@@ -102,17 +131,26 @@ def evaluate(
     from gatespace.cli.found_model import ModelOptions, find, model_folder
     from gatespace.cli.progress import RunProgress
     from gatespace.config import in_setting
-    from gatespace.errors import unknown_name
+    from gatespace.errors import UsageError, unknown_name
     from gatespace.evaluation import evaluate as run_evaluation
     from gatespace.evaluation import write
     from gatespace.evaluation.concerns import concerns
     from gatespace.models.encode import Encoder
     from gatespace.plugins import provider
+    from gatespace.rollout import Draws
 
     splits = ("train", "val", "test")
     if split not in splits:
         raise unknown_name("split", split, splits)
     opener = None
+    if sampler is not None and (probabilities or samples):
+        raise UsageError(
+            f"{'--probabilities' if probabilities else '--samples'} and --sampler do not go together",
+            why="these numbers come from the model in this process",
+            instead="one of the two",
+        )
+    with in_setting("--temperature"):
+        draws = None if samples is None else Draws(samples, temperature, seed)
     if sampler is not None:
         name, _, where = sampler.partition("=")
         with in_setting("--sampler"):  # before the model is loaded, which takes long
@@ -152,6 +190,8 @@ def evaluate(
             encoder=encoder,
             progress=progress.generating,
             writer=writer,
+            probabilities=probabilities,
+            draws=draws,
         )
     written = write(evaluation, output) if output is not None else ()
     result = evaluation.as_json()
@@ -164,6 +204,14 @@ def evaluate(
     out.print(f"{found.model.name} on {evaluation.task}", style="bold", soft_wrap=True)
     out.print(results_table({split: result}))
     out.print(_labels_table(result["metrics"]))
+    if evaluation.calibration is not None:
+        _print_calibration(out, evaluation.calibration)
+    if (sampled := evaluation.sampled) is not None:
+        spread = "" if sampled.sd is None else f", SD {sampled.sd:.4f} from one sample of all texts to another"
+        out.print(
+            f"Sampled {sampled.samples} times at temperature {sampled.temperature:g}: accuracy {sampled.accuracy:.4f}"
+            f"{spread}; {sampled.no_label:.2%} without a label."
+        )
     if limit is not None and limit < evaluation.available:
         out.print(f"Only the first {limit} of {evaluation.available} rows, which need not be like the rest.")
     if evaluation.split == "test":
@@ -171,6 +219,20 @@ def evaluate(
     print_warnings(warnings)
     for path in written:
         out.print(f"wrote {path}", soft_wrap=True)
+
+
+def _print_calibration(out: Console, found: Calibration) -> None:
+    columns = ("accuracy", "confidence", "log-loss", "Brier", "ECE", "AURC", "mass of labels")
+    shown = table("Probabilities of labels", *columns, numbers=columns)
+    values = (found.accuracy, found.confidence, found.log_loss, found.brier, found.ece, found.aurc, found.mass)
+    shown.add_row(*(f"{value:.4f}" for value in values))
+    out.print(shown)
+    names = ("accuracy of at least", "coverage", "--threshold")
+    shown = table("Answering only the most confident texts", *names, numbers=names)
+    for one in found.coverage_at:
+        reached = one.threshold is not None
+        shown.add_row(f"{one.accuracy:g}", f"{one.coverage:.4f}", f"{one.threshold:.4f}" if reached else "not reached")
+    out.print(shown)
 
 
 def results_table(evaluations: Mapping[str, Mapping[str, Any]], on_the_way: Sequence[Mapping[str, Any]] = ()) -> Table:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
@@ -20,21 +20,44 @@ from gatespace.errors import UsageError
 
 if TYPE_CHECKING:
     from gatespace.cli.found_model import Found
+    from gatespace.cli.progress import RunProgress
+    from gatespace.evaluation.calibration import LabelProbabilities
+    from gatespace.models.encode import Encoder
 
 _STDIN = Path("-")
-_TABLES = (".csv", ".tsv", ".parquet", ".json")
+_TABLES = (".csv", ".tsv", ".parquet")
 _JSON_LINES = (".jsonl", ".ndjson")
 
 
 def predict(
     model: ModelName,
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", show_default=False, help="Texts, one per line; - is standard input.")
+        Path,
+        typer.Argument(
+            metavar="FILE", show_default=False, help="Texts, one per line, or a table; - is standard input."
+        ),
     ] = _STDIN,
     field: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", show_default="text for .jsonl", help="The lines are JSON, and this key has the text."
+            "--field",
+            "--column",
+            metavar="NAME",
+            show_default="text for tables and .jsonl",
+            help="The column of a table, or the key of JSON lines, that has the text.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", show_default=False, help="Write .jsonl or .csv; a stop loses nothing."
+        ),
+    ] = None,
+    probabilities: Annotated[bool, typer.Option("--probabilities", help="Score all labels; generate nothing.")] = False,
+    threshold: Annotated[
+        float | None,
+        typer.Option(
+            metavar="P", min=0, max=1, show_default=False, help="No label where the most probable one is below P."
         ),
     ] = None,
     task: options.Task = None,
@@ -56,14 +79,26 @@ def predict(
 
     Prints one line per line: the label, a tab, the text. A text without a
     legal label in its response, or one too long for the model, has an empty
-    label (null in JSON); empty lines keep their place.
+    label (null in JSON); empty lines keep their place. FILE may also be a
+    .csv, .tsv, .parquet or .jsonl file with a column of texts.
 
     \b
     gatespace predict runs/train texts.txt
     gatespace predict runs/train tweets.jsonl --field text --json
+    gatespace predict runs/train tweets.csv --column body --probabilities -o labels.csv
     cat texts.txt | gatespace predict runs/train | cut -f1 | sort | uniq -c
+
+    With --probabilities the label is the most probable one of the task, with
+    its probability among the labels between two tabs; JSON and CSV have the
+    probability of every label, the margin to the second, and the mass that
+    the model gives to the labels together. --threshold leaves texts without
+    a label on which the model is not confident enough.
+
+    With --output nothing is lost when the command is stopped: what is done
+    lies beside the output, and the same command resumes.
     """
     from gatespace.cli.found_model import ModelOptions, find
+    from gatespace.cli.prediction_file import check_output
     from gatespace.cli.progress import RunProgress
 
     asked = ModelOptions(
@@ -78,30 +113,72 @@ def predict(
         batch_size=batch_size,
         plugins=plugins or (),
     )
-    counts = Counts()
-    with ExitStack() as stack:
-        stream = _opened(file, stack)
-        if field is None and file.suffix in _JSON_LINES:
-            field = "text"
-        lines = _lines(stream, str(file), field)
-        found = find(model, asked, report=RunProgress(quiet=quiet).note, rows=False)
-        # At a terminal every line gets its label at once.
-        at_once = 1 if file == _STDIN and sys.stdin.isatty() else found.batch_size
-        try:
-            while batch := list(islice(lines, at_once)):
-                for one in _labelled(found, batch, counts):
-                    # A lone surrogate, as JSON can spell one, has no form in any encoding.
-                    text = _shown(one, as_json=as_json).encode("utf-8", "replace").decode("utf-8")
-                    sys.stdout.write(f"{text}\n")
-                sys.stdout.flush()
-        except BrokenPipeError:
-            # The reader has enough. Python would complain about the same pipe once more at its end.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if output is not None:
+        check_output(output)
+    with RunProgress(quiet=quiet or output is None, job="predict") as progress, ExitStack() as stack:
+        note = progress.note if output is not None else RunProgress(quiet=quiet).note
+        lines, total = _lines(file, field, stack, note)
+        found = find(model, asked, report=note, rows=False)
+        labeller = Labeller(found, probabilities=probabilities or threshold is not None, threshold=threshold)
+        if output is not None:
+            _write(labeller, lines, total, output, progress)
+        elif not _print(labeller, lines, as_json=as_json, at_once=file == _STDIN and sys.stdin.isatty()):
             return
-    if counts.unparsed and not quiet:
-        sys.stderr.write(f"{counts.unparsed} of {counts.texts} responses had no legal label\n")
-    if counts.too_long and not quiet:
-        sys.stderr.write(f"{counts.too_long} of {counts.texts} texts are too long for the model and have no label\n")
+    if not quiet:
+        for text in labeller.notes():
+            sys.stderr.write(f"{text}\n")
+
+
+def _print(labeller: Labeller, lines: Iterator[Line], *, as_json: bool, at_once: bool) -> bool:
+    """Print a line for every line; False where the reader has enough."""
+    # At a terminal every line gets its label at once.
+    size = 1 if at_once else labeller.found.batch_size
+    try:
+        while batch := list(islice(lines, size)):
+            labeller.label(batch)
+            for one in batch:
+                labeller.count(one.record())
+                # A lone surrogate, as JSON can spell one, has no form in any encoding.
+                text = one.shown(as_json=as_json).encode("utf-8", "replace").decode("utf-8")
+                sys.stdout.write(f"{text}\n")
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Python would complain about the same pipe once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
+
+
+def _write(labeller: Labeller, lines: Iterator[Line], total: int | None, output: Path, progress: RunProgress) -> None:
+    """Write a record for every line to the file `output`, from where a command that was stopped left off."""
+    from gatespace.cli.console import stopped
+    from gatespace.cli.prediction_file import PredictionFile
+
+    size = labeller.found.batch_size
+    with PredictionFile(output, labeller.recipe()) as file:
+        done = 0
+        for record in file.resume((line.text for line in lines), size):
+            labeller.count(record)
+            done += 1
+        if done:
+            progress.note(f"the first {done} texts were labelled before the command was stopped")
+        progress.begin(done)
+        try:
+            while batch := list(islice(lines, size)):
+                labeller.label(batch)
+                records = [one.record() for one in batch]
+                file.append(records)
+                for record in records:
+                    labeller.count(record)
+                done += len(batch)
+                if total is not None:
+                    progress.generating(done, total)
+            file.finish(labeller.found.prompt.labels if labeller.probabilities else None)
+        except KeyboardInterrupt as interrupt:
+            progress.close()
+            left = f": the labels of {done} texts are in {file.path}, and the same command resumes"
+            raise typer.Exit(stopped(interrupt, left)) from None
+    progress.note(f"wrote {output}")
 
 
 # ---------------------------------------------------------------------------------------------------- labels
@@ -115,75 +192,155 @@ class Line:
     text: str
     label: str | None = None
     raw: str | None = None
+    likely: LabelProbabilities | None = None
+    scored: bool = False
+    """Whether labels are scored, and nothing is generated."""
+
+    def record(self) -> dict[str, Any]:
+        """What JSON says of it."""
+        found: dict[str, Any] = {"line": self.number, "label": self.label, "text": self.text}
+        if not self.scored:
+            return found | {"raw": self.raw}
+        names = ("confidence", "margin", "mass", "probabilities")
+        return found | {name: None if self.likely is None else getattr(self.likely, name) for name in names}
+
+    def shown(self, *, as_json: bool) -> str:
+        """What is printed of it; a text of several lines is put on one."""
+        if as_json:
+            return json.dumps(self.record(), ensure_ascii=False)
+        cells = [self.label or ""]
+        if self.scored:
+            cells.append("" if self.likely is None else f"{self.likely.confidence:.4f}")
+        return "\t".join([*cells, " ".join(self.text.splitlines())])
 
 
-@dataclass
-class Counts:
-    """What is printed at the end."""
+class Labeller:
+    """Gives lines their labels, batch by batch, and counts those that get none.
 
-    texts: int = 0
-    unparsed: int = 0
-    too_long: int = 0
+    Args:
+        found: The model.
+        probabilities: The most probable label of the task, not the one in a generated response.
+        threshold: No label below this probability.
+    """
 
+    def __init__(self, found: Found, *, probabilities: bool, threshold: float | None) -> None:
+        self.found, self.probabilities, self.threshold = found, probabilities, threshold
+        self._texts = self._too_long = self._unlabelled = 0
 
-def _labelled(found: Found, lines: Sequence[Line], counts: Counts) -> Sequence[Line]:
-    """The lines of a batch, labelled in place."""
-    from gatespace.models.encode import Encoder
-    from gatespace.rollout import greedy
+    def recipe(self) -> dict[str, Any]:
+        """All that labels depend on beside the texts."""
+        found, prompt = self.found, self.found.prompt
+        return {
+            "model": found.model.fingerprint(),
+            "tokenizer": found.model.tokenizer_digest(),
+            "prompt": [prompt.fixed, prompt.labels, prompt.prefill],
+            "device": str(found.model.device),
+            "batch_size": found.batch_size,
+            "how": ["probabilities", self.threshold] if self.probabilities else ["greedy", found.max_new_tokens],
+        }
 
-    asked = [line for line in lines if line.text.strip()]
-    counts.texts += len(asked)
-    if not asked:
-        return lines
-    # A prefix that the texts before had in common need not be that of these.
-    encoder = Encoder(found.prompt, found.model.tokenizer, [line.text for line in asked])
-    room = _context(found) - found.max_new_tokens - len(encoder.prefix)
-    fitting = [line for line in asked if len(encoder.suffix(line.text)) <= room]
-    counts.too_long += len(asked) - len(fitting)
-    responses = greedy(
-        found.model,
-        encoder,
-        [line.text for line in fitting],
-        max_new_tokens=found.max_new_tokens,
-        batch_size=found.batch_size,
-    )
-    for line, response in zip(fitting, responses, strict=True):
-        line.raw = response.text
-        line.label = found.prompt.parse(response.text)
-        counts.unparsed += line.label is None
-    return lines
+    def label(self, lines: Sequence[Line]) -> None:
+        """Label the lines of a batch in place."""
+        from gatespace.models.encode import Encoder
 
+        for line in lines:
+            line.scored = self.probabilities
+        asked = [line for line in lines if line.text.strip()]
+        if not asked:
+            return
+        found = self.found
+        # A prefix that the texts before had in common need not be that of these.
+        encoder = Encoder(found.prompt, found.model.tokenizer, [line.text for line in asked])
+        new = found.max_new_tokens
+        if self.probabilities:
+            new = max(len(encoder.gold(label)) for label in found.prompt.labels)
+        room = (found.model.window or 1 << 30) - new - len(encoder.prefix)
+        fitting = [line for line in asked if len(encoder.suffix(line.text)) <= room]
+        (self._score if self.probabilities else self._generate)(fitting, encoder)
 
-def _context(found: Found) -> int:
-    """The most tokens that the model's context can hold."""
-    return found.model.window or 1 << 30
+    def _generate(self, lines: Sequence[Line], encoder: Encoder) -> None:
+        from gatespace.rollout import greedy
 
+        found, texts = self.found, [line.text for line in lines]
+        responses = greedy(
+            found.model, encoder, texts, max_new_tokens=found.max_new_tokens, batch_size=found.batch_size
+        )
+        for line, response in zip(lines, responses, strict=True):
+            line.raw = response.text
+            line.label = found.prompt.parse(response.text)
 
-def _shown(line: Line, *, as_json: bool) -> str:
-    """What is printed of a line; a text of several lines is put on one."""
-    if as_json:
-        record = {"line": line.number, "label": line.label, "text": line.text, "raw": line.raw}
-        return json.dumps(record, ensure_ascii=False)
-    return f"{line.label or ''}\t{' '.join(line.text.splitlines())}"
+    def _score(self, lines: Sequence[Line], encoder: Encoder) -> None:
+        from gatespace.evaluation.calibration import LabelProbabilities
+        from gatespace.rollout import score_labels
+
+        found = self.found
+        scores = score_labels(found.model, encoder, [line.text for line in lines], batch_size=found.batch_size)
+        for line, log_probs in zip(lines, scores, strict=True):
+            line.likely = LabelProbabilities.of(found.prompt.labels, log_probs)
+            if self.threshold is None or line.likely.confidence >= self.threshold:
+                line.label = line.likely.label
+
+    def count(self, record: Mapping[str, Any]) -> None:
+        """Take in what a line has come to, here or before the command was stopped."""
+        if record["text"].strip():
+            tried = record["confidence" if self.probabilities else "raw"] is not None
+            self._texts += 1
+            self._too_long += not tried
+            self._unlabelled += tried and record["label"] is None
+
+    def notes(self) -> Iterator[str]:
+        """What is said at the end of texts without a label."""
+        of = f"of {self._texts}"
+        if self.threshold is not None:
+            yield f"{self._unlabelled} {of} texts are below the threshold of {self.threshold:g} and have no label"
+        elif self._unlabelled:
+            yield f"{self._unlabelled} {of} responses had no legal label"
+        if self._too_long:
+            yield f"{self._too_long} {of} texts are too long for the model and have no label"
 
 
 # ---------------------------------------------------------------------------------------------------- lines
 
 
-def _opened(file: Path, stack: ExitStack) -> BinaryIO:
+def _lines(
+    file: Path, field: str | None, stack: ExitStack, note: Callable[[str], None]
+) -> tuple[Iterator[Line], int | None]:
+    """The lines of the input, and how many there are where that is known."""
+    suffix = file.suffix.lower()
+    if suffix in (*_TABLES, *_JSON_LINES) and field is None:
+        field = "text"
+    if suffix in _TABLES:
+        from gatespace.tasks.table import read_texts
+
+        if not file.is_file():
+            raise UsageError(f"{file} cannot be read", why="there is no such file")
+        notes: list[str] = []
+        texts = list(read_texts(file, field or "", notes))
+        for text in notes:
+            note(text)
+        return (Line(number, text) for number, text in enumerate(texts, start=1)), len(texts)
     if file == _STDIN:
         if sys.stdin.isatty():
             sys.stderr.write("reading texts from the keyboard, one per line; Ctrl-D ends\n")
-        return sys.stdin.buffer
-    if file.suffix in _TABLES:
-        raise UsageError("predict reads lines of text, or JSON lines", got=file, instead="a .txt or .jsonl file")
+        return _read_lines(sys.stdin.buffer, str(file), field), None
+    if suffix == ".json":
+        raise UsageError(
+            "predict reads lines of text, JSON lines, or a table",
+            got=file,
+            instead="a .txt, .jsonl, .csv, .tsv or .parquet file",
+        )
     try:
-        return stack.enter_context(file.open("rb"))
+        stream = stack.enter_context(file.open("rb"))
+        total = None
+        if file.is_file():  # and not a pipe, which can be read once
+            total = sum(1 for _ in stream)
+            stream.seek(0)
+        return _read_lines(stream, str(file), field), total
     except OSError as error:
         raise UsageError(f"{file} cannot be read", why=error.strerror or str(error)) from None
 
 
-def _lines(stream: BinaryIO, name: str, field: str | None) -> Iterator[Line]:
+def _read_lines(stream: BinaryIO, name: str, field: str | None) -> Iterator[Line]:
     """Lines end at line feeds alone: a text may hold the other characters that Unicode calls line breaks."""
     for number, data in enumerate(stream, start=1):
         try:

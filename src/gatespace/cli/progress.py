@@ -103,11 +103,12 @@ class RunProgress(Closing):
             f"macro-F1 {found.macro_f1:.3f}{failed}"
         )
 
-    # ------------------------------------------------------------------ what `gatespace evaluate` reports
+    # ------------------------------------------------------------------ what `evaluate` and `predict` report
 
-    def begin(self) -> None:
-        """Models and data are loaded; the time is measured from here."""
+    def begin(self, done: int = 0) -> None:
+        """Models and data are loaded; the time is measured from here, for texts after the first `done`."""
         self._began = self._last_line = time.monotonic()
+        self._done_before = done
 
     def generating(self, done: int, total: int) -> None:
         """There are responses to `done` of `total` texts."""

@@ -3,34 +3,51 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gatespace.cli.console import console, print_json, print_warnings
 
 if TYPE_CHECKING:
+    from gatespace.evidence.records import ComparisonEvidence
     from gatespace.report.page import ReportFiles
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", show_default=False, help="The folder of a study.")]
+Folder = Annotated[
+    Path, typer.Argument(metavar="PATH", show_default=False, help="The folder of a study, or an archive of it.")
+]
 Output = Annotated[
     Path | None,
-    typer.Option("--output", "-o", metavar="DIR", show_default="DIR", help="Where the report is written."),
+    typer.Option("--output", "-o", metavar="DIR", show_default="with the study", help="Where the report is written."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the findings and the files as JSON.")]
+Evidence = Annotated[
+    bool, typer.Option("--evidence", help="Print every comparison with its interval, and write no files.")
+]
 NoPng = Annotated[bool, typer.Option("--no-png", help="Draw figures as SVG only, which is faster.")]
 
 
-def report(folder: Folder, output: Output = None, as_json: AsJson = False, no_png: NoPng = False) -> None:
+def report(
+    folder: Folder,
+    output: Output = None,
+    as_json: AsJson = False,
+    no_png: NoPng = False,
+    evidence: Evidence = False,
+) -> None:
     """Write the report of a study: report.html, tables/ and figures/.
 
     Nothing is trained. A study that is not complete gives a report of
-    what is there, which says so.
+    what is there, which says so. An archive of `gatespace pack` gives the
+    same tables as the folder; its report goes to NAME-report beside it.
 
     \b
     gatespace report studies/demo
     gatespace report studies/demo --output paper/supplement --no-png
+    gatespace report studies/demo.tar.xz --evidence --json
     """
+    if evidence:
+        _print_evidence(folder, as_json)
+        return
     written = write_report(folder, output, png=not no_png, quiet=as_json)
     if not as_json:
         return
@@ -48,6 +65,7 @@ def report(folder: Folder, output: Output = None, as_json: AsJson = False, no_pn
                 for c in found.claims
             ],
             "limits": list(found.limits),
+            "comparisons": [*map(_plain, written.analysis.comparisons)],
             "html": str(written.html),
             "tables": [*map(str, written.tables)],
             "figures": [*map(str, written.figures)],
@@ -58,12 +76,44 @@ def report(folder: Folder, output: Output = None, as_json: AsJson = False, no_pn
 def write_report(folder: Path, output: Path | None = None, *, png: bool = True, quiet: bool = False) -> ReportFiles:
     """Write the report of the study in `folder`, and print its findings and where it is."""
     from gatespace.report.page import build_report
-    from gatespace.study.results import read_results
 
-    written = build_report(read_results(folder), output, png=png)
+    written = build_report(folder, output, png=png)
     if not quiet:
         _print(written)
     return written
+
+
+def _plain(found: ComparisonEvidence) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {name: value for name, value in asdict(found).items() if name not in ("mcnemar", "run_ids")}
+
+
+def _print_evidence(folder: Path, as_json: bool) -> None:
+    from gatespace.cli.console import table
+    from gatespace.evidence.analysis import analyse
+    from gatespace.report.table import shown
+    from gatespace.study.results import read_results
+
+    results = read_results(folder)
+    found = analyse(results).comparisons
+    if as_json:
+        print_json({"study": results.name, "problems": results.problems, "comparisons": [*map(_plain, found)]})
+        return
+    out = console()
+    numbers = ("seeds", "mean, pp", "from", "to", "p", "p, Holm", "p, BH")
+    title = f"{results.name}: accuracy on test, left minus right"
+    rows = table(title, "task", "left", "right", *numbers, numbers=numbers)
+    for one in found:
+        if (pair := one.judged) is not None:
+            values = [shown(value, "signed_pp") for value in (pair.mean, pair.low, pair.high)]
+            values += [shown(value, "p") for value in (pair.p, one.holm, one.bh)]
+            rows.add_row(one.task, one.left, one.right, str(pair.n), *values)
+    out.print(rows)
+    seed = results.selection_seed
+    out.print(f"95 % intervals over seeds; where two others are there, without the selection seed ({seed}).")
+    if results.problems:
+        out.print(f"not complete: {'; '.join(results.problems)}")
 
 
 def _print(written: ReportFiles) -> None:

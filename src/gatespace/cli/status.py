@@ -23,10 +23,10 @@ def status(
     from gatespace.cli.console import console, print_json
     from gatespace.cli.study_view import headline, status_table, validation
     from gatespace.runs import StudyFolder
-    from gatespace.study.outlook import look
+    from gatespace.study.outlook import read_outlook
 
     study = StudyFolder.open(folder)
-    outlook, alive = look(study), study.is_running
+    outlook, alive = read_outlook(study), study.is_running
     failed = outlook.errors()
     if as_json:
         work = [

@@ -1,4 +1,4 @@
-"""From the STUDY of a command line to a study: one that is shipped, a file of one's own, or a study's folder."""
+"""From the STUDY of a command line to a study: one that is shipped, a file of yours, or a study's folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gatespace.study.plan import Plan
 
 MANY_RUNS = 10_000
-"""A study with more runs than that is taken for a slip, unless the user says so."""
+"""A study with more runs than that is treated as a mistake, unless the user confirms it."""
 
 Study = Annotated[
     str,
@@ -94,18 +94,18 @@ def checked_plan(config: StudyConfig, *, yes: bool = False) -> Plan:
         config: The study file.
         yes: The user knows that there are very many runs.
     """
-    from gatespace.config import ObjectiveConfig
     from gatespace.gating.configured import build_objective
-    from gatespace.study.plan import check, least_runs, objective
+    from gatespace.study.plan import check, least_runs, objective, train_config
 
     if not yes:
-        _check_size(least_runs(config), "at least ")  # before so many are planned
+        _check_size(least_runs(config), "at least ")  # before they are planned
     plan = check(config)
     if not yes:
         _check_size(len(plan.runs))
-    for point in plan.points.values():
+    for (task, _), point in plan.points.items():
         path = "points." if point.method is None else "axes.published."
-        build_objective(ObjectiveConfig(**objective(point, lam=0.5)), path=path)
+        run = train_config(config, task, config.seeds[0], objective(point, lam=0.5))
+        build_objective(run.objective, path=path, expected=run.rollout.expected is not None)
     return plan
 
 
@@ -124,14 +124,14 @@ def support(plan: Plan) -> Reach:
 
 
 def out_of_reach(found: Reach) -> str:
-    """What is said of a study that can support nothing."""
+    """The message about a study that can support nothing."""
     if not found.claims:
         return "this study compares nothing"
     return f"whatever the result, this study can support no claim: that takes at least {found.seeds_needed} seeds"
 
 
 def study_folder(config: StudyConfig, study: str, output: Path | None) -> StudyFolder:
-    """Where the study lives."""
+    """The folder of the study."""
     from gatespace.runs import StudyFolder
 
     if output is None and StudyFolder(study).exists:

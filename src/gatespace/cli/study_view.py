@@ -24,7 +24,7 @@ _RECENT = 5
 
 
 class StudyView(Closing):
-    """Shows a user how a study goes on. Accuracies are those on validation: test is for the end."""
+    """Shows the progress of a study. Accuracies are those on validation: test is for the end."""
 
     def __init__(self, workers: int, *, quiet: bool = False) -> None:
         self._workers, self._quiet = workers, quiet
@@ -50,7 +50,7 @@ class StudyView(Closing):
         self._say(f"note: {text}")
 
     def update(self, outlook: Outlook) -> None:
-        """Show how the study stands."""
+        """Show the state of the study."""
         if self._quiet:
             return
         if self._live is not None:
@@ -131,7 +131,7 @@ def _table(outlook: Outlook, work: Iterable[Work]) -> Table:
 
 
 def _ended(work: Work) -> str:
-    """What a line says of work that has ended."""
+    """The line of a job that has ended."""
     if error := work.folder.error():
         return f"{work.title}: FAILED: {error.splitlines()[0]}"
     accuracy = _accuracy(work)

@@ -51,7 +51,7 @@ def teach(
     130 or 143: stopped by Ctrl-C or SIGTERM. With --json, standard output is
     the summary alone.
     """
-    from gatespace.cli.run_command import execute, list_settings
+    from gatespace.cli.training import execute, list_settings
     from gatespace.config import TeachConfig
 
     if settings:

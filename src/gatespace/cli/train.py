@@ -70,7 +70,7 @@ def train(
     130 or 143: stopped by Ctrl-C or SIGTERM. With --json, standard output is
     the summary alone.
     """
-    from gatespace.cli.run_command import execute, list_settings
+    from gatespace.cli.training import execute, list_settings
     from gatespace.config import TrainConfig
 
     if settings:

@@ -14,7 +14,7 @@ _FORM = re.compile(
 
 
 class Address(NamedTuple):
-    """A service: how one speaks to it, and where it is."""
+    """A service: its protocol, and where it is."""
 
     scheme: str
     host: str

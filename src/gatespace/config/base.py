@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 
 class Fault(ValueError):
-    """A wrong setting, found by a section that looks at several at once: `field` says which of them is to blame."""
+    """A wrong setting, found by a check of several together; `field` is the one to blame."""
 
     def __init__(self, field: str, what: str, *, instead: str = "") -> None:
         super().__init__(what)

@@ -80,7 +80,7 @@ class ObjectiveConfig(Section):
     coefficients are never compared across K."""
 
     temperature: Annotated[float, Strict(), AllowInfNan(False), Field(gt=0)] = 1.0
-    """Divides the logits of both sides in the divergences. The signals are read at 1."""
+    """Divides the logits of both sides in the divergences. Signals are computed at temperature 1."""
 
     stop_gradient: Switch = False
     """Treat λ as a constant in the gradient. By default gradient flows through the gate, as in the paper."""
@@ -89,15 +89,18 @@ class ObjectiveConfig(Section):
     """A control: the gate's values of λ in a step are permuted over its tokens at random, within each micro-batch, as
     constants. What the gate gains over this is due to where it puts λ, not to which values it has."""
 
-    support: Literal["full", "bucket", "hybrid", "renorm", "recipe"] = "full"
-    """What both KLs sum over: full is all of the vocabulary; the others make do with the teacher's top-K."""
+    support: Literal["full", "bucket", "hybrid", "renorm", "recipe", "labels", "labels+rest"] = "full"
+    """What both KLs sum over at a token: full is all of the vocabulary; bucket, hybrid, renorm and recipe make do with
+    the teacher's top-K. labels: at each text the task's labels instead, as whole responses, normalised over them;
+    nothing is sampled, and student and teacher may have different tokenizers. labels+rest: with all other responses as
+    one more outcome."""
 
     support_k: Count | None = None
     """K of a support other than full; null: the teacher's K where it sends a top-K, else top_k."""
 
     entropy: Literal["top_k", "full", "bucket"] = "top_k"
-    """How h and u are read: over the teacher's top-K renormalised (the family's definition), the full vocabulary, or
-    the top-K with the tail as one further outcome."""
+    """How h and u are computed: over the teacher's top-K renormalised (the family's definition), the whole vocabulary,
+    or the top-K with the tail as one further outcome."""
 
     @model_validator(mode="before")
     @classmethod
@@ -121,6 +124,13 @@ class ObjectiveConfig(Section):
             raise Fault("shuffle", f"the method {self.method} has no gate whose λ could be shuffled", instead="false")
         if self.method not in ("gated", "static") and self.support != "full":
             raise Fault("support", f"the method {self.method} defines its own support", instead="full")
-        if self.support == "full" and self.support_k is not None:
-            raise Fault("support_k", "the support full has no K", instead="support_k: null, or support: bucket")
+        if (self.support == "full" or self.over_labels) and self.support_k is not None:
+            raise Fault(
+                "support_k", f"the support {self.support} has no K", instead="support_k: null, or support: bucket"
+            )
         return self
+
+    @property
+    def over_labels(self) -> bool:
+        """Whether the divergences are over the labels of a text, and not over the tokens of a response."""
+        return self.support.startswith("labels")

@@ -34,7 +34,7 @@ class TrainConfig(Section):
     """On-policy distillation of a teacher into a student. Defaults are the paper's where the paper says."""
 
     task: TaskConfig = TaskConfig()
-    """Texts and labels, and how a model is asked."""
+    """Texts and labels, and how a model is prompted."""
 
     pair: PairConfig
     """Student and teacher."""
@@ -58,10 +58,10 @@ class TrainConfig(Section):
     """Accuracy on held-out texts."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """What a killed run goes on from."""
+    """What a killed run resumes from."""
 
     trace: TraceConfig = TraceConfig()
-    """What is written down on the way."""
+    """What is recorded during training."""
 
     steps: Count = 100
     """Updates of the student: 100 on emotion, 200 on hate and offensive in the paper."""
@@ -82,7 +82,7 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _services_only_score(self) -> TrainConfig:
         if self.rollout.source.teacher > 0 and is_address(self.pair.teacher):
-            what = "a teacher that is a service scores responses and writes none"
+            what = "a teacher that is a service scores responses and generates none"
             raise Fault("rollout.from.teacher", what, instead="0, or a teacher in this process")
         return self
 
@@ -91,6 +91,35 @@ class TrainConfig(Section):
         if self.evaluation.engine not in ("native", self.rollout.engine):
             what = f"{self.evaluation.engine} evaluates only where it samples the responses too"
             raise Fault("evaluation.engine", what, instead=f"native, or rollout.engine: {self.evaluation.engine}")
+        if self.evaluation.engine != "native" and self.evaluation.probabilities:
+            what = "probabilities of labels come from the model in this process"
+            raise Fault("evaluation.probabilities", what, instead="false, or evaluation.engine: native")
+        return self
+
+    @model_validator(mode="after")
+    def _labels_are_not_sampled(self) -> TrainConfig:
+        if not self.objective.over_labels:
+            return self
+        support, rollout, usual = self.objective.support, self.rollout, RolloutConfig()
+        if self.teacher.payload != "hidden":
+            raise Fault(
+                "teacher.payload", f"the support {support} needs the teacher's full distribution", instead="hidden"
+            )
+        for name in ("source", "temperature", "top_p", "per_prompt", "expected", "staleness", "engine"):
+            if getattr(rollout, name) != getattr(usual, name):
+                setting = "from" if name == "source" else name
+                raise Fault(
+                    f"rollout.{setting}", f"has no meaning with objective.support: {support}, which samples nothing"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _expected_tokens_are_not_shuffled(self) -> TrainConfig:
+        if self.rollout.expected is not None and self.objective.shuffle:
+            what = "λ is permuted over sampled tokens, which count alike; expected ones count by their probability"
+            raise Fault(
+                "objective.shuffle", what, instead="false (axes.controls of a study), or rollout.expected: null"
+            )
         return self
 
     @model_validator(mode="after")
@@ -124,7 +153,7 @@ class TeachConfig(Section):
     """Supervised fine-tuning on a task's gold labels, so that there is a teacher to learn from."""
 
     task: TaskConfig = TaskConfig()
-    """Texts and labels, and how a model is asked. Only the rows of `split.teacher` are learned from."""
+    """Texts and labels, and how a model is prompted. Only the rows of `split.teacher` are learned from."""
 
     model: Name = "smollm2"
     """The model to start from: a folder, smollm2 (fetched and converted once), tiny (built for the task), or the name
@@ -149,10 +178,10 @@ class TeachConfig(Section):
     """Accuracy on held-out texts."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """What a killed run goes on from."""
+    """What a killed run resumes from."""
 
     trace: TeachTraceConfig = TeachTraceConfig()
-    """What is written down on the way."""
+    """What is recorded during training."""
 
     steps: Count = 120
     """Updates of the model."""

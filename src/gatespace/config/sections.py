@@ -1,4 +1,4 @@
-"""The sections that say how a run is computed: models, rollout, teacher, optimizer, engine, what is written down."""
+"""The sections that say how a run is computed: models, rollout, teacher, optimizer, engine, what is recorded."""
 
 from __future__ import annotations
 
@@ -147,6 +147,21 @@ class SourceConfig(Section):
         return {name: share for name, share in given if share > 0}
 
 
+class ExpectedConfig(Section):
+    """The tree of responses that the student can write to a prompt, as far as it is looked at."""
+
+    mass: Annotated[float, Strict(), AllowInfNan(False), Field(gt=0, le=1)] = 0.99
+    """A prompt's tree is searched, likeliest first, until ended responses of this probability in all were found."""
+
+    max_nodes: Count = 64
+    """The most nodes of a prompt's tree. A node is a beginning of responses, the empty one included; at each node the
+    loss of one token is learned from."""
+
+    rest: Literal["drop", "sample"] = "drop"
+    """What the tree does not cover: drop leaves it out, sample draws one response per prompt from it, weighted so that
+    the mean gradient is that of the whole tree. Its probability is logged as `uncovered` either way."""
+
+
 class RolloutConfig(Section):
     """How responses are obtained."""
 
@@ -178,6 +193,28 @@ class RolloutConfig(Section):
 
     options: Options = Field(default={})
     """Settings of an engine other than native, e.g. {server: .venv-vllm/bin/python} for vllm."""
+
+    expected: ExpectedConfig | None = None
+    """Learn from the mean over the student's own responses in place of samples, for short answers; null: samples."""
+
+    @property
+    def room(self) -> int:
+        """Most response tokens that a prompt is followed by, for each of `per_prompt`."""
+        if self.expected is None:
+            return self.max_new_tokens
+        return self.expected.max_nodes + (self.max_new_tokens if self.expected.rest == "sample" else 0)
+
+    @model_validator(mode="after")
+    def _expected_is_the_students_own(self) -> RolloutConfig:
+        if self.expected is not None:
+            needed = {"source": SourceConfig(student=1.0), "temperature": 1.0, "top_p": 1.0, "per_prompt": 1}
+            needed |= {"staleness": 0, "engine": "native"}
+            for name, value in needed.items():
+                if getattr(self, name) != value:
+                    name, value = ("from", "{student: 1}") if name == "source" else (name, value)
+                    what = "expected rollouts are over all responses of the student as it is, each by its probability"
+                    raise Fault(name, what, instead=f"{value}, or expected: null")
+        return self
 
     @model_validator(mode="after")
     def _native_has_no_options(self) -> RolloutConfig:
@@ -277,11 +314,12 @@ class TeachEngineConfig(Section):
 
     packed: Switch | None = None
     """Run networks over packed tokens without padding; null: where the architecture allows it. Exact; false is for
-    checking, and reads every prompt anew at every token."""
+    checking, and recomputes every prompt at every token."""
 
-    activation_checkpointing: Switch = False
+    activation_checkpointing: Switch | None = None
     """Keep little of each layer for the backward pass, and compute the layer again there. Exact; for long texts and
-    large models, at about a third more time."""
+    large models, at about a third more time. null: every second layer, where a text has more than about 340 tokens of
+    its own; false: none."""
 
     share_prefix: Switch = True
     """Compute what all prompts have in common once per batch. Exact; false is for checking."""
@@ -318,7 +356,7 @@ class EvaluationConfig(Section):
     """The rows of the evaluations on the way."""
 
     limit: Count | None = None
-    """Evaluate on the first so many rows only; null: all. The first rows of TweetEval's tests are easier than the rest:
+    """Evaluate on the first N rows only; null: all. The first rows of TweetEval's tests are easier than the rest:
     for a glance, not for figures."""
 
     max_new_tokens: Count = 32
@@ -331,6 +369,10 @@ class EvaluationConfig(Section):
     final: Annotated[tuple[Split, ...], AfterValidator(_once)] = ("val", "test")
     """The splits that are evaluated at the end."""
 
+    probabilities: bool = False
+    """Look up the probability of every label too, in the evaluations at the end: log-loss, Brier score, calibration and
+    risk against coverage, in the run's files and in a study's report. Needs evaluation.engine: native."""
+
 
 class TrainEvaluationConfig(EvaluationConfig):
     """Evaluation of a student."""
@@ -341,7 +383,7 @@ class TrainEvaluationConfig(EvaluationConfig):
 
 
 class CheckpointConfig(Section):
-    """What a killed run goes on from."""
+    """What a killed run resumes from."""
 
     every: CountOrZero = 25
     """Steps between two checkpoints; 0: none, a killed run starts again."""
@@ -354,14 +396,14 @@ class CheckpointConfig(Section):
 
 
 class TeachTraceConfig(Section):
-    """What is written down on the way."""
+    """What is recorded during training."""
 
     trackers: Annotated[tuple[Name, ...], AfterValidator(_once), AfterValidator(_trackers)] = ()
     """Where metrics go beside metrics.jsonl: any of tensorboard, wandb, trackio, and what installed packages add."""
 
 
 class TraceConfig(TeachTraceConfig):
-    """What is written down on the way, down to single tokens."""
+    """What is recorded during training, down to single tokens."""
 
     tokens_every: CountOrZero = 10
     """Steps between two records of single tokens (λ, signals, divergences); 0: none."""

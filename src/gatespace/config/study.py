@@ -91,7 +91,7 @@ class IsolationConfig(Section):
     """Whose E[λ]: that of the dynamic run with the same seed, or, as in the paper, of the first seed for all."""
 
     decimals: Annotated[int, Field(ge=1, le=15)] | None = None
-    """Round the constant to so many decimals (the paper: 3); null: as it is."""
+    """Round the constant to this many decimals (the paper: 3); null: as it is."""
 
     points: Literal["all"] | Labels = "all"
     """The dynamic points that get a twin: all points of the task, or a list of labels."""
@@ -155,7 +155,7 @@ class StudyTask(Section):
     """A task of a study."""
 
     task: Settings
-    """Texts and labels, and how a model is asked: the section `task` of `gatespace train`."""
+    """Texts and labels, and how a model is prompted: the section `task` of `gatespace train`."""
 
     points: Points | None = None
     """Points of this task; null: those of the study."""

@@ -1,4 +1,4 @@
-"""The section `task`: where texts and labels come from, how the model is asked, and whose rows are whose."""
+"""The section `task`: where texts and labels come from, how the model is prompted, and whose rows are whose."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _different(labels: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class TableConfig(Section):
-    """Classification data of one's own."""
+    """Your own classification data."""
 
     source: Annotated[str | dict[str, str], BeforeValidator(_source)]
     """A file (.jsonl, .csv, .tsv, .parquet; its rows are train), a folder with train, val and test files, a mapping of
@@ -113,7 +113,7 @@ class SplitConfig(Section):
 
 
 class TaskConfig(Section):
-    """Texts to be given one label each, and how a model is asked for it."""
+    """Texts to be given one label each, and how a model is prompted for it."""
 
     name: Name | None = "tweeteval/emotion"
     """A task by name: tweeteval/emotion, tweeteval/hate, tweeteval/offensive, any other of TweetEval, synthetic, or

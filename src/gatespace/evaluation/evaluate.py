@@ -6,12 +6,14 @@ Importing this needs no torch: reading results does not need what made them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from gatespace.errors import UsageError
+from gatespace.evaluation.calibration import Calibration, LabelProbabilities, calibrate
 from gatespace.evaluation.metrics import Metrics, measure
 from gatespace.files import atomic_write
 from gatespace.tasks.data import Task
@@ -20,7 +22,7 @@ from gatespace.tasks.prompt import Prompt
 if TYPE_CHECKING:
     from gatespace.models.encode import Encoder
     from gatespace.models.load import Model
-    from gatespace.rollout.greedy import Answer, Writer
+    from gatespace.rollout.greedy import Answer, Draws, Writer
 
     Share = Callable[[Sequence[str], Callable[[Sequence[str]], list[Answer]]], list[Answer]]
 
@@ -36,6 +38,9 @@ class Prediction:
         label: The label in the answer; None if there is no legal one.
         raw: What the model wrote after the prefill.
         ended: Whether it stopped by itself, not at the cap.
+        probabilities: Label → its probability among the labels, where that was asked for.
+        mass: The probability that the model gives to the labels together.
+        samples: The labels in sampled answers, where these were asked for.
     """
 
     index: int
@@ -44,6 +49,49 @@ class Prediction:
     label: str | None
     raw: str
     ended: bool
+    probabilities: Mapping[str, float] | None = None
+    mass: float | None = None
+    samples: tuple[str | None, ...] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; without what was not asked for."""
+        return {key: value for key, value in asdict(self).items() if value is not None or key not in _ASKED}
+
+
+_ASKED = ("probabilities", "mass", "samples")
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What sampled answers are worth.
+
+    Args:
+        samples: Of every text.
+        temperature: Of sampling.
+        seed: Of the random streams.
+        accuracy: The mean over texts and samples.
+        sd: Standard deviation of the accuracy from one sample of all texts to another; None of one sample.
+        no_label: The share of answers without a legal label.
+    """
+
+    samples: int
+    temperature: float
+    seed: int
+    accuracy: float
+    sd: float | None
+    no_label: float
+
+    @classmethod
+    def of(cls, predictions: Sequence[Prediction], draws: Draws) -> Sampled:
+        """Counted over predictions."""
+        labels = [row.samples or () for row in predictions]
+        right = [
+            fmean(found[k] == row.gold for row, found in zip(predictions, labels, strict=True))
+            for k in range(draws.count)
+        ]
+        missing = fmean(label is None for found in labels for label in found)
+        sd = stdev(right) if len(right) > 1 else None
+        return cls(draws.count, draws.temperature, draws.seed, fmean(right), sd, missing)
 
 
 @dataclass(frozen=True)
@@ -60,6 +108,8 @@ class Evaluation:
         duplicates: The evaluated test rows whose text also stands in train; 0 for another split.
         without_duplicates: Over the other rows. None for another split than test, and if there are no others.
         predictions: In the order of the rows.
+        calibration: What the probabilities of labels are worth, over all evaluated rows, where they were asked for.
+        sampled: What sampled answers are worth, over all evaluated rows, where they were asked for.
     """
 
     task: str
@@ -71,6 +121,8 @@ class Evaluation:
     duplicates: int
     without_duplicates: Metrics | None
     predictions: list[Prediction]
+    calibration: Calibration | None = None
+    sampled: Sampled | None = None
 
     @property
     def not_applicable(self) -> str:
@@ -93,6 +145,8 @@ class Evaluation:
             "metrics": self.metrics.as_json(),
             "duplicates": self.duplicates,
             "without_duplicates": clean,
+            **({} if self.calibration is None else {"calibration": self.calibration.as_json()}),
+            **({} if self.sampled is None else {"sampled": asdict(self.sampled)}),
         }
 
 
@@ -109,6 +163,8 @@ def evaluate(
     progress: Callable[[int, int], None] | None = None,
     writer: Writer | None = None,
     share: Share | None = None,
+    probabilities: bool = False,
+    draws: Draws | None = None,
 ) -> Evaluation:
     """Let a model label the texts of a split, greedily, and compare with the gold labels.
 
@@ -125,6 +181,8 @@ def evaluate(
         writer: Answers in place of the model, with its weights; a vLLM server, for one. Where two tokens are equally
             probable but for rounding, its answer may be another one.
         share: Divides texts among processes that all evaluate the same model; None: there are no others.
+        probabilities: Look up the probability of every label too, and what these are worth.
+        draws: Sample answers too, which share the pass over their prompt, and count how often these are right.
     """
     if limit is not None and limit < 1:
         raise UsageError("limit is at least 1", got=limit, instead="None for all rows")
@@ -158,13 +216,24 @@ def evaluate(
             batch_size=batch_size,
             progress=progress,
             writer=writer,
+            labels=probabilities,
+            draws=draws,
         )
 
     answers = answered(texts) if share is None else share(texts, answered)
+    likely = [LabelProbabilities.of(task.labels, one.labels) for one in answers if one.labels is not None]
     predictions = [
         Prediction(index, row.text, row.label, prompt.parse(answer.text), answer.text, answer.ended)
         for index, (row, answer) in enumerate(zip(rows, answers, strict=True))
     ]
+    if likely:
+        known_labels = zip(predictions, likely, strict=True)
+        predictions = [replace(one, probabilities=of.probabilities, mass=of.mass) for one, of in known_labels]
+    if draws is not None:
+        predictions = [
+            replace(one, samples=tuple(prompt.parse(text) for text in answer.samples))
+            for one, answer in zip(predictions, answers, strict=True)
+        ]
     held_against_train = split == "test"
     known = {index for index in task.test_in_train if index < len(rows)} if held_against_train else set()
     fresh = [row for row in predictions if row.index not in known]
@@ -178,6 +247,8 @@ def evaluate(
         duplicates=len(known),
         without_duplicates=_measured(fresh, task) if held_against_train and fresh else None,
         predictions=predictions,
+        calibration=calibrate([row.label for row in rows], likely) if likely else None,
+        sampled=None if draws is None else Sampled.of(predictions, draws),
     )
 
 
@@ -187,7 +258,7 @@ def write(evaluation: Evaluation, folder: str | Path) -> tuple[Path, Path]:
     The same evaluation gives the same bytes.
     """
     place = Path(folder)
-    lines = [json.dumps(asdict(row), sort_keys=True) + "\n" for row in evaluation.predictions]
+    lines = [json.dumps(row.as_json(), sort_keys=True) + "\n" for row in evaluation.predictions]
     predictions = place / f"predictions-{evaluation.split}.jsonl"
     summary = place / f"evaluation-{evaluation.split}.json"
     atomic_write(predictions, "".join(lines))

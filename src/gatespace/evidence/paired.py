@@ -18,7 +18,7 @@ from gatespace.gating.coefficients import NotApplicable
 from gatespace.seeding import stream
 
 EXACT_UP_TO = 14
-"""Up to so many differences all 2ⁿ assignments of signs are tried; above, a sample of them."""
+"""Up to this many differences all 2ⁿ assignments of signs are tried; above, a sample of them."""
 SAMPLED_FLIPS = 19_999
 POWER = 0.8
 

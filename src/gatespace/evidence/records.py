@@ -388,11 +388,6 @@ class BelowStart(NamedTuple):
     gain: Summary
     """Accuracy minus start over seeds, in pp; its mean is below 0."""
 
-    @property
-    def beyond_noise(self) -> bool:
-        """Whether the interval over seeds leaves out the start."""
-        return self.gain.high is not None and self.gain.high < 0
-
 
 class Detectable(NamedTuple):
     """The detectable difference of a study: of a typical comparison of two of its points.

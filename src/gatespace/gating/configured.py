@@ -39,27 +39,44 @@ def build_gate(config: ObjectiveConfig, *, path: str = "objective.") -> Gate | N
     return found
 
 
-def build_objective(config: ObjectiveConfig, *, path: str = "objective.") -> Objective:
+def build_objective(config: ObjectiveConfig, *, path: str = "objective.", expected: bool = False) -> Objective:
     """The objective of `gatespace.gating` that the section names.
 
     Args:
         config: The section `objective`. Its `top_k`, `temperature` and `entropy` are arguments of the loss and not part
             of the objective.
         path: Where that section stands, up to its last dot, for errors.
+        expected: Whether responses are expected rollouts, in which a token is no part of one sampled response.
 
     Examples:
         >>> build_objective(ObjectiveConfig(method="eopd", params={"tau": 0.5})).tau
         0.5
     """
+    objective = _build(config, path)
+    if expected:
+        read = [name for name in objective.further_signals() if name == "position"]
+        if objective.uses_sampled() or read:
+            with in_setting(path.removesuffix(".")):
+                raise UsageError(
+                    "this objective reads the response that was sampled, and expected rollouts sample none",
+                    got=f"method {config.method}" + (f", signal {read[0]}" if read else f", support {config.support}"),
+                    why="a node of the tree belongs to all responses that begin with it",
+                    instead="rollout.expected: null, or an objective of the two distributions alone",
+                )
+    return objective
+
+
+def _build(config: ObjectiveConfig, path: str) -> Objective:
     from gatespace.gating.objectives import Gated, Static, get
 
     gate = build_gate(config, path=path)
+    support = "full" if config.over_labels else config.support  # all of the labels
     if gate is not None:
         with in_setting(f"{path}gate"):
-            return Gated(gate, config.support, config.support_k, config.stop_gradient)
+            return Gated(gate, support, config.support_k, config.stop_gradient)
     with in_setting(f"{path}method"):
         kind = get(config.method)
-    settings = {"support": config.support, "support_k": config.support_k} if kind is Static else {}
+    settings = {"support": support, "support_k": config.support_k} if kind is Static else {}
     parameters = _parameters(config, kind, settings, path=f"{path}params.")
     with in_setting(f"{path}params"):
         return kind(**parameters, **settings)

@@ -81,7 +81,7 @@ class Objective(ABC):
         return None
 
     def uses_sampled(self) -> bool:
-        """Whether it looks at the response token itself, and so at the probability under which it was sampled."""
+        """Whether it uses the response token itself, and so at the probability under which it was sampled."""
         return False
 
     def __call__(self, tokens: Tokens) -> TokenLoss:

@@ -1,4 +1,4 @@
-"""Signals: what a gate may look at, one number per token.
+"""Signals: what a gate may depend on, one number per token.
 
 h, u and gap are the paper's. Further signals enter a gate by name with a coefficient of their own:
 ``Gate(a=4, c=-1, extra={"student_entropy": 2})``. A signal of your own takes a few lines:

@@ -153,7 +153,7 @@ class Tokens(ABC):
         if self.batch.given.sampled is None:
             raise UsageError(
                 "the response token ids are needed and were not given",
-                why="a sampled term looks at the token that the student sampled",
+                why="a sampled term uses the token that the student sampled",
                 instead="pass sampled= of shape (B, T)",
             )
         return self.batch.given.sampled

@@ -58,7 +58,7 @@ def top_entries(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Values and ids (N, k) of the largest logits, largest first.
 
     The k largest entries lie in the k blocks with the largest maxima, so that after one sweep for maxima only 64·k
-    entries are looked at. (A plain topk walks a vocabulary-first buffer against its grain.)
+    entries are compared. (A plain topk is slow over a buffer whose vocabulary dimension is not contiguous.)
     """
     if logits.shape[-1] <= 2 * _BLOCK * k:
         values, ids = logits.topk(k, dim=-1)
@@ -80,7 +80,7 @@ def top_entry(logits: Tensor) -> Tensor:
 def prefix_sums(values: Tensor) -> Tensor:
     """Cumulative sums over the last dimension.
 
-    Where torch is told to be deterministic, off the CPU, they are made of sums of two alone: its own are not.
+    Off the CPU, with deterministic algorithms on, they are built from additions: torch's own are not deterministic.
     """
     if values.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
         return values.cumsum(-1)
@@ -122,7 +122,7 @@ def check_rows(side: str, logits: Tensor, batch: Batch) -> None:
     raise UsageError(
         f"the {side} has a logit that is not finite at {place}",
         got=str(row[entry].item()),
-        why="positions are [b, t, v]; only masked positions are looked at",
+        why="positions are [b, t, v]; only masked positions are checked",
     )
 
 
@@ -160,6 +160,6 @@ def lowered(values: Tensor, ids: Tensor, least: float, start: int) -> Tensor:
 def inside(ids: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
     """Columns (N, K) of `ids` within the slice [start, stop), and which of them lie in it; others get its ends.
 
-    No shape depends on where they lie, so that nobody has to wait for a number of the device.
+    No shape depends on where they lie, so that nothing waits for the device.
     """
     return (ids - start).clamp(0, stop - start - 1), (ids >= start) & (ids < stop)

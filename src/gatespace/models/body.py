@@ -64,7 +64,7 @@ class Body(Protocol):
     def decoding(self, forward: Any, room: int) -> Decoding: ...
 
 
-def body_of(model: Model, *, packed: bool | None = None, checkpointing: bool = False) -> Body:
+def body_of(model: Model, *, packed: bool | None = None, checkpointing: bool | None = False) -> Body:
     """The passes for `model`.
 
     Args:

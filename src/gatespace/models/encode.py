@@ -22,7 +22,7 @@ class Encoder:
     Args:
         prompt: The prompt of the task.
         tokenizer: A model's tokenizer, with its chat template.
-        texts: Every text that will be asked about; what all their prompts begin with is the shared prefix.
+        texts: Every text that will be classified; what all their prompts begin with is the shared prefix.
         share: False: the prefix is empty, and each prompt is whole.
     """
 
@@ -65,7 +65,7 @@ class Encoder:
         return text
 
     def closed(self, ids: Sequence[int]) -> bool:
-        """Whether the response is a whole answer, after which nothing that is written counts."""
+        """Whether the response is complete: nothing that is generated after it counts."""
         return self.prompt.closed(self.decode(ids))
 
 

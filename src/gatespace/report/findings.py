@@ -3,11 +3,13 @@
 A group of comparisons counts as supported only where its interval leaves out 0 with and without the selection seed, p
 without that seed is below .05 after Holm's adjustment over all groups, the exact sign-flip test, which needs six
 blocks to get there at all, agrees, and no single point decides it. Single cells are never claimed. What a mean would
-hide comes first: points that end below their start, and groups that one point decides.
+hide comes first: points that end below their start, tasks that do not tell the points apart, and groups that one point
+decides.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -83,7 +85,7 @@ def find(view: View) -> Findings:
     return Findings(
         headline=_headline(claims),
         state=_state(view),
-        notable=(*_below_start(view), *_decided(view, claims)),
+        notable=(*_below_start(view), *_alike(view), *_decided(view, claims)),
         warnings=tuple(view.results.warning_lines()),
         training=tuple(_training(view)),
         claims=claims,
@@ -146,6 +148,22 @@ def _below_start(view: View) -> Iterator[str]:
         yield f"{text}. {where}: {_pp(gain.mean)}, {_interval(gain)}; {gain.losses} of {gain.n} runs are below."
 
 
+def _alike(view: View) -> Iterator[str]:
+    """Tasks on which most runs have one and the same accuracy, as where all are right on every text."""
+    for task in view.results.tasks:
+        runs = [run for run in view.results.done if run.spec.task == task and "test" in run.scores]
+        points = {run.spec.point for run in runs}
+        if len(points) < 2 or len(runs) < 2 * len(points):
+            continue
+        correct, same = Counter(run.scores["test"].correct for run in runs).most_common(1)[0]
+        if 2 * same > len(runs):
+            yield (
+                f"{task}: {same} of {len(runs)} runs are right on {correct} of {runs[0].scores['test'].count} test "
+                f"texts: it hardly tells the {len(points)} points apart. Usually more or harder test texts help, or "
+                "fewer steps."
+            )
+
+
 def _decided(view: View, claims: Sequence[Finding]) -> Iterator[str]:
     """Groups whose mean one point decides."""
     for claim in claims:
@@ -171,7 +189,8 @@ def _training(view: View) -> list[str]:
         if known.trained is None:
             found.append(f"{task}: no run of the family is done.")
             continue
-        text = f"{task}: the family's {known.runs} runs are at {_percent(known.trained)} on average"
+        runs = f"{known.runs} runs are" if known.runs > 1 else "one run is"
+        text = f"{task}: the family's {runs} at {_percent(known.trained)}{' on average' * (known.runs > 1)}"
         if known.start is not None and known.gain is not None:
             text += f", from {_percent(known.start)} before training ({_pp(known.gain)})"
         beside = []
@@ -284,10 +303,8 @@ def _limits(view: View) -> list[str]:
             "tested."
         )
     elif isinstance(least := view.analysis.detectable[ALL_TASKS], Detectable):
-        found.append(
-            f"No single comparison is claimed. A typical one, over {least.seeds} seeds, has a detectable difference of "
-            f"{least.pp:.1f} pp."
-        )
+        reach = f"has a detectable difference of {least.pp:.1f} pp" if least.sd else "has no variance to test it by"
+        found.append(f"No single comparison is claimed. A typical one, over {least.seeds} seeds, {reach}.")
         floor = 2 / 2**most
         if floor >= _LEVEL:
             found.append(

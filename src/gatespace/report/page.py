@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from gatespace.errors import missing_extra
 from gatespace.evidence.analysis import analyse
+from gatespace.evidence.records import StudyAnalysis
 from gatespace.files import atomic_write
 from gatespace.gating.coefficients import NotApplicable
 from gatespace.report.charts import all_charts
@@ -19,6 +20,7 @@ from gatespace.report.findings import VERDICTS, Findings, find
 from gatespace.report.table import ABSENT, Column, Table, Value, csv_text, latex_text, markdown_text, shown
 from gatespace.report.tables import file_tables, page_tables
 from gatespace.report.view import AXES, View
+from gatespace.runs import pages_of
 from gatespace.study.records import StudyResults
 
 if TYPE_CHECKING:
@@ -34,6 +36,11 @@ _WRAPPED = 40
 """Characters beyond which a cell may break into lines."""
 _OPEN = {"failures", "baselines", "best-observed", "wrong-texts", "cost", "power"}
 """Tables that are shown; the others open on a click."""
+CALIBRATION = (
+    "The labels of a task as whole responses, normalised over the labels; the model's answer is the most probable one. "
+    "In a calibrated model four in five of the answers with a confidence of 80 % are right. A threshold on the "
+    "confidence gives fewer answers (coverage), of which more are right; choose it on validation."
+)
 GLOSSARY: tuple[tuple[str, str], ...] = (
     ("gate", "λ = σ(a·h + b·u + c + d·gap), at every response token; λ weighs reverse KL and 1-λ forward KL."),
     ("h, u, gap", "The teacher's entropy at the token; at the first response token; one minus the student's probability of the teacher's top-1 token. Each in [0, 1]."),  # noqa: E501
@@ -44,7 +51,7 @@ GLOSSARY: tuple[tuple[str, str], ...] = (
     ("selection seed, fresh", "Whatever was chosen was chosen looking at the selection seed, and looks better there than it is. Fresh seeds are the others."),  # noqa: E501
     ("block", "All cells of one task at one seed. Cells of a block share runs, so that tests count blocks."),
     ("95 % CI", "An interval that holds the true mean in 95 of 100 repetitions of the study."),
-    ("p", "How often a difference as large would come out if there were none. Adjusted (Holm, BH): for how many were looked at."),  # noqa: E501
+    ("p", "How often a difference as large would come out if there were none. Adjusted (Holm, BH): for the number of comparisons made."),  # noqa: E501
     ("sign-flip", "An exact test without assumptions about the shape of errors. With n seeds its p is at least 2/2ⁿ, its floor."),  # noqa: E501
     ("detectable", "The smallest true difference that a two-sided paired t-test at .05 finds in 80 % of repetitions, with so many seeds and as much as they differ. A group, a comparison and a typical comparison of the study have their own."),  # noqa: E501
     ("best constant", "The accuracy of giving the split's most frequent label to every text: to be had without reading any."),  # noqa: E501
@@ -65,6 +72,7 @@ class ReportFiles:
         figures: Files of figures.
         findings: The first screen.
         partial: Whether something of the plan is not there.
+        analysis: All statistics.
     """
 
     html: Path
@@ -72,6 +80,7 @@ class ReportFiles:
     figures: tuple[Path, ...]
     findings: Findings
     partial: bool
+    analysis: StudyAnalysis
 
 
 def build_report(results: StudyResults | Path, out: Path | None = None, *, png: bool = True) -> ReportFiles:
@@ -81,14 +90,14 @@ def build_report(results: StudyResults | Path, out: Path | None = None, *, png: 
     there belongs together. Equal results give equal bytes in tables/.
 
     Args:
-        results: A study's results, or its folder.
-        out: Where to; None: the folder of the study.
+        results: A study's results, or its folder or archive.
+        out: Where to; None: the folder of the study, or a folder beside its archive.
         png: Draw every figure as PNG too.
     """
     if isinstance(results, Path):
         from gatespace.study.results import read_results
 
-        results = read_results(results)
+        out, results = out or pages_of(results), read_results(results)
     place = Path(out) if out is not None else results.folder
     view = View(results, analyse(results))
     findings = find(view)
@@ -112,7 +121,9 @@ def build_report(results: StudyResults | Path, out: Path | None = None, *, png: 
             if path.suffix in suffixes and path not in files:
                 path.unlink()
     atomic_write(place / "report.html", html)  # the last: a page that is there has its files beside it
-    return ReportFiles(place / "report.html", tuple(table_files), tuple(figure_files), findings, view.is_partial)
+    return ReportFiles(
+        place / "report.html", tuple(table_files), tuple(figure_files), findings, view.is_partial, view.analysis
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- the page
@@ -185,7 +196,9 @@ def _sections(view: View, tables: Mapping[str, Table], drawn: Sequence[Rendered]
         ]
 
     def section(id: str, title: str, names: Sequence[str], starts: Sequence[str] = (), text: str = "") -> Section:
-        return Section(id, title, figures(*starts), [tables[name] for name in names if tables[name].rows], text)
+        return Section(
+            id, title, figures(*starts), [tables[name] for name in names if name in tables and tables[name].rows], text
+        )
 
     found = [
         section("failures", "Runs that are not done", ["failures"]),
@@ -202,6 +215,7 @@ def _sections(view: View, tables: Mapping[str, Table], drawn: Sequence[Rendered]
         section("lambda", "λ: where the gates are", ["lambda"], ["against-lambda-", "lambda-"]),
         section("training", "Training", [], ["curves-"]),
         section("errors", "Errors", ["wrong-texts", "confusion", "duplicates", "examples"], ["confusion-"]),
+        section("probabilities", "Probabilities of labels", ["calibration"], ["reliability-"], CALIBRATION),
         section("cost", "Cost", ["cost"]),
         section("power", "The detectable difference", ["power"]),
         section("provenance", "Provenance", ["runs", "test-reads", "provenance"]),
@@ -213,7 +227,9 @@ def _status(view: View) -> str:
     results = view.results
     parts = [
         f"{len(results.tasks)} task{'s' * (len(results.tasks) != 1)}: {', '.join(results.tasks)}",
-        f"seeds {', '.join(map(str, results.seeds))} (selection seed {results.selection_seed})",
+        f"seeds {', '.join(map(str, results.seeds))} (selection seed {results.selection_seed})"
+        if len(results.seeds) > 1
+        else f"one seed: {results.selection_seed}",
     ]
     if results.replication_seeds:
         parts.append(f"replicated on {', '.join(map(str, results.replication_seeds))}")

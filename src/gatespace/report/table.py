@@ -126,8 +126,10 @@ class Table:
         return cls(name, title, tuple(columns), rows, note, stub, empty)
 
     def cells(self, form: Form) -> tuple[list[Column], list[list[Value]]]:
-        """The columns of a form, and its rows."""
+        """The columns of a form, and its rows. On the page a column without any value is left out."""
         kept = [i for i, column in enumerate(self.columns) if form in column.forms]
+        if form == "html" and self.rows:
+            kept = [i for i in kept if i < self.stub or any(row[i] is not None for row in self.rows)]
         return [self.columns[i] for i in kept], [[row[i] for i in kept] for row in self.rows]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean, median
 from typing import Any
 
+from gatespace.evaluation.calibration import BINS, TARGETS
 from gatespace.evidence.accuracy import accuracy_interval
 from gatespace.evidence.paired import seeds_needed
 from gatespace.evidence.records import ALL_TASKS, Detectable, GroupEvidence, Paired
@@ -52,8 +53,10 @@ def file_tables(view: View) -> list[Table]:
         _groups, _wins,
     )  # fmt: skip
     claimed = (_d_on_g2, _replication, _best, _anova, _power, _examples, _not_applicable)
+    optional = [table for table in (_calibration(view),) if table.rows]
     return [
         *(build(view) for build in measured),
+        *optional,
         *(_comparisons(view, axis) for axis in view.axes),
         *(build(view) for build in claimed),
     ]
@@ -268,8 +271,39 @@ def _confusion(view: View) -> Iterator[Record]:
         yield from confusion_records(view, task)
 
 
+@_table(
+    "calibration", "Probabilities of labels on the test split",
+    (
+        TASK, text("model", "point"), SEEDS, percent("accuracy", "accuracy, %"),
+        percent("confidence", "confidence, %"), lam("log_loss", "log-loss"), lam("brier", "Brier"),
+        percent("ece", "ECE, %"), percent("aurc", "AURC, %"),
+        *(percent(f"coverage_{target:g}", f"coverage at {100 * target:g} %") for target in TARGETS),
+        percent("mass", "mass of labels, %"),
+    ),
+    stub=2,
+    note="Means over seeds. Accuracy is that of the most probable label and confidence its probability; log-loss in "
+    f"nats; Brier over all labels, 0 to 2; ECE in {BINS} bins of equal width; AURC is the mean error over coverages. "
+    "Coverage is the largest share of texts that a threshold answers with at least that accuracy; mass is what the "
+    "model gives to the responses of all labels, the rest goes to other responses.",
+)  # fmt: skip
+def _calibration(view: View) -> Iterator[Record]:
+    for task in view.results.tasks:
+        baseline = view.results.baselines.get(task)
+        beside = {} if baseline is None else {"start": baseline.start, "teacher": baseline.teacher}
+        models = {model: [scores["test"]] for model, scores in beside.items() if "test" in scores}
+        models |= {point: [*view.scores(task, point).values()] for point in view.points(task)}
+        for model, scores in models.items():
+            found = [score.calibration for score in scores if score.calibration is not None]
+            if found:
+                names = ("accuracy", "confidence", "log_loss", "brier", "ece", "aurc", "mass")
+                means = {name: fmean(getattr(one, name) for one in found) for name in names}
+                for place, target in enumerate(TARGETS):
+                    means[f"coverage_{target:g}"] = fmean(one.coverage_at[place].coverage for one in found)
+                yield _row(task=task, model=model, seeds=None if model in beside else len(found), **means)
+
+
 def _wrong_texts(view: View) -> Table:
-    """Texts that the point chosen on validation has wrong at most of its seeds, with what the models said of them."""
+    """Texts that the point chosen on validation has wrong at most of its seeds, with what the models predicted."""
     records: list[Record] = []
     counts = []
     for task in view.results.tasks:
@@ -291,10 +325,11 @@ def _wrong_texts(view: View) -> Table:
         half = _WRONG_TEXTS // 2
         shown = right[: max(half, _WRONG_TEXTS - len(both))]
         shown += both[: _WRONG_TEXTS - len(shown)]
+        seeds = f"at most of its {len(students)} seeds" if len(students) > 1 else "at its one seed"
         counts.append(
             f"{task}: {chosen.label}, the family's best on validation, is wrong on {len(wrong)} of {len(teacher)} test "
-            f"texts at most of its {len(students)} seeds; so is the teacher on {len(both)} of these. Shown are those "
-            "that are wrong at most seeds, half of them with a teacher that is right."
+            f"texts {seeds}; so is the teacher on {len(both)} of these. Shown are those that are wrong at most seeds, "
+            "half of them with a teacher that is right."
         )
         records += [
             _row(

@@ -2,26 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Protocol
 
 import torch
 
+from gatespace.errors import UsageError
 from gatespace.models.body import body_of
 from gatespace.models.encode import Encoder
 from gatespace.models.load import Model
-from gatespace.models.sizes import sizes_of
+from gatespace.rollout.batches import batches_of
+from gatespace.rollout.labels import label_log_probs, label_responses
 from gatespace.rollout.native import Rollout, Sampling, sample
+from gatespace.seeding import generator
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model wrote after the prefill."""
+    """The response of a model: what it generated after the prefill."""
 
     ids: tuple[int, ...]
     text: str
     ended: bool
+    labels: tuple[float, ...] | None = None
+    """Log-probability of each label's response, where it was asked for."""
+    samples: tuple[str, ...] = ()
+    """What the model wrote when it was sampled from, where that was asked for."""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Samples of every text beside its greedy answer.
+
+    Args:
+        count: How many.
+        temperature: Of sampling.
+        seed: Each sample draws from the stream (seed, "evaluate", place of the text, number of the sample).
+    """
+
+    count: int
+    temperature: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise UsageError("there is at least one sample", got=self.count)
+        if not self.temperature > 0:
+            raise UsageError("samples need a temperature above 0", got=self.temperature)
 
 
 class Writer(Protocol):
@@ -43,58 +72,71 @@ def greedy(
     batch_size: int = 64,
     progress: Callable[[int, int], None] | None = None,
     writer: Writer | None = None,
+    labels: bool = False,
+    draws: Draws | None = None,
 ) -> list[Answer]:
     """The most probable token each time, until the answer is closed or ended.
 
     Args:
         model: Its body writes, unless there is a `writer`.
         encoder: Knows all of `texts`.
-        texts: What is asked about.
+        texts: What is classified.
         max_new_tokens: The longest answer.
         batch_size: Most texts that are answered together; texts of like length are, and fewer where they are long
             (`Sizes.rollout_tokens`).
         progress: Called with the number of texts answered so far and the number of all.
         writer: Writes in place of the model.
+        labels: Look up the log-probabilities of all labels too, after the same forward passes over the prompts.
+        draws: Sample too, after the same forward passes.
     """
+    if writer is not None and (labels or draws):
+        raise UsageError(
+            "label probabilities and samples come from the model in this process", got=type(writer).__name__
+        )
     ends = set(model.end_ids)
     prompts = [encoder.suffix(text) for text in texts]
-    order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
     answers: dict[int, Answer] = {}
     sampling = Sampling(temperature=0, max_new_tokens=max_new_tokens)
 
     def stop(ids: list[int]) -> bool:
         return ids[-1] in ends or encoder.closed(ids)
 
-    groups = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    if writer is None:
-        room = sizes_of(model).rollout_tokens(model.dtype.itemsize)
-        more = len(encoder.prefix) + max_new_tokens
-        groups = list(_within(room, groups, [len(prompt) + more for prompt in prompts]))
+    responses = label_responses(encoder) if labels else []
+    more = len(encoder.prefix) + max(max_new_tokens, sum(map(len, responses)))
+    each = 1 if draws is None else draws.count
+    groups = batches_of(model if writer is None else None, prompts, more=more, batch_size=batch_size, each=each)
     body = body_of(model) if writer is None else None
     with torch.no_grad():
         prefix = body.prefix_cache(encoder.prefix) if body is not None and texts else None
         for batch in groups:
+            log_probs: list[tuple[float, ...] | None] = [None] * len(batch)
+            written: list[tuple[str, ...]] = [()] * len(batch)
             if writer is not None:
                 whole = [[*encoder.prefix, *prompts[i]] for i in batch]
                 rollout = writer.sample(whole, sampling=sampling, stop=stop)
             else:
                 assert body is not None
-                forward = body.forward([prompts[i] for i in batch], prefix=prefix)
+                asked = [prompts[i] for i in batch]
+                forward = body.forward(asked, prefix=prefix)
+                if labels:
+                    found = label_log_probs(body, asked, responses, vocab_size=model.vocab_size, forward=forward)
+                    log_probs = [tuple(row) for row in found.tolist()]
                 rollout = sample(body, forward, vocab_size=model.vocab_size, sampling=sampling, stop=stop)
-            for i, ids, ended in zip(batch, rollout.responses, rollout.ended, strict=True):
-                answers[i] = Answer(tuple(ids), encoder.decode(ids), ended)
+                if draws is not None:
+                    drawn = sample(
+                        body,
+                        forward,
+                        vocab_size=model.vocab_size,
+                        sampling=replace(sampling, temperature=draws.temperature),
+                        stop=stop,
+                        draws=[generator(draws.seed, "evaluate", i, k).random for i in batch for k in range(each)],
+                        parents=[row for row in range(len(batch)) for _ in range(each)],
+                    )
+                    decoded = (encoder.decode(ids) for ids in drawn.responses)
+                    written = [tuple(islice(decoded, each)) for _ in batch]
+            columns = (rollout.responses, rollout.ended, log_probs, written)
+            for i, ids, ended, row, some in zip(batch, *columns, strict=True):
+                answers[i] = Answer(tuple(ids), encoder.decode(ids), ended, row, some)
             if progress is not None:
-                progress(len(answers), len(order))
+                progress(len(answers), len(prompts))
     return [answers[i] for i in range(len(texts))]
-
-
-def _within(room: int, groups: Sequence[Sequence[int]], sizes: Sequence[int]) -> Iterator[list[int]]:
-    """The groups, in which rows grow longer, divided where one has more than `room` tokens, padded to its longest."""
-    for group in groups:
-        part: list[int] = []
-        for row in group:
-            if part and (len(part) + 1) * sizes[row] > room:
-                yield part
-                part = []
-            part.append(row)
-        yield part

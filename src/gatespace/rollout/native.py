@@ -61,7 +61,11 @@ class Rollout:
 
     def select(self, rows: Sequence[int]) -> Rollout:
         """That of some of the rows."""
-        return Rollout(*([column[row] for row in rows] for column in (self.responses, self.log_probs, self.ended)))
+        return Rollout(
+            [self.responses[row] for row in rows],
+            [self.log_probs[row] for row in rows],
+            [self.ended[row] for row in rows],
+        )
 
 
 class Sampler(Protocol):
@@ -97,6 +101,7 @@ def sample(
     stop: Callable[[list[int]], bool],
     draws: Sequence[Callable[[], float]] = (),
     parents: Sequence[int] | None = None,
+    begun: Sequence[Sequence[int]] = (),
     ahead: int | None = None,
 ) -> Rollout:
     """Continue every row of `forward`, or each several times.
@@ -114,6 +119,7 @@ def sample(
         stop: Whether a response, its last token included, is at its end.
         draws: Per sample, a source of uniform numbers in [0, 1); not needed at temperature 0.
         parents: The row of `forward` that each sample continues; None: each row is continued once.
+        begun: Per sample, what its response begins with; only what follows is chosen. Empty: all of it.
         ahead: None: 1 on a CPU, which has nothing to wait for; elsewhere 8 at most, and no more than an eighth of
             `max_new_tokens`, so that little is written in vain.
     """
@@ -128,6 +134,7 @@ def sample(
         ahead = 1 if device.type == "cpu" else max(1, min(_AHEAD, most // 8))
     numbers = [[draw() for draw in draws] or [0.0] * count for _ in range(most)]
     uniform = torch.tensor(numbers, dtype=torch.float64, device=device)
+    fixed = torch.tensor([[*ids, *[-1] * (most - len(ids))] for ids in begun], device=device).t() if begun else None
     hidden, tokens = forward.last().detach(), torch.empty(0)  # no tokens yet
     decoding = None
     rows = sorted(set(parents)) if ahead == 1 else list(parents)
@@ -145,8 +152,9 @@ def sample(
             if place:
                 decoding = decoding or body.decoding(forward, most)
                 hidden = decoding.step(tokens)
-            logits = _logits(hidden, body.model.head, vocab_size)
-            drawn, log_probs = choose(logits, sampling, uniform[place][points])
+            logits = next_logits(hidden, body.model.head, vocab_size)
+            given = None if fixed is None else fixed[place][points]
+            drawn, log_probs = choose(logits, sampling, uniform[place][points], given)
             block.append(torch.stack([drawn.double(), log_probs.double()], -1))
             tokens = drawn[:, 0]
         written += len(block)
@@ -187,16 +195,18 @@ def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
     return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
 
 
-def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def choose(logits: Tensor, sampling: Sampling, uniform: Tensor, fixed: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Tokens per row of `logits` (B, V) by the inverse of its cumulative distribution, with their log-probabilities.
 
     Args:
         logits: On any device.
         sampling: Temperature and top_p.
         uniform: (B, M) float64 in [0, 1), one number for each token; not looked at where the temperature is 0.
+        fixed: (B, M) tokens that are taken whatever their probability; -1: one is chosen.
     """
     if sampling.temperature == 0:
         tokens = logits.argmax(-1, keepdim=True).expand(uniform.shape)
+        tokens = tokens if fixed is None else tokens.where(fixed < 0, fixed)
         return tokens, logits.gather(1, tokens) - logits.logsumexp(-1, keepdim=True)
     mass = torch.softmax(logits.double() / sampling.temperature, -1)
     if sampling.top_p < 1:
@@ -207,10 +217,12 @@ def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor,
     total = cumulative[:, -1:]
     # the first id whose cumulative mass lies beyond the point, so never one of mass 0
     tokens = torch.searchsorted(cumulative, uniform * total, right=True).clamp(max=logits.shape[1] - 1)
+    tokens = tokens if fixed is None else tokens.where(fixed < 0, fixed)
     return tokens, (mass.gather(1, tokens) / total).log()
 
 
-def _logits(hidden: Tensor, head: Head, vocab_size: int) -> Tensor:
+def next_logits(hidden: Tensor, head: Head, vocab_size: int) -> Tensor:
+    """(B, V) logits of the next token, in float32 or float64."""
     projection = Projection(hidden, head, vocab_size)
     rows = hidden.shape[0]
     out = logits_buffer(hidden, rows, vocab_size, projection.dtype)

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from gatespace.runs.run_folder import RunFolder, State
-from gatespace.runs.study_folder import Base, StudyFolder
+from gatespace.runs.study_folder import ARCHIVE, Base, StudyFolder, pages_of
 
-__all__ = ["Base", "RunFolder", "State", "StudyFolder"]
+__all__ = ["ARCHIVE", "Base", "RunFolder", "State", "StudyFolder", "pages_of"]

@@ -6,7 +6,7 @@ environment.json         versions, machine, threads
 metrics.jsonl            a line per step; a function of the settings alone
 timings.jsonl            a line per step: seconds, cache hits
 tokens.jsonl             single tokens of some steps
-evaluations.jsonl        a line per evaluation on the way
+evaluations.jsonl        a line per evaluation during training
 reads.jsonl              a line per read of a held-out split, in a study
 checkpoints/             what a killed run resumes from; removed when it is done
 predictions-SPLIT.jsonl  every response of a final evaluation
@@ -15,6 +15,8 @@ plugins/                 the user's own code that the run imported
 model/                   the trained model
 summary.json, done       written last, in this order
 error.json               why it failed, in a study
+failed-step-N.json       what a step that failed had seen
+progress.json            how far it is, where its records are on another machine
 baseline.json            in place of all that: a model evaluated as it is
 """
 
@@ -43,7 +45,7 @@ class DamagedFileError(RunError, ValueError):
 
 
 class RunFolder(Folder):
-    """A run on disk, finished or not. To look at one changes nothing; `claim` it to write."""
+    """A run on disk, finished or not. Reading one changes nothing; `claim` it to write."""
 
     # ------------------------------------------------------------------ places
 
@@ -89,6 +91,20 @@ class RunFolder(Folder):
         """The metrics of an evaluation on `split`."""
         return self.path / f"evaluation-{split}.json"
 
+    def records(self) -> list[Path]:
+        """The files that say what was done and found: no weights, checkpoints or code.
+
+        Of a run that is not done, why it failed and which held-out splits it has read.
+        """
+        found = [self.reads_file, self.path / "error.json"]
+        if self.is_done:
+            names = ("identity.json", "environment.json", "summary.json", "baseline.json")
+            found += [self.done_file, self.config_file, *(self.path / name for name in names)]
+            found += map(self.log_file, LOGS)
+            found += self.path.glob(self.evaluation_file("*").name)
+            found += self.path.glob(self.predictions_file("*").name)
+        return sorted(path for path in found if path.is_file())
+
     # ------------------------------------------------------------------ state
 
     @property
@@ -99,7 +115,7 @@ class RunFolder(Folder):
     @property
     def is_done(self) -> bool:
         """Whether the run has ended with all its results."""
-        return (self.path / "done").exists()
+        return self.done_file.exists()
 
     @property
     def state(self) -> State:
@@ -144,12 +160,12 @@ class RunFolder(Folder):
         except FileNotFoundError:
             return None
         try:
-            return max(0.0, (self.path / "done").stat().st_mtime - began)
+            return max(0.0, self.done_file.stat().st_mtime - began)
         except FileNotFoundError:
             return max(0.0, time.time() - began)
 
     def ended_at(self) -> float | None:
-        """When the run was done or failed, in seconds since 1970; None where it goes on."""
+        """When the run was done or failed, in seconds since 1970; None while it runs."""
         for path in (self.done_file, self.path / "error.json"):
             if path.exists():
                 return path.stat().st_mtime
@@ -206,14 +222,14 @@ class RunFolder(Folder):
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The metrics of all evaluations, by the name of the split."""
-        return [self._json(path.name) for path in sorted(self.path.glob("evaluation-*.json"))]
+        return [self._json(path.name) for path in sorted(self.path.glob(self.evaluation_file("*").name))]
 
     # ------------------------------------------------------------------ writers
 
     def begin(
         self, config: TrainConfig | TeachConfig, content: Mapping[str, str], environment: Mapping[str, Any]
     ) -> dict[str, Any] | None:
-        """Make the folder this run's, or see that it already is; the summary if the run is done.
+        """Begin the run in its folder, or check that the folder is this run's; returns the summary if the run is done.
 
         Args:
             config: All settings.
@@ -241,7 +257,7 @@ class RunFolder(Folder):
         return None
 
     def open_logs(self, marks: Mapping[str, Mark]) -> dict[str, JsonLines]:
-        """The logs, cut back to where the run goes on from; those without a mark begin anew."""
+        """The logs, cut back to where the run resumes; those without a mark start empty."""
         logs = {name: JsonLines(self.log_file(name)) for name in LOGS}
         for name, log in logs.items():
             log.cut(marks.get(name, Mark()))
@@ -254,20 +270,20 @@ class RunFolder(Folder):
     def mark_done(self) -> None:
         """The last thing that is written of a run."""
         self.check_claim()
-        atomic_write(self.path / "done", "")
+        atomic_write(self.done_file, "")
         shutil.rmtree(self.checkpoints, ignore_errors=True)
 
     def finish_baseline(self, about: Mapping[str, Any]) -> None:
         """Write what the evaluations in this folder are of; it is done."""
         atomic_write(self.path / "baseline.json", json.dumps(about, indent=2) + "\n")
-        atomic_write(self.path / "done", "")
+        atomic_write(self.done_file, "")
 
     def fail(self, error: str, details: str = "") -> None:
         """Record a failure."""
         record = {"error": error, "details": details, "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
         atomic_write(self.path / "error.json", json.dumps(record, indent=2) + "\n")
 
-    def forgive(self) -> None:
+    def clear_failure(self) -> None:
         """Let a run that failed be tried again."""
         (self.path / "error.json").unlink(missing_ok=True)
 
@@ -318,26 +334,26 @@ class RunFolder(Folder):
 def _difference(
     run: RunFolder, config: TrainConfig | TeachConfig, before: Mapping[str, str], now: Mapping[str, str]
 ) -> str:
-    """In what the run in the folder is another one."""
+    """How the run in the folder differs from this one."""
     from gatespace.config import load_config
     from gatespace.config.identity import CONTENT, LEFT_OUT, settings_of
 
     if before.get("processes") != now.get("processes"):
         return f"it is a run of {before.get('processes', '1')} processes, not {now.get('processes', '1')}"
-    if set(before) != set(now):
+    if {*before} ^ {*now} not in (set(), {"plugins"}):
         return "it is not a run of this command"
     for name in ("gate", "precision"):  # in plain words; and the precision shows in a teacher's hash too
         if name in now and before[name] != now[name]:
             return f"its {name} is {before[name]}, not {now[name]}"
-    for name, value in now.items():
-        if before[name] != value:
-            return f"its {name} is another one"
+    for name in {**now, **before}:
+        if before.get(name) != now.get(name):
+            return f"changed: {name}"
     found = tuple(path for name in now for path in CONTENT[name])
     try:
         old = settings_of(load_config(type(config), run.config_file))
     except UsageError:
-        return "its settings are others"
+        return "its settings differ"
     for path, value in settings_of(config).items():
         if path not in LEFT_OUT and not path.startswith(found) and old.get(path) != value:
             return f"its {path} is {json.dumps(old.get(path))}, not {json.dumps(value)}"
-    return "its settings are others"
+    return "its settings differ"

@@ -41,8 +41,17 @@ class Base(NamedTuple):
     """Candidate → mean validation accuracy; empty where nothing was chosen."""
 
 
+ARCHIVE = ".tar.xz"
+"""How the name of an archive of a study ends."""
+
+
+def pages_of(path: Path) -> Path:
+    """Where pages about a study are written by default: its folder, or beside an archive of it."""
+    return path.with_name(f"{path.name.removesuffix(ARCHIVE)}-report") if path.is_file() else path
+
+
 class StudyFolder(Folder):
-    """A study on disk. To look at one changes nothing; `claim` it to write."""
+    """A study on disk. Reading one changes nothing; `claim` it to write."""
 
     @classmethod
     def open(cls, path: Path | str) -> StudyFolder:
@@ -101,6 +110,18 @@ class StudyFolder(Folder):
         """The folder of a model's evaluation before anything is distilled."""
         return RunFolder(self.path / "baselines" / name)
 
+    def jobs(self) -> list[RunFolder]:
+        """The folders of all baselines and runs that are there, also of those that the study no longer plans."""
+        places = [place for kind in ("baselines", "runs") for place in (self.path / kind).glob("*")]
+        return [RunFolder(place) for place in sorted(places) if place.is_dir()]
+
+    def records(self) -> list[Path]:
+        """The files that a report is made from, with the code that run ids depend on: no models, scores or pages."""
+        own = [self.study_file, self.store_file, self.bases_file, *self.plugins.rglob("*.py")]
+        return sorted(
+            [path for path in own if path.is_file()] + [path for job in self.jobs() for path in job.records()]
+        )
+
     # ------------------------------------------------------------------ readers
 
     @property
@@ -121,7 +142,7 @@ class StudyFolder(Folder):
 
     @property
     def workers(self) -> int:
-        """How many runs go on at once."""
+        """How many runs are active at once."""
         return int(self._read(self.store_file).get("workers", 1))
 
     def bases(self) -> dict[str, Base]:
@@ -196,11 +217,11 @@ class StudyFolder(Folder):
         return str(copy.relative_to(self.path))
 
     def choose(self, task: str, base: Base) -> None:
-        """Write down the base that was chosen for a task."""
+        """Record the base that was chosen for a task."""
         chosen = {name: value._asdict() for name, value in (self.bases() | {task: base}).items()}
         atomic_write(self.bases_file, json.dumps(chosen, indent=2, sort_keys=True) + "\n")
 
     def now_running(self, names: Iterable[str]) -> None:
-        """Write down what is being run."""
+        """Record what is being run."""
         self.check_claim()
         atomic_write(self.path / "running.json", json.dumps(dict.fromkeys(sorted(names), True)) + "\n")

@@ -1,4 +1,4 @@
-"""A study looked at before anything of it is run: data, models and lengths, as far as they are on this machine.
+"""Checks of a study before it runs: data, models and lengths, as far as they are on this machine.
 
 What would fail in the first step of every run is found here once. A model that comes from the Hugging Face Hub is left
 to the run that fetches it, and a teacher that is a service to the service.
@@ -23,7 +23,7 @@ from gatespace.training.setup import encoder_for, material, outline_model
 
 
 def check_study(study: StudyConfig, made: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Raise what the study's runs would fail with; what is worth a note.
+    """Raise what the study's runs would fail with; returns notes for the user.
 
     Args:
         study: The study file.

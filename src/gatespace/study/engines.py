@@ -1,4 +1,4 @@
-"""Where jobs are done: processes of this machine here, a Ray cluster in an add-on. All give the same numbers."""
+"""Where jobs run: processes of this machine here, a Ray cluster in an add-on. All give the same numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 
 class Engine(Protocol):
-    """Does jobs, several at a time."""
+    """Runs jobs, several at a time."""
 
     @property
     def slots(self) -> int:
@@ -31,10 +31,10 @@ class Engine(Protocol):
         """Begin a job; only while fewer than `slots` are under way."""
 
     def wait(self, seconds: float) -> list[tuple[str, Outcome]]:
-        """The jobs that have ended, after at most so many seconds."""
+        """The jobs that have ended, after at most this many seconds."""
 
     def close(self) -> None:
-        """Stop whatever is still going on."""
+        """Stop all jobs that are running."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class _Worker:
 
 class LocalEngine:
     """Processes of this machine, each with its share of the cores. A process that dies costs its job only, which
-    another one takes up from its last checkpoint.
+    another one resumes from its last checkpoint.
 
     Args:
         workers: How many.
@@ -130,7 +130,7 @@ class LocalEngine:
         self._workers: list[_Worker] = []
 
     def check(self, job: Job) -> list[str]:
-        """Have a worker look at the study of `job`; its notes. Raises what is wrong with it."""
+        """Have a worker check the study of `job`; returns its notes. Raises what is wrong with it."""
         worker = self._spawn()
         self._workers.append(worker)  # the first job finds it with its libraries loaded
         worker.pipe.send({"do": "check", **job})
@@ -176,7 +176,7 @@ class LocalEngine:
         return ended
 
     def _lost(self, worker: _Worker) -> Outcome | None:
-        """What the death of a worker means for its job; None where another one has taken it up."""
+        """What the death of a worker means for its job; None where another worker resumes it."""
         assert worker.name is not None
         worker.process.join()
         worker.pipe.close()

@@ -1,4 +1,4 @@
-"""The jobs of a study, as a process does them that may be on another machine.
+"""The jobs of a study, as a worker runs them, perhaps on another machine.
 
 A job is plain data: what to do, and a whole configuration. All that it leaves behind is in its folder.
 """
@@ -36,12 +36,12 @@ def failed(error: str, details: str = "") -> Outcome:
 
 
 def perform(job: Job, publish: Callable[[bytes], None] = lambda line: None) -> None:
-    """Do a job in the folder that it names. `publish` is called with every line of the ledger of reads."""
+    """Run a job in the folder that it names. `publish` is called with every line of the ledger of reads."""
     {"teach": _teach, "baseline": _baseline, "train": _train}[job["do"]](job, Reads(folder_of(job), publish))
 
 
 def execute(job: Job, perform: Perform = perform) -> Outcome:
-    """Do a job, and say how it went. No error leaves this function: it belongs to the job, not to the study."""
+    """Run a job, and return its outcome. No error leaves this function: it belongs to the job, not to the study."""
     try:
         perform(job)
     except GatespaceError as error:
@@ -54,7 +54,7 @@ def execute(job: Job, perform: Perform = perform) -> Outcome:
 
 
 def check(job: Job) -> Outcome:
-    """Look at the study of a job before it is run; the outcome holds notes, or the error itself."""
+    """Check the study of a job before it is run; the outcome holds notes, or the error itself."""
     from gatespace.study.check import check_study
 
     try:
@@ -70,7 +70,7 @@ class Reads:
 
     Args:
         run: Its folder.
-        publish: Called with the line too, before the read goes on.
+        publish: Called with the line too, before the split is read.
     """
 
     def __init__(self, run: RunFolder, publish: Callable[[bytes], None] = lambda line: None) -> None:
@@ -91,7 +91,7 @@ class Reads:
         self._split = ""
 
     def record(self, split: str, rows: int) -> None:
-        """Write down one read."""
+        """Record one read."""
         line = (json.dumps({"split": split, "rows": rows}) + "\n").encode()
         self._publish(line)
         self._run.path.mkdir(parents=True, exist_ok=True)
@@ -150,6 +150,7 @@ def _baseline(job: Job, reads: Reads) -> None:
                 limit=settings.limit,
                 max_new_tokens=settings.max_new_tokens,
                 batch_size=settings.batch_size,
+                probabilities=settings.probabilities,
             )
             write(evaluation, folder.path)
         folder.finish_baseline(about | {"source": str(model.source)})

@@ -1,4 +1,4 @@
-"""What a study consists of and how it stands, seen from its folder. To describe work needs no torch; to do it does."""
+"""The jobs of a study and their state, read from its folder. Describing them needs no torch; running them does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SAME_FAILURES = 3
 
 @dataclass(frozen=True)
 class Work:
-    """A piece of work and the folder that it leaves behind."""
+    """A job of a study and the folder that it leaves behind."""
 
     name: str
     title: str
@@ -46,7 +46,7 @@ class Work:
 
 @dataclass
 class Outlook:
-    """How a study stands."""
+    """The state of a study."""
 
     work: list[Work]
     states: dict[str, State]
@@ -54,11 +54,11 @@ class Outlook:
     """Work that cannot be done → why."""
 
     def of(self, state: State) -> list[Work]:
-        """Pieces of work in a state."""
+        """Jobs in a state."""
         return [work for work in self.work if self.states[work.name] == state]
 
     def count(self, state: State) -> int:
-        """How many pieces of work are in a state."""
+        """How many jobs are in a state."""
         return len(self.of(state))
 
     def errors(self) -> dict[str, str]:
@@ -76,8 +76,8 @@ class Outlook:
         return fsum(known) / len(known) * fsum(left) / workers
 
 
-def look(folder: StudyFolder, work: list[Work] | None = None) -> Outlook:
-    """How a study stands, seen from outside. `work` is that of `outline`, for those who look often."""
+def read_outlook(folder: StudyFolder, work: list[Work] | None = None) -> Outlook:
+    """The state of a study, read from its folder. `work` is that of `outline`, for callers that ask often."""
     if work is None:
         _, work = outline(folder, folder.config())
     running = folder.running()
@@ -91,7 +91,7 @@ def look(folder: StudyFolder, work: list[Work] | None = None) -> Outlook:
 def blocked(work: list[Work], states: Mapping[str, State]) -> dict[str, str]:
     """Work that waits for something that failed → why it cannot be done."""
     found: dict[str, str] = {}
-    hopeless = {task: error for task in {one.task for one in work} if (error := _hopeless(work, states, task))}
+    failing = {task: error for task in {one.task for one in work} if (error := _common_error(work, states, task))}
     for one in work:  # needs stand before what needs them
         if states[one.name] != "waiting":
             continue
@@ -100,12 +100,12 @@ def blocked(work: list[Work], states: Mapping[str, State]) -> dict[str, str]:
                 found[one.name] = f"{need} failed"
             elif need in found:
                 found[one.name] = found[need]
-        if one.run is not None and one.task in hopeless:
-            found.setdefault(one.name, f"the first runs of {one.task} all failed: {hopeless[one.task]}")
+        if one.run is not None and one.task in failing:
+            found.setdefault(one.name, f"the first runs of {one.task} all failed: {failing[one.task]}")
     return found
 
 
-def _hopeless(work: list[Work], states: Mapping[str, State], task: str) -> str:
+def _common_error(work: list[Work], states: Mapping[str, State], task: str) -> str:
     """The error that all runs of a task have failed with so far; "" where there is no such error."""
     runs = [one for one in work if one.task == task and one.run is not None]
     failed = [one for one in runs if states[one.name] == "failed"]
@@ -119,7 +119,7 @@ def _hopeless(work: list[Work], states: Mapping[str, State], task: str) -> str:
 
 
 def outline(folder: StudyFolder, config: StudyConfig, threads: int | None = None) -> tuple[Plan, list[Work]]:
-    """The plan as it stands and all its pieces of work, models and baselines first."""
+    """The plan as it stands and all its jobs, models and baselines first."""
     plan = make_plan(config, {task: base.point for task, base in folder.bases().items()})
     work: list[Work] = []
     for task in config.tasks:
@@ -131,7 +131,7 @@ def outline(folder: StudyFolder, config: StudyConfig, threads: int | None = None
 
 
 def check_job(folder: StudyFolder, config: StudyConfig) -> Job | None:
-    """What is looked at before a study is run; None where nothing of it is left to do."""
+    """The job that checks a study before it is run; None where nothing of it is left to do."""
     _, work = outline(folder, config)
     if all(one.folder.state == "done" for one in work):
         return None

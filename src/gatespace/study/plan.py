@@ -228,7 +228,7 @@ class _TaskPlanner:
         seen = {(cell.axis, cell.left, cell.right, cell.seed) for cell in self.comparisons}
         for left_text, right_text in self._pairs(replication.comparisons):
             left, right = self.catalogue.find(left_text), self.catalogue.find(right_text)
-            axis, restriction = _axis(left, right)
+            axis, restriction = _axis(right)
             for seed in (*sweep, *fresh):
                 for label in (left.label, right.label):
                     self._want(label, [seed])
@@ -401,6 +401,8 @@ def _identity(config: TrainConfig | TeachConfig) -> str:
 def baseline_name(study: StudyConfig, task: str, role: str) -> str:
     """The name of the evaluation of a task's student or teacher as it is before the runs."""
     config = dump_config(train_config(study, task, study.seeds[0], {}))
+    if not config["evaluation"]["probabilities"]:  # names from before there was the setting
+        del config["evaluation"]["probabilities"]
     recipe = {
         "task": config["task"],
         "model": [config["pair"][role], config["pair"][f"{role}_revision"], model_name(study, task, role)],
@@ -428,7 +430,8 @@ def slug(label: str) -> str:
     return re.sub(r"[^A-Za-z0-9.+_-]", "", text)
 
 
-def _axis(left: Point, right: Point) -> tuple[Axis, str | None]:
+def _axis(right: Point) -> tuple[Axis, str | None]:
+    """The axis of a comparison with `right`, and the channel that is left where it is a restriction."""
     if right.kind == "twin":
         return "isolation", None
     if right.kind == "control":

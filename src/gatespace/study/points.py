@@ -116,7 +116,7 @@ class Catalogue:
         """The same point with d = 0, where the family has it."""
         point = self._known[label]
         if point.gate is None:
-            return Point("base", "point")  # a name to show; the plan is made anew when it is known
+            return Point("base", "point")  # a name to show; the plan is computed again when it is known
         gate = point.gate
         if gate.d == 0:
             return None

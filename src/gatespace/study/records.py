@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from gatespace.config.study import StudyConfig
+from gatespace.evaluation.calibration import Calibration
 from gatespace.evaluation.concerns import Concern
 from gatespace.evaluation.metrics import Metrics
 from gatespace.runs import Base, RunFolder, State
@@ -102,6 +103,8 @@ class Score:
     duplicates: int = 0
     """Rows of a test split whose text also stands in train."""
     without_duplicates: Subset | None = None
+    calibration: Calibration | None = None
+    """Of the probabilities of labels, where the study asks for them."""
 
     @property
     def metrics(self) -> Metrics:
@@ -131,6 +134,7 @@ class Score:
             per_label=tuple(metrics["per_label"]),
             duplicates=record["duplicates"],
             without_duplicates=subset,
+            calibration=Calibration.from_json(record["calibration"]) if "calibration" in record else None,
         )
 
 
@@ -142,7 +146,7 @@ class LamStats:
     sd: float
     saturated: float
     """The share of tokens whose λ is within `SATURATION` of 0 or 1."""
-    hist: tuple[int, ...]
+    hist: tuple[float, ...]
     """Tokens in bins of equal width over [0, 1]."""
     rkl_mean: float | None
     """Σ λ·RKL / Σ RKL: the constant that gives reverse KL the same total weight."""
@@ -174,7 +178,7 @@ class Predicted(NamedTuple):
 
 
 def predictions(folder: Path, split: str) -> list[Predicted]:
-    """What a run or a baseline said of every row of a split, in the order of the rows."""
+    """What a run or a baseline predicted for every row of a split, in the order of the rows."""
     return [Predicted(row["gold"], row["label"], row.get("text", "")) for row in RunFolder(folder).predictions(split)]
 
 
@@ -224,7 +228,7 @@ class TaskBaseline:
     """``start`` and ``teacher`` → where its predictions are."""
 
     def predictions(self, model: Literal["start", "teacher"], split: str = "test") -> list[Predicted]:
-        """What the model said of every row; none where it is not there."""
+        """The predictions of the model, row by row; none where there are none."""
         return predictions(self.folders[model], split) if model in self.folders else []
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from gatespace.evaluation.concerns import Answers, Concern, concerns, of_teacher
 from gatespace.gating.coefficients import Gate
+from gatespace.plugins import provider
 from gatespace.runs import Base, RunFolder, StudyFolder
 from gatespace.study.plan import Plan, baseline_name, make_plan
 from gatespace.study.points import base_of
@@ -25,7 +26,9 @@ from gatespace.study.records import (
 
 
 def read_results(path: Path) -> StudyResults:
-    """The study in the folder `path` as it stands, done or not. Nothing of the user's own code is imported."""
+    """The study in the folder or archive `path` as it stands, done or not. None of the user's own code is imported."""
+    if Path(path).is_file():
+        path = provider("results", "archive", kind="reader of a study's results")(Path(path))
     folder = StudyFolder.open(path)
     config = folder.config()
     chosen = folder.bases()
@@ -89,7 +92,7 @@ def _lam(run: Mapping[str, Any]) -> LamStats | None:
         saturated=run["lam_saturated"],
         hist=tuple(run["lam_hist"]),
         rkl_mean=run["lam_rkl_mean"],
-        tokens=run["tokens"],
+        tokens=round(run["tokens"]),  # expected ones are no whole number
     )
 
 
@@ -101,9 +104,9 @@ def _cost(folder: RunFolder, run: Mapping[str, Any]) -> Cost:
         seconds=fsum(value for record in timings for value in record["wall"].values()),
         cpu_seconds=fsum(value for record in timings for value in record["cpu"].values()),
         steps=run["steps"],
-        response_tokens=run["tokens"],
+        response_tokens=round(run["tokens"]),
         teacher_tokens=sum(record["teacher_tokens"] for record in timings),
-        scores_asked=hits + misses if hits + misses else run["tokens"],
+        scores_asked=hits + misses if hits + misses else round(run["tokens"]),
         scores_cached=hits,
     )
 

@@ -1,4 +1,4 @@
-"""Runs a study: whatever is not done yet, in an order that its needs allow, and again after any kill.
+"""Runs a study: all jobs that are not done yet, in the order of their dependencies; resumes after a kill.
 
 The runner keeps nothing in memory that the study's folder does not have. What a run's numbers are depends on its
 configuration alone, never on when, where or after how many attempts it was run.
@@ -29,7 +29,7 @@ def run_study(
     watch: Callable[[Outlook], None] = lambda outlook: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Outlook:
-    """Do all that is left of a study, and return how it stands. The engine is closed.
+    """Run all that is left of a study, and return its state. The engine is closed.
 
     Args:
         config: The study file.
@@ -53,10 +53,10 @@ class _Runner:
     ) -> None:
         self.config, self.folder, self.engine, self.threads, self.note = config, folder, engine, threads, note
         self.running: set[str] = set()
-        self._look()
+        self._refresh()
 
-    def _look(self) -> None:
-        """See from the folder what is to be done, and how far it is."""
+    def _refresh(self) -> None:
+        """Read from the folder what is left to do, and how far it is."""
         self.plan, self.work = outline(self.folder, self.config, self.threads)
         self.states = {work.name: self._state(work) for work in self.work}
 
@@ -70,13 +70,13 @@ class _Runner:
     def go(self, retry: bool, watch: Callable[[Outlook], None]) -> Outlook:
         if retry:
             for work in self.work:
-                work.folder.forgive()
-            self._look()
+                work.folder.clear_failure()
+            self._refresh()
         written: set[str] | None = None
         while True:
             self.folder.check_claim()
             if self._choose_bases():
-                self._look()
+                self._refresh()
             hopeless = blocked(self.work, self.states)
             for work in self._ready(hopeless):
                 if len(self.running) >= self.engine.slots:

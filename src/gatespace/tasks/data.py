@@ -134,7 +134,7 @@ def check_labels(labels: Sequence[str], definitions: Mapping[str, str]) -> None:
             raise UsageError(
                 "a label is one line of text without quotation marks",
                 got=repr(label),
-                why="the model writes it as a JSON string on one line",
+                why="the model generates it as a JSON string on one line",
             )
         if key in seen:
             raise UsageError(
@@ -168,7 +168,7 @@ def split_rows(
         fractions: Part → share of the rows, e.g. ``{"teacher": 0.6, "distill": 0.4}``. Shares that sum to less than 1
             leave rows unused.
         seed: The same rows, fractions and seed give the same parts.
-        stratify: Divide the rows of each label by itself, so that all parts have the same mix of labels.
+        stratify: Divide the rows of each label separately, so that all parts have the same mix of labels.
 
     Examples:
         >>> rows = [Example(f"text {i}", "ab"[i % 2]) for i in range(10)]

@@ -62,12 +62,18 @@ def hub_splits(
     return found
 
 
-def check_column(column: str, columns: Iterable[str], *, where: str) -> None:
+def check_column(
+    column: str,
+    columns: Iterable[str],
+    *,
+    where: str,
+    instead: str = "text_column and label_column of task.table name the columns",
+) -> None:
     """Raise if `column` is not among `columns`."""
     present = list(columns)
     if column not in present:
         raise UsageError(
             f"{where} has no column {column!r}",
             got=f"columns {', '.join(map(repr, present))}",
-            instead="name the columns with text_column= and label_column=",
+            instead=instead,
         )

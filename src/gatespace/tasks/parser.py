@@ -1,4 +1,4 @@
-"""The label in what a model wrote: the reading end of the contract whose writing end is `gatespace.tasks.prompt`."""
+"""The parser of responses: which label a response to the prompt of `gatespace.tasks.prompt` gives."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def parse_label(text: str, labels: Sequence[str]) -> str | None:
     first. Case does not matter, nor does it whether spaces, underscores or hyphens join the words of a label.
 
     Args:
-        text: What the model wrote, with the prefill in front of it if there was one.
+        text: What the model generated, with the prefill in front of it if there was one.
         labels: The legal labels. The answer is one of them, spelled as here.
 
     Examples:

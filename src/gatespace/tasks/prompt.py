@@ -1,4 +1,4 @@
-"""What the model is shown and how its answer begins: the writing end of the contract that `parser` reads.
+"""The prompt of a task: what the model is shown, and how its response begins. `parser` is its counterpart.
 
 Everything that is the same for all texts stands first and the text last, so that the tokens in common, whose keys and
 values are computed once, are as many as can be.
@@ -93,7 +93,7 @@ class Prompt:
         return [{"role": "user", "content": self.fixed + text.strip()}]
 
     def render(self, tokenizer: Tokenizer, text: str) -> list[int]:
-        """The token ids after which the model goes on: chat template (thinking disabled), text, prefill."""
+        """The token ids that the model continues: chat template (thinking disabled), text, prefill."""
         chat: Any = tokenizer
         messages = self.messages(_harmless(text, getattr(chat, "all_special_tokens", ())))
         template = _template(getattr(chat, "chat_template", None))
@@ -129,7 +129,7 @@ class Prompt:
         return shared or []
 
     def gold_response(self, label: str) -> str:
-        """What a perfect answer writes after the prefill, e.g. ``hate"}``."""
+        """The right response after the prefill, e.g. ``hate"}``."""
         if label not in self.labels:
             raise UsageError("not a label of this prompt", got=repr(label), instead=", ".join(self.labels))
         return _answer(label).removeprefix(self.prefill)
@@ -147,7 +147,7 @@ class Prompt:
         return True
 
     def parse(self, response: str) -> str | None:
-        """The label in what the model wrote after the prefill, or None."""
+        """The label in a response (what the model generated after the prefill), or None."""
         return parse_label(self.prefill + response, self.labels)
 
 

@@ -1,4 +1,4 @@
-"""Classification data of one's own: JSONL, CSV, TSV, Parquet, or a dataset of the Hugging Face Hub."""
+"""Your own classification data: JSONL, CSV, TSV, Parquet, or a dataset of the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -105,6 +105,17 @@ def load_table(
         source=shown,
         notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def read_texts(path: Path, column: str, notes: list[str]) -> Iterator[str]:
+    """The texts of a file with rows, "" for an empty cell; arguments as in `load_table`. `notes` gets what is odd."""
+    for where, row in _READERS[path.suffix.lower()](path, (column,), notes):
+        if row is not None:
+            check_column(column, row, where=where, instead="name the column of the texts")
+        text = "" if row is None else row[column]
+        if not isinstance(text, str | None):
+            raise UsageError(f"{where}: {column!r} is not a text", got=repr(text)[:80])
+        yield text or ""
 
 
 def _carve(rows: dict[str, list[Example]], split: Mapping[str, float], seed: int) -> None:
@@ -249,7 +260,8 @@ def _rows_of(path: Path, text_column: str, label_column: str, notes: list[str]) 
     if reader is None:
         raise UsageError(f"{path} has an ending that is not known", instead=f"one of {', '.join(_READERS)}")
     if not path.is_file():
-        raise UsageError("no such file", got=path)
+        why = "" if path.is_absolute() else "it is looked for from the folder in which the command runs"
+        raise UsageError("no such file", got=path, why=why)
     columns = (text_column, label_column)
     for where, row in reader(path, columns, notes):
         if row is not None:
@@ -333,7 +345,11 @@ def _separated(path: Path, wanted: Sequence[str], notes: list[str], usual: str) 
         except StopIteration:
             break
         except csv.Error as error:
-            raise UsageError(f"{where}: not a row of a table", why=str(error)) from error
+            raise UsageError(
+                f"{where}: not a row of a table",
+                why=str(error),
+                instead='a cell with quotes in it is quoted as a whole, and they are doubled: "say ""hi"" again"',
+            ) from error
         if not any(map(str.strip, cells)):
             if cells and columns is not None:
                 yield where, None

@@ -5,7 +5,7 @@ An entry carries a checksum over key and payload, so that neither a damaged payl
 can pass for a score.
 
 The cache is one SQLite file that several processes share. It saves time and does nothing else, so trouble with it
-costs time and nothing else: a damaged entry is a miss, a damaged file is deleted and begun anew, a full or read-only
+costs time and nothing else: a damaged entry is a miss, a damaged file is replaced by an empty one, a full or read-only
 disk ends the writing, and each is reported once. The file has a rollback journal instead of a write-ahead log because
 processes map the index of such a log into memory: the kernel ends (SIGBUS) a process that touches it after it was
 truncated. Here every access is a `read` or a `write`, whose failure is an error that can be handled.
@@ -34,7 +34,7 @@ _PERSON_KEY = b"gatespace.key.1"  # 16 bytes at most; to change it is to lose ev
 _PERSON_ENTRY = b"gatespace.sum.2"
 _PAGE = 16384  # several hidden states of 1 to 4 KiB to a page
 _SELECT = 128  # keys of a query; always as many, so that SQLite compiles it once
-_SHARE = 8  # a transaction takes at most one page in so many
+_SHARE = 8  # a transaction takes at most one page in this many
 _PATIENCE = 10.0  # seconds that a call waits for other processes
 _IMPATIENCE = 0.05  # after a call has waited in vain
 _ATTEMPTS = 3  # more than one, with the file that has taken the place of a damaged or deleted one
@@ -311,7 +311,7 @@ def _select(database: sqlite3.Connection, keys: Sequence[bytes]) -> list[tuple[b
 
 
 def _evict(database: sqlite3.Connection, most: int) -> int:
-    """Delete the oldest entries until at most so many pages are used; returns how many entries went."""
+    """Delete the oldest entries until at most this many pages are used; returns how many entries went."""
     evicted = 0
     while _pragma(database, "page_count") - _pragma(database, "freelist_count") > most:
         ((first, last),) = database.execute("SELECT (SELECT min(id) FROM scores), (SELECT max(id) FROM scores)")

@@ -300,7 +300,10 @@ class LocalTeacher:
             seen: The states of prompts and of responses, to which new ones are added.
         """
         longest, vocabulary = self.spec.max_new_tokens - 1, self.model.vocab_size
-        names, rows, shapes, after = [], [], [], []
+        names: list[tuple[int, bool]] = []
+        rows: list[list[int]] = []
+        shapes: list[tuple[int, int]] = []
+        after: list[int] = []
         for number in order:
             prompt = [(13 * i + 7 * number + 2) % vocabulary for i in range(5 + 9 * number)]
             response = [(11 * i + 5 * number + 3) % vocabulary for i in range(min(longest, 3 + number))]

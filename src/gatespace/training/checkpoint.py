@@ -1,4 +1,4 @@
-"""Checkpoints: what a killed run goes on from.
+"""Checkpoints: what a killed run resumes from.
 
 A checkpoint is a folder that comes into being by one rename, after everything in it is on disk; an older one goes
 only after that. So at every moment at least one whole checkpoint is there. Damage that happens later is found by
@@ -144,7 +144,7 @@ def _erase(path: Path) -> None:
 
 
 def _tidy(folder: Path, current: Path, keep: int) -> None:
-    """Later ones are damaged or belong to a course that was given up; moved aside ones have been replaced."""
+    """Later ones are damaged or belong to an abandoned continuation; moved aside ones have been replaced."""
     paths = [path for _, path in _all(folder)]
     place = paths.index(current)
     rest = [current, *(path for path in paths[place + 1 :] if not path.suffix)]
@@ -189,7 +189,7 @@ def _statement(step: int, state: Mapping[str, Any], tensors: str) -> str:
 
 
 def _check_keys(value: Any) -> None:
-    """JSON would turn other keys into texts without a word, and the run would go on with another state."""
+    """JSON would silently turn other keys into strings, and the run would resume with another state."""
     if isinstance(value, Mapping):
         for key, one in value.items():
             if not isinstance(key, str):
@@ -213,7 +213,7 @@ def _load(path: Path, number: int) -> Checkpoint:
         raise UsageError(
             "the checkpoint is of another format than this gatespace writes",
             got=f"{path}: format {form}",
-            instead="go on with the gatespace that wrote it, or remove the run folder",
+            instead="resume with the gatespace that wrote it, or remove the run folder",
         )
     if step != number:
         raise _Damaged(f"it is the checkpoint of step {step}")

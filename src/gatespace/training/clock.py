@@ -12,8 +12,7 @@ import torch
 class Clock:
     """Seconds of wall time and of processor time by the name of the activity.
 
-    A device works on after it has been told what to do, so an activity ends with a wait for it: once, however many
-    tokens it has had.
+    A device computes asynchronously, so an activity ends with one synchronisation, however many tokens it had.
     """
 
     def __init__(self, device: str = "cpu") -> None:

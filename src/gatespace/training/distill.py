@@ -18,7 +18,7 @@ from gatespace.gating.configured import build_gate, build_objective
 from gatespace.gating.fused import fused_distillation_loss
 from gatespace.gating.loss import LossInputs, LossOutput, distillation_loss
 from gatespace.models import Model, check_pair
-from gatespace.models.body import body_of, response_states
+from gatespace.models.body import response_states
 from gatespace.models.cache_root import cache_root
 from gatespace.plugins import provider
 from gatespace.runs import RunFolder
@@ -28,6 +28,7 @@ from gatespace.teacher.local import LocalTeacher
 from gatespace.teacher.scores import ScoreSpec, Teacher
 from gatespace.training.batches import Batches
 from gatespace.training.clock import Clock
+from gatespace.training.expected import Expected, ExpectedAhead
 from gatespace.training.job import Job
 from gatespace.training.memory import chunk_mb, micro_tokens
 from gatespace.training.processes import Processes
@@ -47,7 +48,8 @@ class Distillation(Job):
         self, config: TrainConfig, run: RunFolder, processes: Processes, progress: Progress, stack: ExitStack
     ) -> None:
         super().__init__(config, run, processes, progress, stack)
-        self.objective = build_objective(config.objective)
+        expected = config.rollout.expected is not None
+        self.objective = build_objective(config.objective, expected=expected)
         self.data = material(config.task, "distill")
         pair = config.pair
         options: dict[str, Any] = {
@@ -86,15 +88,12 @@ class Distillation(Job):
             stack.enter_context(self.cache)
         self._local = local
         if local is not None:
-            report = check_pair(self.model, local)
-            for note in report.notes:
-                progress.note(note)
+            self.vocab_size = self.check_pair(local)
             if processes.size > 1:
                 progress.note(
                     f"each of the {processes.size} processes holds the whole teacher "
                     f"({_gigabytes(local):.2g} GB); one for all: gatespace teacher serve, and pair.teacher: zmq://…"
                 )
-            self.vocab_size = report.vocab_size
         else:
             self.vocab_size = self.model.vocab_size
             self.vocab_size = self.teacher.vocab_size
@@ -107,6 +106,24 @@ class Distillation(Job):
         }
         self.about = {} if local is not None else {"teacher": self.teacher.about()}
 
+    def check_pair(self, teacher: Model) -> int:
+        """Raise unless the pair can be compared; the number of ids that count as tokens."""
+        report = check_pair(self.model, teacher)
+        for note in report.notes:
+            self.progress.note(note)
+        return report.vocab_size
+
+    def score_spec(self) -> ScoreSpec:
+        """What is asked of the teacher."""
+        config = self.config
+        return ScoreSpec(
+            tuple(self.encoder.prefix),
+            config.rollout.max_new_tokens,
+            self.vocab_size,
+            config.teacher.payload,
+            config.teacher.k,
+        )
+
     def _teacher_device(self) -> str:
         device = self.config.pair.teacher_device or self.place.device
         return device if device == "auto" else usable(device, "pair.teacher_device")
@@ -114,14 +131,7 @@ class Distillation(Job):
     @cached_property
     def teacher(self) -> Teacher:
         """Scores the responses: in this process, or behind an address."""
-        config = self.config
-        spec = ScoreSpec(
-            tuple(self.encoder.prefix),
-            config.rollout.max_new_tokens,
-            self.vocab_size,
-            config.teacher.payload,
-            config.teacher.k,
-        )
+        config, spec = self.config, self.score_spec()
         if self._local is not None:
             packed, device = config.engine.packed, self.place.device
             return LocalTeacher(self._local, spec, cache=self.cache, packed=packed, device=device)
@@ -136,8 +146,6 @@ class Distillation(Job):
         """Make what training needs beside the models."""
         super().prepare()
         config = self.config
-        engine = config.engine
-        self.body = body_of(self.model, packed=engine.packed, checkpointing=engine.activation_checkpointing)
         self.sampler = None
         if config.rollout.engine != "native":
             texts = [row.text for row in self.data.rows]
@@ -170,9 +178,16 @@ class Distillation(Job):
             "share": config.engine.share_prompt,
             "merge": not config.objective.shuffle,  # a permutation is over all tokens of the step
         }
-        ahead = self.processes.sharded or config.rollout.staleness > 0
-        self.rollouts = Ahead(**options, steps=config.steps) if ahead else OnPolicy(**options)
+        self.rollouts = self.open_rollouts(**options)
         self.trace = DistillationTrace(self)
+
+    def open_rollouts(self, **options: Any) -> OnPolicy:
+        """Where responses come from."""
+        rollout = self.config.rollout
+        expected = rollout.expected is not None
+        if self.processes.sharded or rollout.staleness > 0:
+            return (ExpectedAhead if expected else Ahead)(**options, steps=self.config.steps)
+        return (Expected if expected else OnPolicy)(**options)
 
     # ------------------------------------------------------------------ a step
 

@@ -1,4 +1,4 @@
-"""Under what circumstances a run was computed: recorded beside it, and no part of its identity."""
+"""The environment of a run (versions, machine): recorded beside it, and no part of its identity."""
 
 from __future__ import annotations
 

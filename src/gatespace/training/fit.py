@@ -1,6 +1,6 @@
 """Whether a run fits its models: K into the vocabulary, prompts and responses into the context window.
 
-It is looked at before the first step, of a run by `train` and `teach` and of a whole study before anything is run.
+Checked before the first step: of a run by `train` and `teach`, of a whole study before any of its runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gatespace.tasks import Example
 from gatespace.training.setup import Material
 
 _MUCH = 16
-"""A response may be so many times as long as the longest right one before that is worth a note."""
+"""A limit on new tokens that is this many times the longest right response is worth a note."""
 
 
 class Demand(NamedTuple):
@@ -27,11 +27,11 @@ class Demand(NamedTuple):
     rows: Sequence[Example]
     new_tokens: int
     models: dict[str, Model]
-    """Setting → model that reads both."""
+    """Setting → model whose context window has to hold both."""
 
 
 def check_fit(config: TrainConfig | TeachConfig, data: Material, encoder: Encoder, **models: Model) -> list[str]:
-    """Raise where a run cannot be right; what it says is worth a note.
+    """Raise where a run cannot work; returns notes for the user.
 
     Args:
         config: The run.
@@ -74,7 +74,7 @@ def check_top_k(objective: ObjectiveConfig, vocab_size: int, where: str = "objec
 def _check_k(setting: str, k: object, vocab_size: int) -> None:
     if isinstance(k, int) and k > vocab_size:
         raise UsageError(
-            f"{setting}: there are not so many tokens",
+            f"{setting}: larger than the vocabulary",
             got=f"{k}, of a vocabulary of {vocab_size}",
             instead=f"at most {vocab_size}",
         )

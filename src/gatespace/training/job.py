@@ -1,4 +1,4 @@
-"""What the training loop asks of a job: `Distillation` (`gatespace train`) and `Supervised` (`gatespace teach`)."""
+"""What the training loop needs of a job: `Distillation` (`gatespace train`) and `Supervised` (`gatespace teach`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from gatespace.config import TeachConfig, TrainConfig
 from gatespace.errors import RunError, UsageError
 from gatespace.evaluation import Evaluation, evaluate
 from gatespace.models import Model
+from gatespace.models.body import Body, body_of
 from gatespace.models.cache_root import remove_leftovers
 from gatespace.models.encode import Encoder
 from gatespace.models.sizes import Sizes, sizes_of
@@ -33,7 +34,7 @@ from gatespace.training.setup import Material, deterministic, placement
 
 
 class Loss(Protocol):
-    """Something with a loss to go backward from."""
+    """Something with a loss to call backward on."""
 
     @property
     def loss(self) -> Tensor: ...
@@ -67,6 +68,7 @@ class Job(ABC):
     """The one that is trained."""
     data: Material
     encoder: Encoder
+    body: Body
     optimizer: Optimizer
     trace: StepTrace
     content: dict[str, str]
@@ -121,7 +123,7 @@ class Job(ABC):
         return own or first
 
     def begin(self) -> dict[str, Any] | None:
-        """Make the folder this run's, or see that it already is; the summary if the run is done."""
+        """Begin the run in its folder, or check that the folder is this run's; the summary if the run is done."""
         config, processes = self.config, self.processes
         content = {**self.content, **processes.content}
         if config.plugins:
@@ -154,6 +156,12 @@ class Job(ABC):
         self.optimizer = Optimizer(
             self.model.network, config.optimizer, steps=config.steps, dtype=place.dtype, processes=self.processes
         )
+        again = config.engine.activation_checkpointing
+        if again is None and self.processes.sharded:
+            again = False  # layers are gathered by all together, and only some may have long texts
+        self.body = body_of(  # after the optimizer, which rounds the network to its precision
+            self.model, packed=config.engine.packed, checkpointing=again
+        )
 
     @abstractmethod
     def micro_batches(self, step: int, clock: Clock) -> AbstractContextManager[Iterator[Any]]:
@@ -185,13 +193,16 @@ class Job(ABC):
         """Generates in place of the model; None: the model does."""
         return None
 
-    def evaluate(self, split: str) -> Evaluation:
-        """Greedy responses to a split, by all processes together."""
+    def evaluate(self, split: str, *, probabilities: bool = False) -> Evaluation:
+        """Greedy responses to a split, and the probabilities of labels where wanted, by all processes together."""
         settings, processes = self.config.evaluation, self.processes
 
         def share(texts: Sequence[str], answered: Callable[[Sequence[str]], list[Answer]]) -> list[Answer]:
-            found = processes.divide(texts, lambda some: [[one.ids, one.text, one.ended] for one in answered(some)])
-            return [Answer(tuple(ids), text, ended) for ids, text, ended in found]
+            found = processes.divide(texts, lambda some: [[*astuple(one)] for one in answered(some)])
+            return [
+                Answer(tuple(ids), text, ended, labels and tuple(labels), tuple(samples))
+                for ids, text, ended, labels, samples in found
+            ]
 
         with self.model.whole():
             return evaluate(
@@ -206,6 +217,7 @@ class Job(ABC):
                 progress=lambda done, total: self.progress.evaluating(split, done, total),
                 writer=self.evaluation_writer(),
                 share=share if processes.size > 1 else None,
+                probabilities=probabilities,
             )
 
     def save_model(self) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class Work:
         lengths = [len(encoder.suffix(text)) for text in texts]
         rows, new, shared = config.batch_size, right, 1
         if isinstance(config, TrainConfig):
-            rows, new = rows * config.rollout.per_prompt, config.rollout.max_new_tokens
+            rows, new = rows * config.rollout.per_prompt, config.rollout.room
             shared = config.rollout.per_prompt if config.engine.share_prompt else 1
         return cls(len(encoder.prefix), sum(lengths) / len(lengths), max(lengths), new, rows, shared)
 
@@ -204,14 +204,21 @@ class Plan:
 
     def _update(self, rows: int, processes: int, sharded: bool) -> dict[str, int]:
         config, ours, work, item = self.config, self.student, self.work, self.dtype.itemsize
-        again = config.engine.activation_checkpointing
-        tokens = min(max(self.limit, work.longest + work.new), rows * work.row)
-        keys = min(work.prefix + work.longest + work.new, ours.most_keys(work.prefix))
+        again = bool(config.engine.activation_checkpointing)
+        longest = work.longest + work.new
+        tokens = min(max(self.limit, longest), rows * work.row)
+        keys = min(work.prefix + longest, ours.most_keys(work.prefix))
         responses = int(tokens * work.new / work.row)
         layer = ours.kept() // ours.layers
+        kept = (tokens + work.prefix) * ours.kept(checkpointing=again)
+        long = work.prefix + longest > ours.most_keys(work.prefix)
+        if config.engine.activation_checkpointing is None and long and not sharded:
+            # In passes with long rows every second layer is recomputed.
+            half = (ours.kept() + ours.kept(checkpointing=True)) // 2
+            kept = max((min(tokens, self.limit) + work.prefix) * ours.kept(), (tokens + work.prefix) * half)
         whole = 0 if ours.trained < ours.all else ours.head * item
         found = {
-            "activations": int((tokens + work.prefix) * ours.kept(checkpointing=again) * item),
+            "activations": int(kept * item),
             "attention": int(tokens * ours.attention(keys, checkpointing=again) * item),
             "backward": int((tokens + work.prefix) * layer * item),
             # Of the head, and where it is the embedding of that too: folded into the masters when it is whole.
@@ -264,8 +271,9 @@ class Plan:
         work, item = self.work, self.dtype.itemsize
         size = -(-(work.longest + work.new - 1) // PASS) * PASS
         keys = min(work.prefix + work.longest + work.new, theirs.most_keys(work.prefix))
+        one = theirs.attention(keys, checkpointing=True)  # of one layer
         return {
-            "teacher_pass": size * (theirs.kept() // theirs.layers + theirs.cached() + 2 * theirs.heads * keys) * item
+            "teacher_pass": size * (theirs.kept() // theirs.layers + theirs.cached() + 2 * one) * item
             + work.prefix * theirs.cached() * item,
             "scores": work.rows * work.new * theirs.hidden * item,
         }
@@ -284,7 +292,7 @@ def micro_tokens(sizes: Sizes, engine: TeachEngineConfig, prefix: int = 0) -> in
     """
     if engine.micro_tokens is not None:
         return engine.micro_tokens
-    return sizes.micro_tokens(checkpointing=engine.activation_checkpointing, prefix=prefix)
+    return sizes.micro_tokens(checkpointing=bool(engine.activation_checkpointing), prefix=prefix)
 
 
 # ---------------------------------------------------------------------------------------------------- devices

@@ -123,7 +123,7 @@ class Optimizer:
         return self._processes.gather_tensors(found)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from what `tensors` gave."""
+        """Resume from what `tensors` gave."""
         with torch.no_grad():
             for name, p in self.masters.items():
                 p.copy_(self._processes.shard_like(p, tensors[f"weight/{name}"]))
@@ -168,7 +168,7 @@ class Optimizer:
 
 
 def _fold_into(master: Tensor) -> Callable[[Tensor], None]:
-    """Adds a parameter's gradient to its master's as soon as it is there: the two never stand side by side in full."""
+    """Adds a parameter's gradient to its master's as soon as it is there: both are never whole in memory at once."""
 
     def fold(parameter: Tensor) -> None:
         assert parameter.grad is not None

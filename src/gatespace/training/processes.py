@@ -77,7 +77,7 @@ class Processes:
         return number
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all processes, in order of rank; plain data that JSON has a form for."""
+        """The values of all processes, in order of rank; plain data that JSON can represent."""
         return [value]
 
     def agree(self, value: Any, error: Callable[[list[Any]], GatespaceError]) -> None:

@@ -9,7 +9,7 @@ from gatespace.evaluation import Evaluation
 
 
 class Progress(Protocol):
-    """Called as a run goes on."""
+    """Called during a run."""
 
     def note(self, text: str) -> None:
         """Something that a user should know."""

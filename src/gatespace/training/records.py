@@ -1,4 +1,4 @@
-"""Everything that a run writes down on its way: logs, trackers, evaluations, checkpoints, failures, the summary."""
+"""Everything that a run records: logs, trackers, evaluations, checkpoints, failures, the summary."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Records:
         self._job.progress.step(done, self._job.config.steps, metrics, lines["timings"][0])
 
     def evaluate(self, done: int) -> None:
-        """Evaluate on the way."""
+        """Evaluate during training."""
         evaluation = self._job.evaluate(self._job.config.evaluation.split)
         metrics = evaluation.metrics
         record = {
@@ -127,7 +127,7 @@ class Records:
         job, config, run = self._job, self._job.config, self._job.run
         evaluations: dict[str, Evaluation] = {}
         for split in config.evaluation.final:
-            evaluations[split] = evaluation = job.evaluate(split)
+            evaluations[split] = evaluation = job.evaluate(split, probabilities=config.evaluation.probabilities)
             if self._writes:
                 run.check_claim()
                 write(evaluation, run.path)

@@ -23,7 +23,7 @@ from gatespace.config import RolloutConfig
 from gatespace.errors import RunError, UsageError
 from gatespace.models.body import Body, Forward, KVCache
 from gatespace.models.encode import Encoder
-from gatespace.rollout import Rollout, Sampler, Sampling, sample
+from gatespace.rollout import Expansion, Rollout, Sampler, Sampling, sample
 from gatespace.seeding import generator, stream
 from gatespace.teacher.local import LocalTeacher
 from gatespace.teacher.scores import Scores, Teacher
@@ -52,6 +52,8 @@ class MicroBatch:
     """The row of every sample; rows are in the order of their first samples."""
     weights: list[list[float]] | None = None
     """How often each token of each row counts; 0: not at all. None: once each."""
+    trees: list[Expansion] = field(default_factory=list)
+    """Of expected rollouts, what was found of every prompt's tree; its paths are the prompt's rows."""
     scores: Scores | None = None
     forward: Forward | None = None
     """The student's forward pass over the prompts, with gradient; None: the update makes one of its own."""
@@ -88,6 +90,15 @@ class MicroBatch:
         """(N,) the place of the first sample of every response token's row: a number of the row within the step."""
         firsts = dict(zip(reversed(self.samples), reversed(self.places), strict=True))
         return torch.tensor([firsts[row] for row in range(len(self.rows))])[self.segments]
+
+    def take(self, whole: MicroBatch, prompts: range) -> None:
+        """Fill in the responses of the prompts that have these numbers in `whole`."""
+        rows = [row for row, parent in enumerate(whole.parents) if parent in prompts]
+        self.rows, self.places = [whole.rows[i] for i in rows], [whole.places[i] for i in rows]
+        self.parents, self.samples = [whole.parents[i] - prompts.start for i in rows], list(range(len(rows)))
+        self.rollout, self.sources = whole.rollout.select(rows), [whole.sources[i] for i in rows]
+        self.weights = None if whole.weights is None else [whole.weights[i] for i in rows]
+        self.trees = whole.trees[prompts.start : prompts.stop]
 
     def merge(self) -> None:
         """Make equal responses of a prompt one row that counts as often as it was sampled."""
@@ -145,7 +156,7 @@ class OnPolicy:
 
     def split(self, step: int) -> list[list[MicroBatch]]:
         """The micro-batches of every process; a function of the rows of all alone."""
-        each, room = self.settings.per_prompt, self.settings.max_new_tokens
+        each, room = self.settings.per_prompt, self.settings.room
         rows = [row for row in self.batches.at(step) for _ in range(each)]
         families = [place // each if self.share else place for place in range(len(rows))]
         found: list[list[MicroBatch]] = []
@@ -205,10 +216,9 @@ class OnPolicy:
             self.current = every = _joined(members)
             with clock("rollout"):
                 self._respond(step, every, self.student.forward(every.prompts, prefix=prefix))
-                row = 0
+                first = 0
                 for batch in members:
-                    span = range(row, row := row + len(batch.rows))
-                    batch.rollout, batch.sources = every.rollout.select(span), [every.sources[i] for i in span]
+                    batch.take(every, range(first, first := first + len(batch.prompts)))
                     self._merge(batch)
             with clock("score"):
                 asked = [row.prompt for batch in members for row in batch.rows]
@@ -226,7 +236,7 @@ class OnPolicy:
 
     def _size(self, row: Row) -> int:
         """Most tokens of a sample while it is decoded, when it has the keys and values of its prompt to itself."""
-        return len(row.prompt) + self.settings.max_new_tokens
+        return len(row.prompt) + self.settings.room
 
     def _one_by_one(
         self,
@@ -266,6 +276,12 @@ class OnPolicy:
                 batch.rollout.log_probs[i] = log_probs[:cap]
                 batch.rollout.ended[i] = ended
 
+    def _stop(self, body: Body) -> Callable[[list[int]], bool]:
+        """Whether a response that `body` writes is at its end."""
+        ends = set(body.model.end_ids)
+        closed = self.encoder.closed if self.settings.stop == "json" else lambda ids: False
+        return lambda ids: ids[-1] in ends or closed(ids)
+
     def _gold(self, labels: list[str]) -> Rollout:
         end = None if self.settings.stop == "json" else self.student.model.turn_end
         gold = [self.encoder.gold(label, end) for label in labels]
@@ -276,13 +292,11 @@ class OnPolicy:
         body = self.student
         settings = self.settings
         sampling = Sampling(settings.temperature, settings.top_p, settings.max_new_tokens)
-        closed = self.encoder.closed if settings.stop == "json" else lambda ids: False
         if source == "student" and self.sampler is not None:
-            own = set(body.model.end_ids)
             return self.sampler.sample(
                 [[*self.encoder.prefix, *batch.rows[i].prompt] for i in chosen],
                 sampling=sampling,
-                stop=lambda ids: ids[-1] in own or closed(ids),
+                stop=self._stop(body),
                 seeds=[stream(self.seed, "rollout", step, batch.places[i]) for i in chosen],
                 vocab_size=self.vocab_size,
             )
@@ -300,7 +314,6 @@ class OnPolicy:
             prompts = batch.prompts
             with torch.no_grad():
                 forward = body.forward([prompts[parent] for parent in wanted], prefix=prefix)
-        ends = set(body.model.end_ids)
         whole = Rollout()
         for span in _together([self._size(batch.rows[i]) for i in chosen], self.rollout_tokens):
             found = sample(
@@ -308,7 +321,7 @@ class OnPolicy:
                 forward,
                 vocab_size=self.vocab_size,
                 sampling=sampling,
-                stop=lambda ids: ids[-1] in ends or closed(ids),
+                stop=self._stop(body),
                 draws=draws[span],
                 parents=parents[span],
             )

@@ -37,7 +37,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Material:
-    """A task, ready to be asked about."""
+    """A task with its prompt and the rows to train on."""
 
     task: Task
     prompt: Prompt
@@ -47,7 +47,7 @@ class Material:
 def placement(engine: TeachEngineConfig, processes: Processes = ONE) -> Placement:
     """Resolve ``auto``, and give torch its threads."""
     if engine.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA looks at it once, when it starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA reads it once, when it starts
     if engine.threads is not None:
         torch.set_num_threads(engine.threads)
     device = usable(processes.device or engine.device, "engine.device")
@@ -59,7 +59,7 @@ def placement(engine: TeachEngineConfig, processes: Processes = ONE) -> Placemen
 
 @contextmanager
 def deterministic(engine: TeachEngineConfig, place: Placement) -> Iterator[None]:
-    """Have torch choose algorithms that give the same bits every time, where the engine is asked for it.
+    """Have torch choose algorithms that give the same bits every time, where `engine.deterministic` asks for it.
 
     Not on a CPU, where the usual ones do; what has no such algorithm raises.
     """

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from gatespace.config import TeachConfig
 from gatespace.errors import RunError
-from gatespace.models.body import body_of, response_states
+from gatespace.models.body import response_states
 from gatespace.runs import RunFolder
 from gatespace.training.batches import Batches, Row, micro_batches
 from gatespace.training.clock import Clock
@@ -45,7 +45,8 @@ class SupervisedTrace:
 
     def begin(self, step: int) -> None:
         """Start a step."""
-        self._step, self._loss, self.tokens, self._right = step, 0.0, 0, 0
+        self._step, self._loss, self._right = step, 0.0, 0
+        self.tokens: float = 0
 
     def add(self, batch: list[Row], out: SupervisedOutput) -> None:
         """Add a micro-batch."""
@@ -105,8 +106,6 @@ class Supervised(Job):
         """Make what training needs beside the model."""
         super().prepare()
         config = self.config
-        engine = config.engine
-        self.body = body_of(self.model, packed=engine.packed, checkpointing=engine.activation_checkpointing)
         self._batches = Batches(self.data.rows, self.encoder, batch_size=config.batch_size, seed=config.seed)
         self._micro_tokens = micro_tokens(self.sizes, config.engine, len(self.encoder.prefix))
         self._rows: list[Row] = []

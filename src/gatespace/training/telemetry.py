@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -64,6 +65,15 @@ class DistillationTrace:
                 batch.rollout.log_probs[row] if batch.sources[row] == "student" else None for batch, row in samples
             ],
         }
+        trees = [tree for batch in self._seen for tree in batch.trees]
+        if trees:  # a prompt is one response in the mean
+            own = {
+                "lengths": [math.fsum(weight for row in tree.weights for weight in row) for tree in trees],
+                "ended": [tree.finished for tree in trees],
+                "log_probs": [None] * len(trees),
+                "nodes": [tree.nodes for tree in trees],
+                "uncovered": [tree.uncovered for tree in trees],
+            }
         counts = {name: count - self._before[name] for name, count in self._counts().items()}
         processes = self._job.processes
         found = processes.gather((own, counts, self._trace.tokens() if processes.size > 1 else None))
@@ -71,8 +81,9 @@ class DistillationTrace:
             if rank != processes.rank:
                 self._trace.take(tokens)
         rows = {name: [value for one, _, _ in found for value in one[name]] for name in own}
-        self._trace.rollout(**rows)
-        metrics = self._trace.record(grad_norm=update.grad_norm, lr=update.lr, kappa_share=self._kappa)
+        more = {name: math.fsum(rows[name]) / len(rows[name]) for name in ("nodes", "uncovered") if name in rows}
+        self._trace.rollout(**{name: values for name, values in rows.items() if name not in more})
+        metrics = self._trace.record(grad_norm=update.grad_norm, lr=update.lr, kappa_share=self._kappa, **more)
         seconds = sum(clock.wall.values())
         timing = {
             "step": self._step,
@@ -85,7 +96,6 @@ class DistillationTrace:
 
     def evidence(self, current: MicroBatch | None) -> dict[str, Any]:
         """What a step that failed had seen; `current` is the micro-batch that it was at."""
-        encoder = self._job.encoder
         batches = self._seen if current is None or current in self._seen else [*self._seen, current]
         return {
             "rows": [
@@ -94,7 +104,7 @@ class DistillationTrace:
                     "text": batch.rows[row].example.text,
                     "gold": batch.rows[row].example.label,
                     # The last micro-batch may not have got as far as responses.
-                    "response": encoder.decode(batch.rollout.responses[row] if batch.rollout.responses else []),
+                    "response": self._text(batch.rollout.responses[row] if batch.rollout.responses else []),
                 }
                 for batch in batches
                 for row in batch.samples
@@ -123,11 +133,13 @@ class DistillationTrace:
         samples = batch.samples[: job.config.trace.rollouts]
         rows = range(max(samples) + 1)  # which are in the order of their first samples
         values = [self._trace.row(batch.places[batch.samples.index(row)]) for row in rows]
+        if batch.trees:
+            _complete(values, batch)
         sampled = [token for row in rows for token in responses[row]]
         u = [one for row in values for one in row.get("u", ())]
         student_top: list[list[tuple[int, float]]] = []
         teacher_top: list[list[tuple[int, float]]] = []
-        squares: tuple[list[float], list[float]] = ([], [])
+        squares: tuple[list[float], ...] = ([], [])
         at_once = max(1, TELEMETRY // (4 * job.vocab_size))
         for start in range(0, len(sampled), at_once):  # the logits of all would take gigabytes
             span = slice(start, min(start + at_once, len(sampled)))
@@ -148,6 +160,9 @@ class DistillationTrace:
                 )
                 for all_of, some in zip(squares, found, strict=True):
                     all_of += some
+        if batch.trees and batch.weights is not None:  # as often as each is met in the mean
+            often = [weight for row in rows for weight in batch.weights[row]]
+            squares = tuple([one * weight for one, weight in zip(some, often, strict=False)] for some in squares)
         starts = [0, *accumulate(len(responses[row]) for row in rows)]
         spans = [slice(starts[row], starts[row + 1]) for row in samples]
         if gate is not None:  # 0 where λ is shuffled, and so a constant
@@ -176,22 +191,32 @@ class DistillationTrace:
         student_top: Sequence[Sequence[tuple[int, float]]],
         teacher_top: Sequence[Sequence[tuple[int, float]]],
     ) -> dict[str, Any]:
-        encoder, row = self._job.encoder, batch.samples[sample]
+        row = batch.samples[sample]
         example, ids = batch.rows[row].example, batch.rollout.responses[row]
         return token_record(
             step=self._step,
             row=sample,
             text=example.text,
             gold=example.label,
-            label=encoder.prompt.parse(encoder.decode(ids)),
+            label=self._label(ids),
             response=ids,
             ended=batch.rollout.ended[row],
             values=values,
             student_top=student_top,
             teacher_top=teacher_top,
-            token_text=lambda token: encoder.tokenizer.decode([token]),
+            token_text=lambda token: self._token(token),
             more={"source": batch.sources[row], "index": batch.rows[row].index},
         )
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self._job.encoder.decode(ids)
+
+    def _label(self, ids: Sequence[int]) -> str | None:
+        return self._job.encoder.prompt.parse(self._text(ids))
+
+    def _token(self, token: int) -> str:
+        text: str = self._job.encoder.tokenizer.decode([token])
+        return text
 
     def _counts(self) -> dict[str, int]:
         stats, cache = self._job.teacher.stats, self._job.cache
@@ -199,3 +224,16 @@ class DistillationTrace:
         if cache is not None:
             counts |= {"cache_hits": cache.stats.hits, "cache_misses": cache.stats.misses}
         return counts
+
+
+def _complete(values: Sequence[dict[str, list[float]]], batch: MicroBatch) -> None:
+    """Give the tokens of a tree's paths that count in an earlier path the numbers that they have there."""
+    assert batch.weights is not None
+    first: dict[tuple[int, ...], tuple[int, int]] = {}
+    for row, columns in enumerate(values):
+        columns["prefix_probability"] = list(batch.weights[row])
+        for place in range(len(batch.rollout.responses[row])):
+            node = (batch.rows[row].index, *batch.rollout.responses[row][:place])
+            earlier, there = first.setdefault(node, (row, place))
+            for name, column in columns.items():
+                column[place] = values[earlier][name][there]

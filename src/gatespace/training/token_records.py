@@ -13,12 +13,12 @@ from gatespace.gating.tokens import TeacherTopK
 __all__ = ["due", "token_record", "top_tokens"]
 
 DIGITS = 6
-"""Significant digits of the numbers here: they are looked at, and nothing is computed from them."""
+"""Significant digits of the numbers here: they are for viewing, and nothing is computed from them."""
 _VALUES = ("loss", "lam", "h", "u", "gap", "forward_kl", "reverse_kl", "tail_mass", "weight")
 
 
 def due(step: int, *, every: int) -> bool:
-    """Whether the step is one of those whose tokens are recorded: the first, and every so many after it.
+    """Whether the step is one of those whose tokens are recorded: the first, and every `every`-th after it.
 
     Examples:
         >>> [step for step in range(1, 30) if due(step, every=10)]
@@ -98,7 +98,7 @@ def top_tokens(logits: Tensor | TeacherTopK, top: int = 5) -> list[list[tuple[in
         return [_first(one, p, top) for one, p in zip(ids.tolist(), probabilities.tolist(), strict=True)]
     found = []
     for row in logits.detach().float().softmax(-1):
-        # topk leaves open which of equals it takes: everything at or above the last one's value stands for election.
+        # topk leaves open which of equals it takes: everything at or above the last one's value is a candidate.
         least = row.topk(min(top, row.numel())).values[-1]
         where = (row >= least).nonzero()[:, 0]
         found.append(_first(where.tolist(), row[where].tolist(), top))

@@ -64,8 +64,8 @@ class Trace:
         self._rows: list[int] = []
         self._weights: list[float] = []
         self._values: dict[str, list[float]] = {}
-        self._lengths: list[int] = []
-        self._ended: list[bool] = []
+        self._lengths: list[float] = []
+        self._ended: list[float] = []
         self._log_probs: list[float] = []
 
     # ------------------------------------------------------------------ one step
@@ -78,21 +78,21 @@ class Trace:
     def rollout(
         self,
         *,
-        lengths: Sequence[int],
-        ended: Sequence[bool],
+        lengths: Sequence[float],
+        ended: Sequence[float],
         log_probs: Sequence[Sequence[float] | None] | None = None,
     ) -> None:
         """The step's responses, all rows in order.
 
         Args:
-            lengths: Tokens of each response.
-            ended: Whether it ended by itself, and not by the cap.
+            lengths: Tokens of each response, or its mean number where it is an expectation.
+            ended: Whether it ended by itself, and not by the cap; or the probability that it does.
             log_probs: Of the sampled tokens under the sampler; None for a row that was not sampled from the student.
         """
         if len(lengths) != len(ended) or (log_probs is not None and len(log_probs) != len(lengths)):
             raise UsageError("lengths, ended and log_probs must be of the same rows", got=(len(lengths), len(ended)))
-        self._lengths = [int(length) for length in lengths]
-        self._ended = [bool(one) for one in ended]
+        self._lengths = list(lengths)
+        self._ended = list(ended)
         self._log_probs = [float(value) for row in log_probs or () if row is not None for value in row]
 
     def add(

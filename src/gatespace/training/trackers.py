@@ -1,8 +1,8 @@
 """Metrics of a run for trackers, beside the files of its folder.
 
-The files are the record; a tracker is a window onto it. So a tracker that is asked for and cannot be opened is an error
-before anything is trained, and one that fails later is closed with a note while the run goes on. A resumed run goes on
-in the same place; the steps after its checkpoint, which it does again, have the same numbers again.
+The files are the record; a tracker shows it. So a tracker that is configured and cannot be opened is an error before
+anything is trained, and one that fails later is closed with a note while the run continues. A resumed run continues in
+the same place; the steps after its checkpoint, which it does again, have the same numbers again.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from gatespace.runs import RunFolder
 from gatespace.training.clock import Clock
 from gatespace.training.distill import Distillation
 from gatespace.training.job import Job
+from gatespace.training.labels import LabelDistillation
 from gatespace.training.processes import join
 from gatespace.training.progress import SILENT, Progress
 from gatespace.training.records import Records
@@ -20,7 +21,8 @@ from gatespace.training.supervised import Supervised
 
 def train(config: TrainConfig, progress: Progress = SILENT) -> dict[str, Any]:
     """Distil a teacher into a student, and return the run's summary. A run that was killed resumes."""
-    with _opened(Distillation, config, progress) as job:
+    kind = LabelDistillation if config.objective.over_labels else Distillation
+    with _opened(kind, config, progress) as job:
         return _run(job)
 
 

@@ -23,7 +23,7 @@ from gatespace.errors import UsageError
 from gatespace.files import claim
 from gatespace.runs import RunFolder, StudyFolder
 from gatespace.study.jobs import Job, execute, folder_of
-from gatespace.study.outlook import look, outline
+from gatespace.study.outlook import outline, read_outlook
 from gatespace.study.runner import run_study
 from tests.study.conftest import InlineEngine, study
 
@@ -334,11 +334,11 @@ def test_status_knows_what_runs_on_other_machines(prepared):
     here = filled(folder.path.parent / "work/run", **{"checkpoints__step-000003__state.json": "x"})
     results.put_snapshot(storage, place, RunFolder(here), 3, here / "checkpoints/step-000003")
     folder.now_running([name])
-    assert look(folder).states[name] == "waiting"  # no process holds the study
+    assert read_outlook(folder).states[name] == "waiting"  # no process holds the study
     with folder.claim():
-        assert look(folder).states[name] == "running"
+        assert read_outlook(folder).states[name] == "running"
     engine = there.through(InlineEngine())
-    engine.look_at([folder_of(job)])
+    engine.record_progress([folder_of(job)])
     engine.close()
     assert folder_of(job).last_step() == 3
 

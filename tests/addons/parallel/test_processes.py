@@ -38,7 +38,12 @@ KINDS: dict[str, dict[str, Any]] = {
         "rollout": {"per_prompt": 2, "max_new_tokens": 8},
         "objective": {"method": "sampled_reverse_kl"},
     },
-    "stale": {"rollout": {"staleness": 1, "max_new_tokens": 8}},
+    "stale": {
+        "rollout": {"staleness": 1, "max_new_tokens": 8},
+        "objective": {"gate": {"a": 4, "c": -1, "teacher_lead": -2}},  # a signal that the plugin registers
+        "plugins": [str(WORKER.with_name("own_signal.py"))],
+    },
+    "expected": {"rollout": {"expected": {"max_nodes": 4, "rest": "sample"}, "max_new_tokens": 8}},
 }
 ONLY_DDP: dict[str, dict[str, Any]] = {"lora": {"pair": {"lora": {"r": 4}}}}
 
@@ -70,7 +75,7 @@ def teaching(tiny: TinyPair, output: Path, parallel: str = "ddp") -> dict[str, A
         "task": {"name": "synthetic", "brief": True},
         "model": str(tiny.teacher),
         "engine": {"precision": "fp32", "threads": 1, "parallel": parallel, "micro_tokens": 120},
-        "evaluation": {"every": 0, "final": ["val"], "limit": 51},
+        "evaluation": {"every": 0, "final": ["val"], "limit": 51, "probabilities": True},
         "optimizer": {"lr": 3e-3},
         "steps": 4,
         "batch_size": 9,
@@ -133,6 +138,8 @@ def compare(one: Path, two: Path) -> None:
     assert left["evaluation"]["val"]["metrics"]["count"] == right["evaluation"]["val"]["metrics"]["count"] == 51
     lines = [list(map(json.loads, (folder / "predictions-val.jsonl").open())) for folder in (one, two)]
     assert [[line["index"] for line in found] for found in lines] == [list(range(51))] * 2
+    for ours, theirs in zip(*lines, strict=True):
+        assert theirs.get("probabilities") == pytest.approx(ours.get("probabilities"), abs=1e-3)
     same = sum(ours["raw"] == theirs["raw"] for ours, theirs in zip(*lines, strict=True))
     assert same >= 49, "an answer is another one only where two tokens are equally probable"
 

@@ -149,9 +149,12 @@ def test_local_and_remote_share_a_cache(
         assert local.stats.passes == passes
 
 
-def test_the_head_is_fetched_once(server: TeacherServer, model: Model, client: Client, own_cache: Path) -> None:
+def test_the_head_is_fetched_once(
+    server: TeacherServer, model: Model, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GATESPACE_CACHE", str(tmp_path))
     first = client(server.address).score(PROMPTS[:1], RESPONSES[:1])
-    (kept,) = (own_cache / "heads").iterdir()
+    (kept,) = (tmp_path / "heads").iterdir()
     written = kept.stat().st_mtime_ns
     again = client(server.address).score(PROMPTS[:1], RESPONSES[:1])
     assert_same(again, first)

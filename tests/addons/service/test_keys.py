@@ -72,7 +72,7 @@ def test_the_list_of_clients(tmp_path: Path) -> None:
         keys.read_allowed(file)
     assert "line 2" in str(caught.value)
     file.write_text("# nobody\n")
-    with pytest.raises(UsageError, match="nobody in"):
+    with pytest.raises(UsageError, match="allows no client"):
         keys.read_allowed(file)
 
 

@@ -24,7 +24,7 @@ from gatespace.teacher.scores import ScoreSpec, TeacherAwayError
 from gatespace.training.train import train
 from tests.addons.service.services import Nursery, Service
 from tests.training.test_resume import assert_same_numbers
-from tests.training.test_run import Listener
+from tests.training.test_train import Listener
 
 Make = Callable[..., TrainConfig]
 PAYLOADS: dict[str, dict[str, Any]] = {
@@ -164,11 +164,13 @@ def test_a_slow_service_is_waited_for(make: Make, service: Service) -> None:
     local, remote = make("local"), make("remote", service, teacher={"options": {"timeout": 0.4}, "cache": None})
     train(local)
 
-    def sleep() -> None:
-        service.signal(signal.SIGSTOP)
-        threading.Timer(1.5, service.signal, [signal.SIGCONT]).start()
+    class Patient(Eventful):
+        def note(self, text: str) -> None:
+            super().note(text)
+            if "has not replied" in text:
+                service.signal(signal.SIGCONT)
 
-    listener = Eventful(step2=sleep)
+    listener = Patient(step2=lambda: service.signal(signal.SIGSTOP))
     train(remote, listener)
     assert any("has not replied for 0.4 s; retrying" in note for note in listener.notes)
     assert any("has replied after" in note for note in listener.notes)
@@ -235,7 +237,7 @@ def test_a_service_that_comes_back_with_another_model_is_refused(
         train(remote, Eventful(step2=another))
     with pytest.raises(UsageError, match="this folder holds another run") as caught:
         train(remote)
-    assert "its teacher is another one" in caught.value.why
+    assert "changed: teacher" in caught.value.why
     services[-1].kill()
     services.append(nursery.start(taught / "model", service.port))
     listener = Listener()
@@ -289,7 +291,7 @@ def test_commands_know_an_address(service: Service, tmp_path: Path) -> None:
     estimate = json.loads(dry.stdout)["estimate"]
     assert any("the teacher at zmq://127.0.0.1:1 was not asked" in note for note in estimate["notes"])
     assert "teacher_parameters" not in estimate
-    assert estimate["memory_bytes"]["teacher_weights"] == 0
+    assert "teacher_weights" not in estimate["memory_bytes"]
     assert "# note" in call("train", "--teacher", "zmq://127.0.0.1:1", *words, "--dry-run").stdout
     done = call("train", "--teacher", service.address, *words, "--json")
     assert done.exit_code == 0, done.stderr

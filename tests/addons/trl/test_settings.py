@@ -136,7 +136,7 @@ def test_what_makes_no_sense_is_refused(settings: dict[str, Any], what: str) -> 
 def test_sampled_terms_need_the_students_own_samples(objective: dict[str, Any], sampler: dict[str, Any]) -> None:
     config(**objective)
     config(**sampler)
-    with pytest.raises(UsageError, match="looks at the sampled tokens"):
+    with pytest.raises(UsageError, match="uses the sampled tokens"):
         config(**objective, **sampler)
 
 

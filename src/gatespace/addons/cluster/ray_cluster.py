@@ -48,7 +48,7 @@ class Node:
 
 
 def execute_on_node(job: Job, node: Node) -> Outcome:
-    """Do a job on whatever machine Ray has chosen, and say how it went."""
+    """Run a job on the machine that Ray has chosen, and return its outcome."""
     return execute(job, partial(_perform_on_node, node=node))
 
 
@@ -110,7 +110,7 @@ class RayEngine:
         self._jobs: dict[Any, _Started] = {}
 
     def _connect(self, address: str | None) -> None:
-        # What Ray prints by itself would tear the live table apart; an error comes back as an outcome.
+        # Ray's own output would break the live table; an error comes back as an outcome.
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if address is None:
             # Beside the cores of each job: whatever else is asked for must be on this machine.
@@ -229,7 +229,7 @@ def _amounts(amounts: Mapping[str, float]) -> str:
 
 
 def _line(error: Exception) -> str:
-    """The gist of one of Ray's errors, which go on for pages."""
+    """One line of one of Ray's errors, which are pages long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

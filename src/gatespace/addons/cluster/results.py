@@ -121,7 +121,7 @@ class UrlEngine:
         self._pool = futures.ThreadPoolExecutor(_FETCHERS, thread_name_prefix="fetch")
         self._working: dict[str, RunFolder] = {}
         self._fetching: dict[futures.Future[Outcome], str] = {}
-        self._look: futures.Future[None] | None = None
+        self._polling: futures.Future[None] | None = None
         self._looked = time.monotonic()
 
     @property
@@ -144,7 +144,7 @@ class UrlEngine:
     def wait(self, seconds: float) -> list[tuple[str, Outcome]]:
         for name, outcome in self._inner.wait(0 if self._fetching else seconds):
             self._fetch(name, self._working.pop(name), outcome)
-        self._look_for_progress()
+        self._poll_progress()
         if not self._fetching:
             return []
         ready, _ = futures.wait(self._fetching, timeout=seconds, return_when=futures.FIRST_COMPLETED)
@@ -175,29 +175,29 @@ class UrlEngine:
             return failed(f"its worker reported that it is done, and {self._storage.url} does not have it")
         return outcome
 
-    def _look_for_progress(self) -> None:
-        """See from time to time how far runs on other machines are."""
-        busy = self._look is not None and not self._look.done()
+    def _poll_progress(self) -> None:
+        """Poll how far runs on other machines are."""
+        busy = self._polling is not None and not self._polling.done()
         if self._working and not busy and time.monotonic() - self._looked >= _SECONDS_BETWEEN_LOOKS:
             self._looked = time.monotonic()
-            self._look = self._pool.submit(self.look_at, list(self._working.values()))
+            self._polling = self._pool.submit(self.record_progress, list(self._working.values()))
 
-    def look_at(self, folders: list[RunFolder]) -> None:
-        """Write down how far runs are by their snapshots at the URL."""
+    def record_progress(self, folders: list[RunFolder]) -> None:
+        """Record how far runs are by their snapshots at the URL."""
         for folder in folders:
             try:
                 step = progress_at(self._storage, self._place(folder))
                 if step and not folder.is_done:
                     folder.set_remote_step(step)
             except (GatespaceError, OSError):
-                return  # the next look may succeed
+                return  # the next poll may succeed
 
 
 # ---------------------------------------------------------------------------------------------------- a worker's side
 
 
 def perform_through(job: Job, *, url: str, study: str) -> None:
-    """Do a job from what the URL has, and put there what comes of it. Nothing is done where it is done already."""
+    """Run a job from what the URL has, and upload its results. A job that is done is not run again."""
     storage, home, final = Storage(url), StudyFolder(study), folder_of(job)
     scratch = StudyFolder(scratch_of(storage.url))
     place = final.path.relative_to(home.path).as_posix()
@@ -219,7 +219,7 @@ def perform_through(job: Job, *, url: str, study: str) -> None:
                 _fetch_model(storage, scratch.model(name), f"{home.models.name}/{name}")
             _restore(storage, place, run)
             _work(local, storage, place, run)
-            _name_places_of_the_study(job, run, scratch.path, home.path)
+            _rewrite_paths(job, run, scratch.path, home.path)
             if not storage.has(f"{place}/{DONE}"):  # a worker that was given up for lost may have been quicker
                 storage.put_folder(run.path, place, last=DONE, leave=_is_scrap)
         finally:
@@ -253,8 +253,8 @@ def _work(local: Job, storage: Storage, place: str, run: RunFolder) -> None:
         raise
 
 
-def _name_places_of_the_study(job: Job, run: RunFolder, scratch: Path, study: Path) -> None:
-    """Have the records name the places of the study and not those of this machine, which mean nothing elsewhere."""
+def _rewrite_paths(job: Job, run: RunFolder, scratch: Path, study: Path) -> None:
+    """Rewrite the paths in records to those of the study: paths of this machine mean nothing on another one."""
     if job["do"] == "baseline":
         run.finish_baseline(relocated(run.baseline(), scratch, study))
         return

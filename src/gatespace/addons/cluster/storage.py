@@ -78,7 +78,7 @@ class Storage:
             return bool(self._fs.exists(self._path(place)))
 
     def names(self, place: str) -> list[str]:
-        """What lies directly under `place`, sorted; nothing where there is no such place."""
+        """What is directly under `place`, sorted; nothing where there is no such place."""
         with self._call(f"{place} could not be listed at"):
             self._fs.invalidate_cache()
             try:
@@ -89,7 +89,7 @@ class Storage:
             return sorted(names - {PurePosixPath(place).name, ""})
 
     def remove(self, place: str) -> None:
-        """Remove all that lies under `place`."""
+        """Remove everything under `place`."""
         with self._call(f"{place} could not be removed from"):
             self._fs.invalidate_cache()
             try:

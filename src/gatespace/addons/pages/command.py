@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Folders = Annotated[
     list[Path],
-    typer.Argument(metavar="DIR…", show_default=False, help="Folders of runs, or the folder of a study."),
+    typer.Argument(metavar="PATH…", show_default=False, help="Folders of runs, or a study: its folder or archive."),
 ]
 Output = Annotated[
     Path | None,
@@ -115,7 +115,7 @@ def watch(
     new_address: NewAddress = False,
     as_json: WatchJson = False,
 ) -> None:
-    """Watch a study or a run in a browser, while it goes on.
+    """Watch a study or a run in a browser, while it runs.
 
     The page has all runs with their states, the time left, curves of loss, λ and
     accuracy as they come, and errors of runs that failed. It only reads, on this

@@ -18,7 +18,7 @@ from gatespace.errors import UsageError
 from gatespace.evidence.accuracy import accuracy_interval
 from gatespace.files import atomic_write
 from gatespace.gating.coefficients import SATURATION, Gate, named_points
-from gatespace.runs import RunFolder, StudyFolder
+from gatespace.runs import RunFolder, StudyFolder, pages_of
 from gatespace.study.records import Score
 from gatespace.study.results import read_results
 
@@ -32,7 +32,7 @@ FILE = "explorer.html"
 _BINS = 20
 _PAPER = ("h", "u", "gap")
 _OTHER = ("lam", "forward_kl", "reverse_kl")
-_NO_SIGNALS = frozenset({*_PAPER, *_OTHER, "loss", "tail_mass", "weight"})
+_NO_SIGNALS = frozenset({*_PAPER, *_OTHER, "loss", "tail_mass", "weight", "prefix_probability"})
 _COURSE = ("loss", "lam_mean", "lam_sd", "lam_saturated", "forward_kl", "reverse_kl", "h", "u", "gap", "grad_norm")
 _COURSE_POINTS = 240
 _NONE = -1
@@ -127,7 +127,8 @@ class Found:
 
 
 def find_runs(paths: Sequence[Path]) -> Found:
-    """The runs at these paths: folders of runs, of a study, or folders that have folders of runs in them."""
+    """The runs at these paths: folders of runs, of a study or its archive, or folders that
+    have folders of runs in them."""
     if not paths:
         raise UsageError("nothing to explore", instead="the folder of a run or of a study")
     places = [_at(path) for path in paths]
@@ -151,7 +152,7 @@ def find_runs(paths: Sequence[Path]) -> Found:
 
 def _at(path: Path) -> Found:
     place = Path(path).expanduser().absolute()
-    if StudyFolder(place).exists:
+    if StudyFolder(place).exists or place.is_file():
         results = read_results(place)
         runs = []
         for result in results.runs.values():
@@ -160,7 +161,7 @@ def _at(path: Path) -> Found:
                 planned = result.gate or spec.gate
                 gate = run.gate or (None if planned is None else Gate(*planned))
                 runs.append(replace(run, id=spec.id, label=spec.point, task=spec.task, kind=spec.kind, gate=gate))
-        return Found(results.name, "study", tuple(runs), place)
+        return Found(results.name, "study", tuple(runs), pages_of(place))
     if RunFolder(place).config_file.is_file():
         run = read_run(RunFolder(place))
         if run is None:

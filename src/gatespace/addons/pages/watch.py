@@ -1,6 +1,6 @@
 """The live page of a study or a run: a server on the loopback address that only reads, for those who have its token.
 
-`Watcher` looks at a folder and gives a snapshot, as values that JSON knows; `watch_server` serves it. The folder is
+`Watcher` reads a folder and gives a snapshot, as values that JSON knows; `watch_server` serves it. The folder is
 only read. The address of its page, port and token, is kept in the user's cache, readable by the user alone: an open
 page finds the server again after a restart, and a bookmark stays good. No torch here.
 """
@@ -31,7 +31,7 @@ from gatespace.addons.pages.page import Reply, loopback_server, render
 from gatespace.errors import GatespaceError, UsageError
 from gatespace.models.cache_root import cache_root
 from gatespace.runs import RunFolder, StudyFolder
-from gatespace.study.outlook import Outlook, Work, look, outline
+from gatespace.study.outlook import Outlook, Work, outline, read_outlook
 
 __all__ = ["Watch", "Watcher", "check_watchable", "watch_server"]
 
@@ -170,8 +170,8 @@ def _keep_address(folder: Path, watch: Watch) -> None:
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """A run, or another piece of work of a study."""
+class _Item:
+    """A run or another job of a study."""
 
     folder: RunFolder
     state: str
@@ -190,26 +190,26 @@ class _Piece:
 
 
 @dataclass(frozen=True)
-class _Look:
+class _State:
     """Everything at one moment."""
 
     kind: str
     """``study``, ``run``, ``runs``, or ``nothing`` where nothing has begun."""
     title: str
     alive: bool = False
-    pieces: tuple[_Piece, ...] = ()
+    items: tuple[_Item, ...] = ()
     seconds_left: float | None = None
     workers: int = 1
     problem: str = ""
 
 
 class Watcher:
-    """Looks at a folder, at most so often as is of use, however many ask.
+    """Reads a folder, at most once in `fresh_seconds`, however many requests there are.
 
     Args:
         folder: Of a study, of a run, or of runs; it need not be there yet.
-        most_bytes: How much of the logs one look reads at most; the next goes on from there.
-        fresh_seconds: For how long a look is good.
+        most_bytes: How much of the logs is read at a time at most; the next time continues from there.
+        fresh_seconds: For how long what was read is served again.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class Watcher:
         self._epoch = secrets.token_hex(4)
         self._version = 0
         self._at = -math.inf
-        self._look = _Look("nothing", self.folder.name)
+        self._state = _State("nothing", self.folder.name)
         self._records: dict[Path, Records] = {}
         # What was read from settings, with marks that change when their files do.
         self._abouts: dict[Path, tuple[Any, dict[str, Any]]] = {}
@@ -228,10 +228,10 @@ class Watcher:
         self._lock = threading.Lock()
 
     def snapshot(self, since: str = "") -> dict[str, Any]:
-        """How it stands, with the curves that have changed.
+        """The state now, with the curves that have changed.
 
         Args:
-            since: `version` of the snapshot that the asker has; from another watcher, or "", it gives all curves.
+            since: `version` of the snapshot that the client has; from another watcher, or "", it gives all curves.
         """
         with self._lock:
             if time.monotonic() - self._at >= self._fresh_seconds:
@@ -239,60 +239,60 @@ class Watcher:
                 self._at = time.monotonic()
             return self._snapshot(since)
 
-    # ------------------------------------------------------------------ looking
+    # ------------------------------------------------------------------ reading
 
     def _refresh(self) -> None:
         try:
-            self._look = self._see()
+            self._state = self._read()
         except (GatespaceError, OSError, ValueError, KeyError) as error:
             # Files may be changing. What was seen last is better than nothing, with the reason beside it.
             text = str(error) if isinstance(error, GatespaceError) else f"{type(error).__name__}: {error}"
-            self._look = replace(self._look, problem=text[:_MOST_TEXT])
+            self._state = replace(self._state, problem=text[:_MOST_TEXT])
         self._version += 1
         budget = Budget(self._most_bytes)
-        for piece in sorted(self._look.pieces, key=lambda piece: piece.state != "running"):
-            records = self._records.setdefault(piece.place, Records(piece.folder))
-            records.read(budget, self._version, done=piece.state == "done")
-        gone = self._records.keys() - {piece.place for piece in self._look.pieces}
+        for item in sorted(self._state.items, key=lambda item: item.state != "running"):
+            records = self._records.setdefault(item.place, Records(item.folder))
+            records.read(budget, self._version, done=item.state == "done")
+        gone = self._records.keys() - {item.place for item in self._state.items}
         for held in (self._records, self._abouts):
             for place in gone & held.keys():
                 del held[place]
 
-    def _see(self) -> _Look:
+    def _read(self) -> _State:
         if StudyFolder(self.folder).exists:
-            return self._see_study(StudyFolder(self.folder))
+            return self._read_study(StudyFolder(self.folder))
         runs = list(_runs_in(self.folder))
         if not runs:
-            return _Look("nothing", self.folder.name)
-        pieces = tuple(self._run(run) for run in runs)
+            return _State("nothing", self.folder.name)
+        items = tuple(self._run(run) for run in runs)
         kind = "run" if runs[0].path == self.folder else "runs"
-        return _Look(kind, self.folder.name, any(piece.state == "running" for piece in pieces), pieces)
+        return _State(kind, self.folder.name, any(item.state == "running" for item in items), items)
 
-    def _see_study(self, study: StudyFolder) -> _Look:
+    def _read_study(self, study: StudyFolder) -> _State:
         written = (_mark(study.study_file), _mark(study.bases_file))
         if self._outline is None or self._outline[0] != written:
             config = study.config()
             self._outline = (written, outline(study, config)[1], config.name)
         _, work, name = self._outline
-        outlook = look(study, work)
-        pieces = tuple(_piece_of(one, outlook) for one in work)
-        return _Look("study", name, study.is_running, pieces, outlook.seconds_left(study.workers), study.workers)
+        outlook = read_outlook(study, work)
+        items = tuple(_item_of(one, outlook) for one in work)
+        return _State("study", name, study.is_running, items, outlook.seconds_left(study.workers), study.workers)
 
-    def _run(self, run: RunFolder) -> _Piece:
+    def _run(self, run: RunFolder) -> _Item:
         mark = (_mark(run.config_file), _mark(run.done_file))
         held = self._abouts.get(run.path)
         if held is None or held[0] != mark:
             held = self._abouts[run.path] = (mark, _about(run))
-        return _Piece(folder=run, state=run.state, error=run.error(), **held[1])
+        return _Item(folder=run, state=run.state, error=run.error(), **held[1])
 
     # ------------------------------------------------------------------ what is sent
 
     def _snapshot(self, since: str) -> dict[str, Any]:
-        seen = self._look
+        seen = self._state
         epoch, _, text = since.partition(".")
         known = int(text) if epoch == self._epoch and text.isdecimal() else 0
-        rows = [self._row(piece) for piece in seen.pieces]
-        records = {piece.id: (piece, self._records[piece.place]) for piece in seen.pieces}
+        rows = [self._row(item) for item in seen.items]
+        records = {item.id: (item, self._records[item.place]) for item in seen.items}
         return {
             "schema": SCHEMA,
             "version": f"{self._epoch}.{self._version}",
@@ -308,44 +308,44 @@ class Watcher:
             "problem": seen.problem,
             "rows": rows,
             "curves": {
-                name: one.curves(piece.steps)
-                for name, (piece, one) in records.items()
-                if one.version > known and (piece.steps or one.steps)
+                name: one.curves(item.steps)
+                for name, (item, one) in records.items()
+                if one.version > known and (item.steps or one.steps)
             },
         }
 
-    def _row(self, piece: _Piece) -> dict[str, Any]:
-        records, state = self._records[piece.place], piece.state
-        step = piece.folder.last_step() if records.behind or not records.steps else records.step
+    def _row(self, item: _Item) -> dict[str, Any]:
+        records, state = self._records[item.place], item.state
+        step = item.folder.last_step() if records.behind or not records.steps else records.step
         if state == "waiting" and step > 0:
             state = "stopped"
         on_the_way = max(records.accuracies.items(), default=(0, None))[1]
-        failure = piece.folder.failure() if state == "failed" else {}
+        failure = item.folder.failure() if state == "failed" else {}
         return {
-            "id": piece.id,
-            "title": piece.title,
-            "task": piece.task,
-            "point": piece.point,
-            "kind": piece.kind,
-            "seed": piece.seed,
+            "id": item.id,
+            "title": item.title,
+            "task": item.task,
+            "point": item.point,
+            "kind": item.kind,
+            "seed": item.seed,
             "state": state,
-            "step": min(step, piece.steps) if piece.steps else step,
-            "steps": piece.steps,
+            "step": min(step, item.steps) if item.steps else step,
+            "steps": item.steps,
             "loss": plain(records.loss[-1]) if records.loss else None,
             "lam": plain(records.lam[-1]) if records.lam else None,
             "accuracy": plain(records.final if state == "done" else on_the_way),
-            "seconds": plain(piece.folder.seconds()) if state in ("running", "done") else None,
-            "error": piece.error[:_MOST_TEXT],
+            "seconds": plain(item.folder.seconds()) if state in ("running", "done") else None,
+            "error": item.error[:_MOST_TEXT],
             "details": str(failure.get("details") or "")[-_MOST_TEXT:],
             "when": str(failure.get("when") or ""),
         }
 
-    def _seconds_left(self, seen: _Look) -> float | None:
+    def _seconds_left(self, seen: _State) -> float | None:
         """By the study's own estimate; that of runs alone is by the pace of their last steps."""
         if seen.kind == "study":
             return seen.seconds_left
-        running = [(piece, self._records[piece.place]) for piece in seen.pieces if piece.state == "running"]
-        left = [(piece.steps - one.step) * (one.seconds_per_step or math.nan) for piece, one in running]
+        running = [(item, self._records[item.place]) for item in seen.items if item.state == "running"]
+        left = [(item.steps - one.step) * (one.seconds_per_step or math.nan) for item, one in running]
         return max(left) if left and not any(map(math.isnan, left)) else None
 
 
@@ -356,10 +356,10 @@ def _runs_in(folder: Path) -> Iterator[RunFolder]:
         yield from (run for one in sorted(folder.iterdir()) if (run := RunFolder(one)).config_file.is_file())
 
 
-def _piece_of(work: Work, outlook: Outlook) -> _Piece:
+def _item_of(work: Work, outlook: Outlook) -> _Item:
     run, state = work.run, outlook.states[work.name]
     reason = outlook.blocked.get(work.name, "")
-    return _Piece(
+    return _Item(
         folder=work.folder,
         state="blocked" if reason else state,
         id=work.name,
@@ -394,7 +394,7 @@ def _about(run: RunFolder) -> dict[str, Any]:
     return found if distilled is None else found | {"point": distilled.label, "kind": distilled.kind}
 
 
-def _state(seen: _Look, states: list[str]) -> str:
+def _state(seen: _State, states: list[str]) -> str:
     if seen.alive:
         return "running"
     if all(state == "done" for state in states):
@@ -419,14 +419,14 @@ def _mark(path: Path) -> tuple[int, int, int] | None:
 
 
 class Budget:
-    """How many bytes one look may read, so that long logs do not keep a page waiting."""
+    """How many bytes one refresh may read, so that long logs do not keep a page waiting."""
 
     def __init__(self, left: int) -> None:
         self.left = left
 
 
 class Tail:
-    """A log of JSON objects, one per line; each look reads only what has come since the last one."""
+    """A log of JSON objects, one per line; each refresh reads only what is new since the last one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -463,7 +463,7 @@ class Tail:
         return anew, [record for line in lines if (record := _record(line)) is not None]
 
     def _is_last(self, file: Any) -> bool:
-        """Whether the last line that was read still stands where it stood."""
+        """Whether the last line that was read is still in its place."""
         file.seek(self._offset - len(self._last))
         return bool(file.read(len(self._last)) == self._last)
 
@@ -489,7 +489,7 @@ class Records:
         self._final_mark: Any = None
         self._pace: deque[float] = deque(maxlen=_RECENT)
         self.version = 0
-        """Of the look at which it changed last."""
+        """`Watcher` version at which it changed last."""
 
     @property
     def behind(self) -> bool:
@@ -507,7 +507,7 @@ class Records:
         return math.fsum(self._pace) / len(self._pace) if self._pace else None
 
     def read(self, budget: Budget, version: int, *, done: bool = False) -> None:
-        """Take in what has come; `version` is that of the look, `done` whether the run is."""
+        """Read what is new; `version` is that of the refresh, `done` whether the run is."""
         anew, records = self._metrics.read(budget)
         if anew:
             del self.steps[:], self.loss[:], self.lam[:]
@@ -531,7 +531,7 @@ class Records:
             self.version = version
 
     def _read_final(self, done: bool) -> bool:
-        """Whether the accuracy at the end is another one than at the last look."""
+        """Whether the accuracy at the end has changed since the last refresh."""
         mark = _mark(self._run.evaluation_file("val")) if done else None
         if mark == self._final_mark:
             return False

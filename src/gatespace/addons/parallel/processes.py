@@ -68,7 +68,7 @@ class Distributed(Processes):
         return float(found)
 
     def gather(self, value: Any) -> list[Any]:
-        """What every process gives, in their order. It has to be something that JSON has a form for."""
+        """The values of all processes, in order of rank; plain data that JSON can represent."""
         text = json.dumps(value).encode()
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
         torch.distributed.all_gather(sizes, torch.tensor([len(text)], device=self.device))
@@ -81,14 +81,14 @@ class Distributed(Processes):
         return [json.loads(bytes(found[: int(size)].cpu().numpy())) for found, size in pairs]
 
     def agree(self, value: Any, error: Callable[[list[Any]], GatespaceError]) -> None:
-        """Raise `error`, made from what every process gives, unless all give the same."""
+        """Raise `error`, made from the values of all processes, unless they are equal."""
         found = self.gather(value)
         with self.together():
             if any(other != found[0] for other in found):
                 raise error(found)
 
     def divide(self, items: Sequence[Any], work: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
-        """Let every process do some of `items`; what all have made of them, in order, through JSON."""
+        """`work` on all items, each process on its share; the results of all, in order, through JSON."""
         own: list[Any] = []
         with self.together():
             own = work(items[self.rank :: self.size])

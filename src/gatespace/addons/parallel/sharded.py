@@ -119,7 +119,7 @@ def shard(
     """Divide a model among all processes. `model` itself is not to be used any more.
 
     Args:
-        model: Whole and in float32 in the first process; the weights of the others are not looked at.
+        model: Whole and in float32 in the first process; the weights of the others are ignored.
         dtype: The precision of the passes.
         device: Where this process's shard goes.
         mesh: The processes; None: all of them.

@@ -1,4 +1,4 @@
-"""The model card of a run: how a model came about and what it is worth. The text is in card.md.j2, the values are here.
+"""The model card of a run: how a model was made and how good it is. The text is in card.md.j2, the values are here.
 
 A card is what a stranger sees of a model, so it holds no paths and no addresses of the machine that made it. Equal runs
 have equal cards. No torch here, unless the objective is no gate: its class has its formula and citation.
@@ -359,7 +359,7 @@ def lam_formula(gate: Gate) -> str:
 
 
 def shown_name(name: str) -> str:
-    """A model's name without the place where it lies."""
+    """A model's name without its folder."""
     if is_address(name):
         return "a model behind a service"
     parts = [part for part in re.split(r"[\\/]", name.removeprefix("hub:")) if part not in ("", ".", "..", "~")]
@@ -374,7 +374,7 @@ def _is_partial(found: Mapping[str, Any]) -> bool:
 
 
 def _inline(text: str) -> str:
-    """A text of other people's that stays within its line or cell."""
+    """A text from outside that stays within its line or cell."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 

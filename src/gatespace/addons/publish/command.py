@@ -1,4 +1,4 @@
-"""`gatespace export`: a run's model as a folder that anybody can load, with a card that says how it came about."""
+"""`gatespace export`: a run's model as a folder that transformers can load, with a model card."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Output = Annotated[
 Study = Annotated[
     Path | None,
     typer.Option(
-        "--study", metavar="DIR", show_default="the one it lies in", help="The study whose evidence the card gives."
+        "--study", metavar="DIR", show_default="the one it is in", help="The study whose evidence the card gives."
     ),
 ]
 Dtype = Annotated[str, typer.Option("--dtype", metavar="NAME", help="Precision of the weights: fp32 or bf16.")]
@@ -115,7 +115,7 @@ def export(
 
 
 def _evidence(run: RunFolder, study: Path | None) -> Evidence | None:
-    """What the study says about the run's point; None where no study is named and the run lies in none."""
+    """What the study says about the run's point; None where no study is named and the run is in none."""
     from gatespace.errors import missing_extra
     from gatespace.runs import StudyFolder
 

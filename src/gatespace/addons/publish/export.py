@@ -1,4 +1,4 @@
-"""A run's model as a folder to be given away: weights, tokenizer and card, and from there to the Hugging Face Hub."""
+"""Export of a run's model: a folder with weights, tokenizer and card, and from there to the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def check_export(run: RunFolder, output: Path, *, dtype: str = "fp32") -> None:
         )
     place, own = output.resolve(), run.path.resolve()
     if place == own or own in place.parents:
-        raise UsageError("an export is a folder of its own", got=str(output), why="this one lies in the run's folder")
+        raise UsageError("an export is a folder of its own", got=str(output), why="this one is inside the run's folder")
     if (place / RECORD).exists() and _MARK not in read_record(place):
         raise UsageError(
             "this folder holds a model that is no export, and it would be lost",

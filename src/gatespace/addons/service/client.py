@@ -43,7 +43,7 @@ from gatespace.teacher.scores import (
 )
 
 _HEARTBEAT = 2.0  # most seconds between two heartbeats while a reply is awaited
-_TICK = 50  # milliseconds between two looks at what is due while a reply is awaited
+_TICK = 50  # milliseconds between checks for timeouts and retries while a reply is awaited
 _SOON = 5.0  # seconds after which a user learns that a server that has never replied is waited for
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
 """Seconds before a retry."""

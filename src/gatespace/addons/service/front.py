@@ -1,6 +1,6 @@
 """The front of a teacher service: takes connections and passes their bytes to ZeroMQ's socket and back.
 
-libzmq collects all frames of a message before anybody can look at one, whatever they add up to: its limits are those of
+libzmq collects all frames of a message before an application sees one, whatever they add up to: its limits are those of
 a frame, and of whole messages that wait. So the front counts. Of a connection it passes on at most `WINDOW` bytes, and
 of all connections `TOTAL`, beyond the messages that have arrived whole, of which the server informs it; the bytes
 themselves may be encrypted and say nothing here. A connection that has filled its window is not read from until a
@@ -10,7 +10,7 @@ It also sees to it that file handles suffice: there is a number of connections, 
 longest makes room; and where handles run out all the same, new connections wait (libzmq would try again at once, for
 ever).
 
-Behind it ZeroMQ listens on a Unix socket in a folder that only this user can enter, so that nobody passes the front by.
+Behind it ZeroMQ listens on a Unix socket in a folder that only this user can enter, so that nothing bypasses the front.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOTAL = 16 * WINDOW
 STALLED = 10.0  # seconds until a connection with a full window is closed
 _PAUSE = 1.0  # seconds until the next attempt where there are no file handles
 _CHUNK = 1 << 16  # bytes that are read at a time
-_TICK = 0.2  # seconds between two looks at what is due
+_TICK = 0.2  # seconds between checks for timeouts
 _HANDLES = 3  # of a connection: here, towards ZeroMQ, and ZeroMQ's own
 _SPARE = 64  # handles for all else that the process does
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
@@ -186,7 +186,7 @@ class Front(Closing):
                     self._wake_receiver.recv(4096)
             elif key.data.outer.fileno() >= 0:  # it may have been closed for another one's sake
                 self._pass(key.data)
-        self._look_after(time.monotonic())
+        self._check_timeouts(time.monotonic())
 
     def _pass(self, connection: _Connection) -> None:
         """Pass on what has arrived, and wait for what can be done next."""
@@ -230,7 +230,7 @@ class Front(Closing):
             elif before is not None and before.events != events:
                 self._selector.modify(end, events, connection)
 
-    def _look_after(self, now: float) -> None:
+    def _check_timeouts(self, now: float) -> None:
         for connection in [one for one in self._connections.values() if one.stalled is not None]:
             assert connection.stalled is not None
             if connection.unaccounted < WINDOW:

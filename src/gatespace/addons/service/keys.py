@@ -47,7 +47,7 @@ class ServerKeys:
     allowed: frozenset[bytes]
 
     def apply(self, socket: zmq.Socket[bytes]) -> None:
-        """Make a socket a CURVE server. Without an authenticator for `DOMAIN` in its context, nobody can connect."""
+        """Make a socket a CURVE server. Without an authenticator for `DOMAIN` in its context, no client can connect."""
         socket.curve_server = True
         socket.curve_secretkey = self.pair.secret
         socket.zap_domain = DOMAIN.encode()
@@ -132,7 +132,7 @@ def read_allowed(path: Path) -> frozenset[bytes]:
     path = Path(path).expanduser()
     keys = frozenset(_listed(path))
     if not keys:
-        raise UsageError("a list of clients without a key lets nobody in", got=str(path))
+        raise UsageError("a list of clients without a key allows no client", got=str(path))
     return keys
 
 
@@ -201,7 +201,7 @@ def service_address(name: str) -> Address:
 def connect(
     context: zmq.Context[zmq.Socket[bytes]], address: Address, keys: ClientKeys | None, *, timeout: float
 ) -> zmq.Socket[bytes]:
-    """A client's socket. It connects again by itself, also after `timeout` seconds without a sign of life.
+    """A client's socket. It reconnects automatically, also after `timeout` seconds without traffic.
 
     Nothing can be sent while it is not connected: `zmq.Again`.
     """
@@ -225,7 +225,7 @@ def connect(
 def check_bind(bind: str, *, secured: bool) -> Address:
     """Where to serve: ``tcp://host:port``; host * is any, port 0 or * any free one (port 0 of what is returned).
 
-    Without keys it must be a loopback address: whoever reaches the service may use it.
+    Without keys it must be a loopback address: anyone who can reach the service may use it.
     """
     scheme, _, place = bind.partition("://")
     host, _, port = place.rpartition(":")
@@ -241,7 +241,7 @@ def check_bind(bind: str, *, secured: bool) -> Address:
         raise UsageError(
             "a teacher without keys is served on this machine only",
             got=bind,
-            why="whoever reaches it could use it, and read all messages",
+            why="anyone who can reach it could use it, and read all messages",
             instead="tcp://127.0.0.1:PORT; or --key and --allow, with keys that `gatespace teacher keygen` makes",
         )
     return address._replace(port=0) if any_port else address

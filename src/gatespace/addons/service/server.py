@@ -146,7 +146,7 @@ class TeacherServer(Closing):
 
     def _bind(self) -> None:
         for option, value in (
-            (zmq.ROUTER_MANDATORY, 1),  # a reply that reaches nobody is an error, not silence
+            (zmq.ROUTER_MANDATORY, 1),  # a reply to an unknown client is an error, not silently dropped
             (zmq.ROUTER_HANDOVER, 0),  # no client takes the identity of another
             (zmq.SNDHWM, _BUFFERED),
             (zmq.RCVHWM, _BUFFERED),

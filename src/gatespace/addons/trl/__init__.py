@@ -11,7 +11,7 @@
     trainer.train()
 
 The loss of a micro-batch is replaced and nothing else: TRL generates, accumulates, distributes, saves and logs. The
-method that is replaced is private to TRL, so the trainer looks at it before it starts, and says so if it is not the one
+method that is replaced is private to TRL, so the trainer checks it before it starts, and says so if it is not the one
 it was written for.
 """
 

@@ -134,7 +134,7 @@ class GatedDistillationConfig(DistillationConfig):  # type: ignore[misc]  # TRL 
         changed = {name: value for name, value in drawn.items() if name in own and value not in own[name]}
         if objective.uses_sampled() and changed:
             raise UsageError(
-                "this objective looks at the sampled tokens, and they must be the student's own at temperature 1",
+                "this objective uses the sampled tokens, and they must be the student's own at temperature 1",
                 got=", ".join(f"{name}={value}" for name, value in changed.items()),
                 why="TRL keeps no log-probabilities of its sampler, so that there are no importance weights",
                 instead="temperature=1, top_p=1, top_k=0 and no penalties; or support='full', or pg='exact' for eopd",

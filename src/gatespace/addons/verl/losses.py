@@ -118,7 +118,7 @@ def _empty(u: Tensor, settings: LossSettings) -> dict[str, Tensor]:
 
 
 def _chunks(sample: Tensor, settings: LossSettings) -> Iterator[slice]:
-    """Spans of at most `chunk_tokens` tokens; of whole samples where a further signal may look at a token's place."""
+    """Spans of at most `chunk_tokens` tokens; of whole samples where a signal may depend on a token's position."""
     count = sample.numel()
     if not settings.objective.further_signals():
         for start in range(0, count, settings.chunk_tokens):

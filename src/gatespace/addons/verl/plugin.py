@@ -28,7 +28,7 @@ COLUMN = "gate_{}"
 """Under what name a number per token travels from the logits to the metrics."""
 METRIC = "distillation/gate/{}"
 
-_PLACELESS = ("student_entropy", "log_ratio")  # further signals that look at nothing but the token itself
+_PLACELESS = ("student_entropy", "log_ratio")  # further signals that depend on the token alone
 
 
 def install() -> None:
@@ -59,7 +59,7 @@ def _around(original: Callable[..., Any]) -> Callable[..., Any]:
 def topk_step(config: Any, distillation_config: Any, data: Any, student_logits: Tensor) -> dict[str, Tensor]:
     """Numbers per position of the packed batch, (1, P) each, from the logits (1, P, V) of this rank.
 
-    Losses carry gradient. Positions that predict no response token that counts are 0 and are not looked at.
+    Losses carry gradient. Positions that predict no response token that counts are 0 and are ignored.
     """
     loss_config = _loss_config(distillation_config)
     _check_strategy(config.strategy)
@@ -145,7 +145,7 @@ def _slice(positions: int, rows: int, further: tuple[str, ...]) -> tuple[int, in
     if size > 1 and placed:
         raise UsageError(
             f"the signal {placed[0]!r} cannot be computed under sequence parallelism",
-            why="it may look at other tokens of the response, which are on other workers",
+            why="it may depend on other tokens of the response, which are on other workers",
             instead="ulysses_sequence_parallel_size: 1, or a gate of h, u and gap",
         )
     return start, start + rows

@@ -30,7 +30,7 @@ SETTINGS = (
 
 
 def changed(*found: str) -> UsageError:
-    """The error for a verl that is made otherwise."""
+    """The error for a verl with another interface than expected."""
     return UsageError(
         f"verl {verl.__version__} is not made as gatespace's plug-in expects it",
         got="; ".join(found),

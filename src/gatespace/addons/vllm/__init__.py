@@ -1,6 +1,6 @@
 """vLLM as teacher, as sampler of the student's responses, and for `gatespace evaluate`: what the core calls.
 
-vLLM has an environment of its own and is asked over HTTP. A place is either the address of a server that runs already,
+vLLM has its own environment and is reached over HTTP. A place is either the address of a server that runs already,
 ``vllm://HOST:PORT``, or the Python of an environment with vLLM, which then starts a server for as long as it is needed.
 """
 
@@ -123,7 +123,7 @@ def open_sampler(
         config: Of the run.
         student: Whose weights the server gets.
         encoder: The task in the student's tokens.
-        texts: All texts that will be asked about, which decide how long a prompt can be.
+        texts: All texts that will be classified, which decide how long a prompt can be.
         run: The log of a server that is started here goes there.
         place: The precision of the run is also the server's.
         report: Called with a message when something takes long.

@@ -17,10 +17,13 @@ from gatespace.errors import RunError, UsageError
 from gatespace.evaluation import evaluate
 from gatespace.files import read
 from gatespace.models import Model, TinyPair, load_model
+from gatespace.models.encode import Encoder
 from gatespace.tasks import Prompt, Task
 from gatespace.training import checkpoint
 from gatespace.training.progress import Silent
+from gatespace.training.telemetry import DistillationTrace
 from gatespace.training.train import teach, train
+from tests.models.architectures import WINDOWS, made
 
 from .conftest import TASK
 
@@ -54,6 +57,7 @@ def assert_predicts_as_recorded(folder: Path, task: Task, *, dtype: torch.dtype 
             split=split,
             limit=settings.limit,
             max_new_tokens=settings.max_new_tokens,
+            probabilities=settings.probabilities,
         )
         lines = [json.loads(line) for line in (folder / f"predictions-{split}.jsonl").read_text().splitlines()]
         assert [(line["label"], line["raw"]) for line in lines] == [(p.label, p.raw) for p in found.predictions]
@@ -98,7 +102,7 @@ def test_train(train_config: Make, synthetic: Task, tiny: TinyPair) -> None:
         steps=40,
         batch_size=16,
         optimizer={"lr": 4e-3},
-        evaluation={"every": 20, "limit": 60, "final": ["val", "test"]},
+        evaluation={"every": 20, "limit": 60, "final": ["val", "test"], "probabilities": True},
         checkpoint={"every": 15},
         trace={"tokens_every": 20, "rollouts": 3},
     )
@@ -135,6 +139,8 @@ def test_train(train_config: Make, synthetic: Task, tiny: TinyPair) -> None:
     looks = read(folder / "evaluations.jsonl")
     assert [look["step"] for look in looks] == [0, 20]
     assert looks[0]["accuracy"] < 0.35
+    before, after = math.log(len(synthetic.labels)), summary["evaluation"]["test"]["calibration"]["log_loss"]
+    assert after < before  # that of knowing nothing
     assert summary["evaluation"]["val"]["metrics"]["accuracy"] > looks[0]["accuracy"] + 0.2
     model = load_model(str(folder / "model"))
     assert summary["fingerprint"] == model.fingerprint()
@@ -171,7 +177,7 @@ def test_another_run_in_the_same_folder(train_config: Make, tiny: TinyPair, taug
     refused("its optimizer.lr is 0.002, not 0.01", train_config(steps=1, optimizer={"lr": 0.01}))
     refused("its gate is", train_config(steps=1, objective={"gate": "G4"}))
     refused("its precision is fp32, not bf16", train_config(steps=1, engine={"precision": "bf16"}))
-    refused("its teacher is another one", train_config(steps=1, pair={"teacher": str(tiny.teacher)}))
+    refused("changed: teacher", train_config(steps=1, pair={"teacher": str(tiny.teacher)}))
     settings = {"task": TASK, "model": str(tiny.teacher), "output": str(config.output), "steps": 1}
     refused("not a run of this command", parse_config(TeachConfig, settings))
     assert {p: p.read_bytes() for p in config.output.iterdir() if p.is_file()} == before
@@ -202,6 +208,36 @@ def test_bfloat16_follows_float32(train_config: Make, tmp_path: Path) -> None:
         runs[precision] = [record["loss"] for record in read(config.output / "metrics.jsonl")]
     assert runs["bf16"] == pytest.approx(runs["fp32"], rel=0.02)
     assert runs["bf16"] != runs["fp32"]
+
+
+def test_windows_and_soft_caps_in_a_whole_run(
+    train_config: Make, tiny: TinyPair, synthetic: Task, tmp_path: Path
+) -> None:
+    tokenizer = load_model(str(tiny.student)).tokenizer
+    texts = [example.text for example in synthetic.train]
+    encoder = Encoder(Prompt.of(synthetic, brief=True), tokenizer, texts)
+    assert min(len(encoder.prefix) + len(encoder.suffix(text)) for text in texts) > WINDOWS["Gemma2"]["sliding_window"]
+    pair = {"student": str(tmp_path / "small"), "teacher": str(tmp_path / "large")}
+    for place, layers in zip(pair.values(), (2, 4), strict=True):
+        made(tokenizer, "Gemma2", std=0.2, num_hidden_layers=layers, **WINDOWS["Gemma2"]).network.save_pretrained(place)
+        tokenizer.save_pretrained(place)
+    runs, weights_of = [], []
+    for packed in (True, False):
+        config = train_config(
+            pair=pair,
+            engine={"packed": packed, "micro_tokens": 150},
+            optimizer={"lr": 1e-4},
+            steps=4,
+            output=str(tmp_path / str(packed)),
+        )
+        train(config)
+        runs.append(read(config.output / "metrics.jsonl"))
+        weights_of.append(weights(load_model(str(config.output / "model"))))
+    for found, right in zip(*runs, strict=True):
+        assert found["loss"] == pytest.approx(right["loss"], rel=1e-4)
+        assert found["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-3)
+    for name, weight in weights_of[0].items():
+        assert torch.allclose(weight, weights_of[1][name], atol=1e-5), name
 
 
 def test_lora(train_config: Make, tiny: TinyPair, synthetic: Task) -> None:
@@ -317,6 +353,32 @@ def test_a_run_without_its_model(train_config: Make, precision: str) -> None:
     assert train(config.model_copy(update={"checkpoint": train_config().checkpoint}), listener) == summary
     assert any("its model was not kept" in note for note in listener.notes)
     assert listener.steps == []
+
+
+def test_records_of_tokens_look_at_few_logits_at_a_time(
+    train_config: Make, student: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a vocabulary of 152k the logits of all tokens, and what is made of them, would take 25 GB."""
+    found, most, logits = [], [], DistillationTrace._logits
+
+    def counted(*args: Any) -> Any:
+        both = logits(*args)
+        most.append(len(both[0]))
+        return both
+
+    monkeypatch.setattr(DistillationTrace, "_logits", counted)
+    for name, tokens in (("all", 1000), ("few", 2)):
+        config = train_config(steps=1, output=str(tmp_path / name), evaluation={"final": []})
+        monkeypatch.setattr("gatespace.training.telemetry.TELEMETRY", 4 * tokens * student.vocab_size)
+        train(config)
+        found.append((read(config.output / "metrics.jsonl"), read(config.output / "tokens.jsonl")))
+    assert most[0] > 2 == max(most[1:])
+    assert sum(most[1:]) == most[0]
+    whole, parts = ([value for line in lines for top in line["student_top"] for _, value in top] for _, lines in found)
+    assert parts == pytest.approx(whole, rel=1e-4)
+    shares = [metrics[0].pop("kappa_share") for metrics, _ in found]
+    assert shares[0] == pytest.approx(shares[1], rel=1e-3)
+    assert found[0][0] == found[1][0]
 
 
 def test_lam_over_the_run_is_that_of_its_records(train_config: Make) -> None:

@@ -104,7 +104,7 @@ def _report(config: TrainConfig | TeachConfig, folder: RunFolder, summary: dict[
     run = summary.get("run")
     if run and run["lam_mean"] is not None:
         saturated = f"{run['lam_saturated']:.1%} of them saturated"
-        out.print(f"E[λ] {run['lam_mean']:.4f} over {run['tokens']} tokens of {run['rows']} responses, {saturated}")
+        out.print(f"E[λ] {run['lam_mean']:.4f} over {run['tokens']:.0f} tokens of {run['rows']} responses, {saturated}")
     print_warnings(warnings)
     if model is not None:
         out.print(f"model  {model}", soft_wrap=True)

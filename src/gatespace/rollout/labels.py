@@ -1,0 +1,119 @@
+"""The probability of each label of a task after a prompt: all labels go through the network as one tree.
+
+A label is the whole response that gives it, to the token that closes the JSON object: `hate"}` and not `hate`, which
+may go on as `hateful"}`. No label's response is then the beginning of another one's, so that the labels exclude each
+other and their probabilities add up to 1 at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from gatespace.errors import UsageError
+from gatespace.gating.log_probs import token_log_probs
+from gatespace.models.body import Body, Forward, KVCache, body_of, response_states
+from gatespace.models.encode import Encoder
+from gatespace.models.load import Model
+from gatespace.rollout.batches import batches_of
+
+
+def label_responses(encoder: Encoder, end: int | None = None) -> list[list[int]]:
+    """The token ids of every label's response, in the order of the prompt's labels.
+
+    It is the response that is sampled for the label where sampling ends as soon as the JSON object is closed; `end`
+    is the id after it where sampling goes on to the end of the turn.
+    """
+    return [encoder.gold(label, end) for label in encoder.prompt.labels]
+
+
+def label_log_probs(
+    body: Body,
+    prompts: Sequence[Sequence[int]],
+    labels: Sequence[Sequence[int]],
+    *,
+    prefix: KVCache | Sequence[int] | None = None,
+    vocab_size: int,
+    forward: Forward | None = None,
+) -> Tensor:
+    """(B, L) log-probability of each label's whole response after each prompt, with gradient where it is enabled.
+
+    A prompt goes through the network once, and what labels begin with in common once for all of them. The result is
+    float32 (float64 for a float64 network). A model may spell a label in other tokens too: that probability is not
+    counted.
+
+    Args:
+        body: The body.
+        prompts: After the prefix, at least one token each.
+        labels: The token ids of every label's response; see `label_responses`.
+        prefix: As in `PackedBody.forward`.
+        vocab_size: Ids from here on are padding.
+        forward: A pass over the prompts that was made before; None: they go through the network here.
+    """
+    _check(labels)
+    # Labels that begin alike are predicted by the same states: each state meets the head once.
+    nodes: dict[tuple[int, ...], int] = {}
+    firsts: list[int] = []
+    predicted_by: list[int] = []
+    for ids in labels:
+        for place in range(len(ids)):
+            if (before := tuple(ids[:place])) not in nodes:
+                nodes[before] = len(nodes)
+                firsts.append(len(predicted_by))
+            predicted_by.append(nodes[before])
+    states = response_states(body, prompts, [labels] * len(prompts), prefix=prefix, forward=forward)
+    device, count = states.device, len(prompts)
+    hidden = states.unflatten(0, (count, -1))[:, torch.tensor(firsts, device=device)].flatten(0, 1)
+    base = torch.arange(count, device=device)[:, None] * len(nodes)
+    rows = (base + torch.tensor(predicted_by, device=device)).flatten()
+    tokens = torch.tensor([token for ids in labels for token in ids], device=device).repeat(count)
+    found = token_log_probs(hidden, body.model.head, rows, tokens, vocab_size).view(count, -1)
+    return torch.stack([part.sum(-1) for part in found.split([len(ids) for ids in labels], 1)], 1)
+
+
+@torch.no_grad()
+def score_labels(
+    model: Model,
+    encoder: Encoder,
+    texts: Sequence[str],
+    *,
+    batch_size: int = 64,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[tuple[float, ...]]:
+    """The log-probability of every label's response to every text; nothing is generated.
+
+    Args:
+        model: The model.
+        encoder: Knows all of `texts`.
+        texts: What is asked about.
+        batch_size: Most texts that are scored together.
+        progress: Called with the number of texts scored so far and the number of all.
+    """
+    labels, body = label_responses(encoder), body_of(model)
+    prompts = [encoder.suffix(text) for text in texts]
+    prefix = body.prefix_cache(encoder.prefix) if texts else None
+    found: dict[int, tuple[float, ...]] = {}
+    more = len(encoder.prefix) + sum(map(len, labels))
+    for batch in batches_of(model, prompts, more=more, batch_size=batch_size):
+        asked = [prompts[i] for i in batch]
+        log_probs = label_log_probs(body, asked, labels, prefix=prefix, vocab_size=model.vocab_size)
+        found |= {i: tuple(row) for i, row in zip(batch, log_probs.tolist(), strict=True)}
+        if progress is not None:
+            progress(len(found), len(prompts))
+    return [found[i] for i in range(len(texts))]
+
+
+def _check(labels: Sequence[Sequence[int]]) -> None:
+    if not labels or not all(labels):
+        raise UsageError("every label is at least one token", got=[list(ids) for ids in labels])
+    known = {tuple(ids) for ids in labels}
+    inner = {tuple(ids[:stop]) for ids in labels for stop in range(len(ids))}
+    if len(known) < len(labels) or known & inner:
+        raise UsageError(
+            "a label's response is not the beginning of another one's",
+            got=[list(ids) for ids in labels],
+            why="their probabilities would count the same responses twice",
+            instead="responses that end with the token that closes them",
+        )

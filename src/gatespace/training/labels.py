@@ -1,0 +1,197 @@
+"""Distillation over labels: what a student and a teacher hold of each label of a text, as a whole response.
+
+Nothing is sampled. Both models score every label of the task, each in its own tokens, so that the two need not have the
+same tokenizer; normalised over the labels, the log-probabilities are the logits of one position with as many outcomes.
+Gate, signals and divergences are those of tokens, and h = u: a text has one position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from gatespace.errors import RunError, UsageError
+from gatespace.gating.log_probs import token_log_probs
+from gatespace.gating.loss import LossInputs, LossOutput, distillation_loss
+from gatespace.models import Model
+from gatespace.models.body import KVCache
+from gatespace.models.encode import Encoder
+from gatespace.models.tree import tree_of
+from gatespace.rollout import Rollout
+from gatespace.rollout.labels import label_log_probs, label_responses
+from gatespace.seeding import permutation
+from gatespace.teacher.scores import ScoreSpec
+from gatespace.training.clock import Clock
+from gatespace.training.distill import Distillation
+from gatespace.training.rollouts import MicroBatch, OnPolicy
+from gatespace.training.setup import encoder_for
+from gatespace.training.telemetry import DistillationTrace
+from gatespace.training.token_records import top_tokens
+from gatespace.training.trace import kappa_share, kappa_squares
+
+
+@dataclass
+class LabelBatch(MicroBatch):
+    """Texts whose labels are scored. A row's response is its likeliest label, as a number among the outcomes."""
+
+    teacher: Tensor | None = None
+    """(B, L) the teacher's logits of the outcomes."""
+    student: Tensor | None = None
+    """(B, L) the student's, detached."""
+
+
+class LabelDistillation(Distillation):
+    """The job of `gatespace train` where `objective.support` is labels."""
+
+    def check_pair(self, teacher: Model) -> int:
+        """Any two models fit: each has its own tokens for a label."""
+        try:
+            super().check_pair(teacher)
+        except UsageError:
+            self.progress.note(f"{self.model.name} and {teacher.name} have different tokens; each scores in its own")
+        return self.model.vocab_size
+
+    @cached_property
+    def teacher_encoder(self) -> Encoder:
+        """The task in the teacher's tokens; a teacher elsewhere has those of the student."""
+        if self._local is None:
+            return self.encoder
+        return encoder_for(self.data, self._local, self.splits, share=self.config.engine.share_prefix)
+
+    @cached_property
+    def labels(self) -> list[list[int]]:
+        """The response of every label in the student's tokens."""
+        return label_responses(self.encoder, self._end(self.model))
+
+    @cached_property
+    def teacher_labels(self) -> list[list[int]]:
+        """The response of every label in the teacher's tokens."""
+        return label_responses(self.teacher_encoder, self._end(self._local or self.model))
+
+    def _end(self, model: Model) -> int | None:
+        return None if self.config.rollout.stop == "json" else model.turn_end
+
+    @property
+    def outcomes(self) -> list[str]:
+        """What the divergences sum over."""
+        rest = ["any other response"] if self.config.objective.support == "labels+rest" else []
+        return [*self.data.prompt.labels, *rest]
+
+    def score_spec(self) -> ScoreSpec:
+        """The teacher's own prefix and labels."""
+        size = self.vocab_size if self._local is None else self._local.vocab_size
+        return ScoreSpec(tuple(self.teacher_encoder.prefix), max(map(len, self.teacher_labels)), size)
+
+    def prepare(self) -> None:
+        """Make what training needs beside the models."""
+        super().prepare()
+        self.trace = _LabelTrace(self)
+
+    def open_rollouts(self, **options: object) -> OnPolicy:
+        """All labels of every text, in place of samples."""
+        room = len(tree_of(self.labels).tokens)
+        settings = self.config.rollout.model_copy(update={"max_new_tokens": room})  # what a text takes in the update
+        rows = _LabelRows(**{**options, "settings": settings})  # type: ignore[arg-type]
+        rows.job = self
+        return rows
+
+    def logits(self, log_probs: Tensor) -> Tensor:
+        """(B, L) of the outcomes from the log-probabilities of the labels."""
+        if len(self.outcomes) == log_probs.shape[-1]:
+            return log_probs
+        known = log_probs.logsumexp(-1, keepdim=True).clamp(max=-1e-6)  # rounding may leave nothing to the rest
+        return torch.cat([log_probs, torch.log(-torch.expm1(known))], -1)
+
+    @torch.no_grad()
+    def teacher_logits(self, texts: Sequence[str]) -> Tensor:
+        """(B, L) of the outcomes by the teacher, whose states are in its score cache."""
+        labels, encoder = self.teacher_labels, self.teacher_encoder
+        prompts = [encoder.suffix(text) for text in texts for _ in labels]
+        scores = self.teacher.score(prompts, labels * len(texts))
+        payload, head = scores.payload, scores.head
+        assert isinstance(payload, Tensor)
+        assert head is not None
+        states = payload[0]
+        ids = torch.tensor([token for label in labels for token in label] * len(texts), device=states.device)
+        rows = torch.arange(len(ids), device=states.device)
+        found = token_log_probs(states, head, rows, ids, self.teacher.vocab_size).view(len(texts), -1)
+        return self.logits(torch.stack([part.sum(-1) for part in found.split([len(ids) for ids in labels], 1)], 1))
+
+    def loss(self, step: int, batch: MicroBatch) -> LossOutput:
+        """The sum of the losses of all texts; the optimizer divides it by the texts of the whole step."""
+        assert isinstance(batch, LabelBatch)
+        assert batch.teacher is not None
+        found = label_log_probs(self.body, batch.prompts, self.labels, prefix=batch.prefix, vocab_size=self.vocab_size)
+        if not bool(torch.isfinite(found).all()):
+            raise RunError("the student's log-probabilities are not finite", instead="a smaller learning rate, or fp32")
+        logits = self.logits(found)
+        batch.student = logits.detach()
+        count = len(batch.rows)
+        batch.rollout = Rollout([[best] for best in logits.argmax(-1).tolist()], [[0.0]] * count, [True] * count)
+        batch.sources = ["labels"] * count
+        inputs = self.loss_inputs()
+        if self.config.objective.shuffle:
+            order = permutation(count, self.config.seed, "shuffle", step, batch.places[0])
+            inputs = self.loss_inputs(torch.tensor(order))
+        return distillation_loss(logits[:, None], batch.teacher[:, None], objective=self.objective, inputs=inputs)
+
+    def loss_inputs(self, order: Tensor | None = None) -> LossInputs:
+        """K is at most the number of outcomes."""
+        settings = self.config.objective
+        return LossInputs(
+            top_k=min(settings.top_k, len(self.outcomes)),
+            temperature=settings.temperature,
+            entropy=settings.entropy,
+            total_tokens=1.0,
+            lam_order=order,
+        )
+
+
+@dataclass
+class _LabelRows(OnPolicy):
+    """The texts of a step with the teacher's logits of their labels."""
+
+    def __post_init__(self) -> None:
+        self.job: LabelDistillation
+
+    def scored(
+        self, step: int, batches: list[MicroBatch], prefix: KVCache | Sequence[int], clock: Clock
+    ) -> Iterator[MicroBatch]:
+        """Each micro-batch with the teacher's logits."""
+        for batch in batches:
+            with clock("score"):
+                teacher = self.job.teacher_logits([row.example.text for row in batch.rows])
+            self.current = LabelBatch(batch.rows, batch.places, prefix=prefix, teacher=teacher)
+            yield self.current
+
+
+class _LabelTrace(DistillationTrace):
+    """The numbers of steps, with the labels of single texts."""
+
+    _job: LabelDistillation
+
+    def _look_closely(self, batch: MicroBatch) -> None:
+        assert isinstance(batch, LabelBatch)
+        assert batch.student is not None
+        assert batch.teacher is not None
+        rows = range(min(self._job.config.trace.rollouts, len(batch.rows)))
+        student, teacher = batch.student[: len(rows)], batch.teacher[: len(rows)]
+        if self._gate is not None:
+            squares = kappa_squares(student, teacher, self._gate, inputs=self._job.loss_inputs())
+            self._kappa = 0.0 if self._job.config.objective.shuffle else kappa_share([squares])
+        for row, ours, theirs in zip(rows, top_tokens(student), top_tokens(teacher), strict=True):
+            self._sample.append(self._token_record(batch, row, self._trace.row(row), [ours], [theirs]))
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return "".join(map(self._token, ids))
+
+    def _label(self, ids: Sequence[int]) -> str | None:
+        (outcome,) = ids
+        return self._token(outcome) if outcome < len(self._job.labels) else None
+
+    def _token(self, token: int) -> str:
+        return self._job.outcomes[token]

@@ -1,0 +1,154 @@
+"""A study that was really trained, packed and joined: the same tables from a file as from the folder."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from gatespace.addons.archive.merge import merge
+from gatespace.addons.archive.pack import pack
+from gatespace.addons.archive.unpack import opened
+from gatespace.config import dump_yaml
+from gatespace.errors import UsageError
+from gatespace.runs import StudyFolder
+
+from .conftest import cli, small
+
+pytestmark = pytest.mark.slow
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "runs").iterdir())
+
+
+def part_of(study: Path, place: Path, runs: list[str]) -> Path:
+    """A machine that has these runs."""
+    shutil.copytree(study, place, ignore=shutil.ignore_patterns("model", "scores"))
+    for name in set(names(study)) - set(runs):
+        shutil.rmtree(place / "runs" / name)
+    return place
+
+
+def reads(folder: Path, name: str) -> int:
+    return len((folder / "runs" / name / "reads.jsonl").read_text().splitlines())
+
+
+def test_an_archive_has_the_records_and_no_weights(trained):
+    path = pack(StudyFolder(trained))
+    assert path == trained.with_name("small.tar.xz")
+    inside = opened(path)
+    found = {one.relative_to(inside).as_posix() for one in inside.rglob("*") if one.is_file()}
+    run = f"runs/{names(trained)[0]}"
+    for name in ("config.yaml", "identity.json", "environment.json", "summary.json", "metrics.jsonl", "timings.jsonl"):
+        assert f"{run}/{name}" in found
+    for name in ("tokens.jsonl", "reads.jsonl", "evaluation-test.json", "predictions-test.jsonl", "done"):
+        assert f"{run}/{name}" in found
+    assert not [name for name in found if name.startswith(("models/", "scores/", "tables/")) or "safetensors" in name]
+    for name in found:
+        if not name.endswith((".yaml", ".json")):  # which name the folder
+            assert (inside / name).read_bytes() == (trained / name).read_bytes()
+
+
+def test_the_same_records_give_the_same_bytes_without_the_folder_s_path(original, trained, tmp_path):
+    for path in trained.glob("runs/*/config.yaml"):
+        path.write_text(path.read_text().replace(str(original), str(trained)))  # as if it had been trained there
+        assert str(trained) in path.read_text()
+    first = pack(StudyFolder(trained), tmp_path / "first.tar.xz").read_bytes()
+    for path in trained.rglob("*"):
+        os.utime(path, (1, 1))
+    assert pack(StudyFolder(trained), tmp_path / "second.tar.xz").read_bytes() == first
+    assert os.fsencode(trained) not in lzma.decompress(first)
+
+
+def test_report_and_explore_work_from_the_file_alone(trained, tmp_path):
+    assert cli("report", trained, "--no-png").exit_code == 0
+    packed = cli("pack", trained, "--json")
+    assert packed.exit_code == 0, packed.output
+    away = tmp_path / "elsewhere" / "small.tar.xz"
+    away.parent.mkdir()
+    shutil.move(json.loads(packed.output)["file"], away)
+    told = cli("report", away, "--no-png", "--json")
+    assert told.exit_code == 0, told.output
+    written = away.with_name("small-report")
+    tables = sorted((trained / "tables").iterdir())
+    assert [path.name for path in tables] == sorted(path.name for path in (written / "tables").iterdir())
+    for path in tables:
+        assert (written / "tables" / path.name).read_bytes() == path.read_bytes(), path.name
+    evidence = cli("report", away, "--evidence", "--json")
+    assert json.loads(evidence.output)["comparisons"] == json.loads(told.output)["comparisons"]
+    (found,) = json.loads(evidence.output)["comparisons"]
+    assert (found["left"], found["right"], found["all"]["n"]) == ("G5", "static:0.5", 2)
+    assert "static:0.5" in cli("report", away, "--evidence").output
+    page = cli("explore", away, "--json")
+    assert page.exit_code == 0, page.output
+    assert json.loads(page.output)["runs"] == 4
+    assert (written / "explorer.html").is_file()
+
+
+def test_halves_of_two_machines_are_the_whole(trained, tmp_path):
+    runs = names(trained)
+    one = part_of(trained, tmp_path / "one", runs[:2])
+    two = pack(StudyFolder(part_of(trained, tmp_path / "two", runs[2:])), tmp_path / "two.tar.xz")
+    half = merge([one], tmp_path / "half")
+    assert set(half.missing) == set(runs[2:])
+    whole = merge([one, two], tmp_path / "whole")
+    assert (set(whole.done), whole.missing) == (set(runs), ())
+    joined, own = (pack(StudyFolder(folder)) for folder in (tmp_path / "whole", trained))
+    for name in runs:
+        assert reads(tmp_path / "whole", name) == reads(trained, name)
+        for file in ("summary.json", "predictions-test.jsonl", "metrics.jsonl"):
+            assert (opened(joined) / "runs" / name / file).read_bytes() == (
+                opened(own) / "runs" / name / file
+            ).read_bytes()
+    told = cli("merge", one, trained, "-o", tmp_path / "again.tar.xz", "--json")
+    assert told.exit_code == 0, told.output
+    assert set(runs[:2]) < set(json.loads(told.output)["twice"])  # and the baselines
+
+
+def test_seeds_of_several_machines_are_put_together(trained, tmp_path):
+    parts = []
+    for seed in (1, 2):
+        own = [name for name in names(trained) if f"-s{seed}-" in name]
+        part = part_of(trained, tmp_path / f"seed-{seed}", own)
+        (part / "study.yaml").write_text(dump_yaml(small(seeds=[seed])))
+        parts.append(part)
+    whole = merge(parts, tmp_path / "whole")
+    assert set(whole.done) == set(names(trained))
+    assert StudyFolder(tmp_path / "whole").config().seeds == (1, 2)
+
+
+def test_the_same_run_with_other_results_is_an_error_that_names_it(trained, tmp_path):
+    name = names(trained)[1]
+    other = part_of(trained, tmp_path / "other", names(trained))
+    predictions = other / "runs" / name / "predictions-test.jsonl"
+    predictions.write_text(predictions.read_text() + predictions.read_text().splitlines(keepends=True)[0])
+    with pytest.raises(UsageError) as caught:
+        merge([trained, other], tmp_path / "out")
+    assert caught.value.got == name
+    assert not (tmp_path / "out").exists()
+    assert not [*tmp_path.glob(".out*")]
+
+
+def test_a_run_computed_twice_was_read_twice_and_a_copy_once(trained, tmp_path):
+    name = names(trained)[0]
+    again = part_of(trained, tmp_path / "again", names(trained))
+    merge([trained, again], tmp_path / "copies")
+    assert reads(tmp_path / "copies", name) == reads(trained, name)
+    timings = again / "runs" / name / "timings.jsonl"
+    timings.write_text(timings.read_text().replace("0.", "1."))
+    merge([trained, again], tmp_path / "both")
+    assert reads(tmp_path / "both", name) == 2 * reads(trained, name)
+
+
+def test_another_study_is_not_joined(trained, tmp_path):
+    other = part_of(trained, tmp_path / "other", [])
+    (other / "study.yaml").write_text(dump_yaml(small(points=["G4"])))
+    with pytest.raises(UsageError, match="differ in points"):
+        merge([trained, other], tmp_path / "out")
+    with pytest.raises(UsageError, match="there already"):
+        merge([trained], other)
