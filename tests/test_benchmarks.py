@@ -32,6 +32,7 @@ def _run(script: str, *arguments: str, cache: Path | None = None) -> dict[str, A
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_loss_benchmark_measures_and_is_right() -> None:
     rows = _run("loss.py", "--check")["results"]  # --check: exit 1 where a number is inaccurate
     assert {(row["contender"], row["dtype"]) for row in rows} == {
@@ -199,6 +200,7 @@ def test_power_benchmark_compares_kinds_of_rollout(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_service_benchmark_measures_every_side_on_the_same_work(tmp_path: Path) -> None:
     # Exit code 0: what came over ZMQ has the bits of what was computed in the process.
     found = _run("service.py", "--threads", "1", cache=tmp_path)
