@@ -197,7 +197,7 @@ def prepare(settings: Any, config: StudyConfig, store: StudyFolder, report: Call
     if left:
         report(f"prepared beforehand: {', '.join(one.title for one in left)}")
         for one in left:
-            one.folder.forgive()
+            one.folder.clear_failure()
         # No run can start before all of these are done.
         _go(settings, config, store, len(left), report)
 
