@@ -39,6 +39,7 @@ def plugin(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Path
     from gatespace import plugins
 
     made: list[str] = []
+    loaded = dict(plugins._loaded)  # other tests of this process have plugins of their own
 
     def make(name: str, factor: float = 1.0, file: str = "my_signal.py") -> Path:
         path = tmp_path / file
@@ -51,6 +52,7 @@ def plugin(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Path
         if name in signals.names():
             signals.unregister(name)
     plugins._loaded.clear()
+    plugins._loaded.update(loaded)
 
 
 def test_a_run_knows_the_signal_of_a_file(

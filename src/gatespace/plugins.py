@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
 import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from gatespace.errors import UsageError, missing_extra, unknown_name
@@ -109,12 +109,10 @@ def load_plugins(plugins: Sequence[str]) -> None:
         try:
             if plugin.endswith(".py"):
                 name = f"gatespace_plugin_{digest[:12]}"
-                spec = importlib.util.spec_from_file_location(name, source)
-                assert spec is not None
-                assert spec.loader is not None
-                module = importlib.util.module_from_spec(spec)
-                sys.modules[name] = module
-                spec.loader.exec_module(module)
+                module = sys.modules[name] = ModuleType(name)
+                module.__file__ = str(source)
+                # not through the import system: its bytecode cache takes a file of the same size and second for the old
+                exec(compile(source.read_bytes(), source, "exec"), module.__dict__)
             else:
                 importlib.import_module(plugin)
         except Exception as error:

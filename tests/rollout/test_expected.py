@@ -167,8 +167,9 @@ def test_of_equals_the_lower_ids_come_first(small: Model) -> None:
     for found in grow(flat, mass=1.0, max_nodes=5):
         assert set(weights_of(found)) == {(), (0,), (1,), (3,), (4,)}  # 2 ends
         assert found.responses == [[0, 0], [1, 0], [3, 0], [4, 0]]
-    for found in grow(flat, mass=1.0, max_nodes=3):
-        assert found.responses == [[0, 0], [1, 0]]
+    for size in (SIZE, 100):  # of which not all are looked at
+        for found in grow(flat, mass=1.0, max_nodes=3, vocab_size=size):
+            assert found.responses == [[0, 0], [1, 0]]
 
 
 def test_a_response_of_one_token_is_the_root_alone(small: Model) -> None:

@@ -101,7 +101,8 @@ def expand(
     ends = cache(lambda path: stop([*path]))  # the same few prefixes are asked about for every prompt
     looked_at = min(vocab_size, max(max_nodes, _TOKENS))
     searches = [_Search(mass, max_nodes, max_new_tokens, ends) for _ in range(count)]
-    while any(wanted := [search.run() for search in searches]):
+    wanted: list[list[_Prefix]] = [[()] for _ in searches]
+    while any(wanted := [search.run() if before else [] for search, before in zip(searches, wanted, strict=True)]):
         states = _states(body, forward, wanted)
         found = [
             tokens
@@ -282,9 +283,13 @@ def _likeliest(logits: Tensor, count: int) -> list[list[tuple[int, float]]]:
     mass = torch.softmax(logits.double(), -1)
     if bool(mass.isnan().any()):
         raise RunError("the student's logits are not finite", instead="a smaller learning rate, or fp32")
-    # `topk` names any of equals at its end, so only its least value is used.
-    rows, ids = ((mass >= mass.topk(count).values[:, -1:]) & (mass > 0)).nonzero(as_tuple=True)
-    found: list[list[tuple[int, float]]] = [[] for _ in logits]
-    for row, token, share in zip(rows.tolist(), ids.tolist(), mass[rows, ids].tolist(), strict=True):
-        found[row].append((token, share))
-    return [sorted(tokens, key=lambda pair: (-pair[1], pair[0]))[:count] for tokens in found]
+    values, ids = mass.topk(count)
+    least = values[:, -1:]
+    if bool(((mass == least).sum(-1) > (values == least).sum(-1))[least[:, 0] > 0].any()):
+        values, ids = mass.sort(stable=True, dim=-1, descending=True)  # `topk` has any of the equals at its end
+    else:
+        ids, order = ids.sort(-1)
+        values, order = values.gather(1, order).sort(stable=True, dim=-1, descending=True)
+        ids = ids.gather(1, order)
+    pairs = zip(ids[:, :count].tolist(), values[:, :count].tolist(), strict=True)
+    return [list(zip(*pair, strict=True)) for pair in pairs]
