@@ -49,6 +49,7 @@ def test_what_an_add_on_has_is_a_clear_error(core: Path) -> None:
     assert "trace.trackers" in told.stderr
 
 
+@pytest.mark.long
 def test_the_demo_runs(core: Path) -> None:
     fewer = ["train.steps=3", "teach.teacher.steps=40", "teach.student.steps=40", "points=[G5]", "seeds=[1]"]
     sets = [word for setting in fewer for word in ("--set", setting)]

@@ -152,7 +152,7 @@ def test_a_task_of_a_file(tmp_path: Path) -> None:
         assert load_configured_task(config).labels == ("green", "blue")
     finally:
         del load._registered["colours"]
-        plugins._loaded.clear()
+        del plugins._loaded[str(tmp_path / "my_task.py")]
 
 
 def test_every_entry_point_of_the_add_ons_loads() -> None:

@@ -11,7 +11,9 @@ import pytest
 RUNS = "numbers_of_the_cpu or bfloat16"
 
 
-@pytest.mark.parametrize("some", [RUNS, f"not ({RUNS})"], ids=["runs", "the rest"])
+@pytest.mark.parametrize(
+    "some", [RUNS, pytest.param(f"not ({RUNS})", marks=pytest.mark.long)], ids=["runs", "the rest"]
+)
 def test_what_holds_on_a_device_that_is_not_the_cpu(some: str) -> None:
     suite = Path(__file__).with_name("on_device.py")
     command = [sys.executable, "-m", "pytest", str(suite), "-k", some, "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -71,7 +72,7 @@ def pages(browser) -> Iterator[Callable[..., Page]]:
     yield visit
     for context in contexts:
         context.close()
-    assert [text for text in complaints if "ERR_CONNECTION_REFUSED" not in text] == []
+    assert [text for text in complaints if not re.search("ERR_CONNECTION_(REFUSED|RESET)", text)] == []
 
 
 @contextmanager

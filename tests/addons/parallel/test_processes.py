@@ -220,6 +220,7 @@ def start(words: list[str]) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_to_the_same_bytes(pairs: Path, taught: Path, tiny: TinyPair, tmp_path: Path) -> None:
     """Sharded and one step off policy: everything that a checkpoint has to gather."""
     config = settings("stale", taught, tiny, tmp_path / "run", "fsdp") | {"checkpoint": {"every": 1}}
