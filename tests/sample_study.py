@@ -23,6 +23,7 @@ from gatespace.evaluation.calibration import LabelProbabilities, calibrate
 from gatespace.evaluation.metrics import measure
 from gatespace.gating.coefficients import SATURATION, Gate, NotApplicable, sigmoid
 from gatespace.runs import Base, RunFolder
+from gatespace.study.plan import NINE
 from gatespace.study.records import (
     Comparison,
     Cost,
@@ -75,6 +76,7 @@ def sample_results(
     published: Sequence[str] = ("todi", "eopd"),
     replication_seeds: Sequence[int] = (),
     replicated: Sequence[tuple[str, str]] = (("H1", "entropy-only(-4)"), ("G5", "twin(G5)")),
+    nine: bool = False,
     failed: Mapping[str, str] | None = None,
     waiting: Sequence[str] = (),
     duplicates: int = 7,
@@ -102,6 +104,7 @@ def sample_results(
         published: Published methods.
         replication_seeds: Fresh seeds, on which `replicated` is run again.
         replicated: Pairs (left, right).
+        nine: The paper's nine comparisons alone, fixed before the study: all `seeds` are fresh.
         failed: ``task-point-s<seed>`` or ``point`` → the error of a run that failed.
         waiting: The same keys, of runs that have not begun.
         duplicates: Test rows whose text stands in train.
@@ -124,6 +127,10 @@ def sample_results(
         }
         for run_seed in seeds:
             found, pairs = _plan(task, run_seed, kept, twins, shuffled, published)
+            if nine:
+                pairs = [_replicated(pair) for pair in pairs if (task, pair.left, pair.right) in NINE]
+                arms = {label for pair in pairs for label in (pair.left, pair.right)} | {"static:0.5"}
+                found = [spec for spec in found if spec.point in arms]
             specs += found
             comparisons += pairs
         wanted = [(left, right) for left, right in replicated if left in kept]
@@ -176,9 +183,13 @@ def sample_results(
         {
             "name": name,
             "about": about,
-            "tasks": {task: {"task": {"name": data}} for task, (data, _) in named.items()},
+            "tasks": {task: {"task": {"name": data}, "sweep": not nine} for task, (data, _) in named.items()},
             "seeds": tuple(seeds),
-            "replication": {"comparisons": "all", "seeds": tuple(replication_seeds)} if replication_seeds else None,
+            "replication": {"comparisons": "paper", "beside": ["static:0.5"]}
+            if nine
+            else {"comparisons": "all", "seeds": tuple(replication_seeds)}
+            if replication_seeds
+            else None,
         }
     )
     return StudyResults(
@@ -187,7 +198,7 @@ def sample_results(
         config=config,
         seeds=tuple(seeds),
         replication_seeds=tuple(replication_seeds),
-        selection_seed=seeds[0],
+        selection_seed=config.choosing_seed,
         tasks=tuple(named),
         runs=runs,
         comparisons=tuple(comparisons),

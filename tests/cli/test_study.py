@@ -25,7 +25,7 @@ from gatespace.study.plan import make_plan
 
 def test_shipped_studies_are_copied_with_their_comments(cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("demo", "smollm2", "paper"):
+    for name in ("demo", "smollm2", "replication", "paper"):
         result = cli("init", name)
         assert result.exit_code == 0
         assert (tmp_path / f"{name}.yaml").read_text() == shipped()[name]
@@ -85,7 +85,7 @@ def test_plan_in_print(cli):
     assert "demo-quick: 12 runs" in quick
 
 
-@pytest.mark.parametrize("words", [["demo"], ["smollm2"], ["paper", "--all"]])
+@pytest.mark.parametrize("words", [["demo"], ["smollm2"], ["replication"], ["paper", "--all"]])
 def test_plans_fit_a_terminal_of_80_columns(own_cache, words):
     result = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["plan", *words, "--no-estimate"])
     assert result.exit_code == 0

@@ -325,3 +325,31 @@ def test_needs_no_torch():
     script = "import sys, gatespace.evidence.analysis; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_comparisons_that_were_fixed_before_have_no_selection_seed_and_one_claim_per_axis(tmp_path):
+    seeds, tasks = (11, 12, 13), ("emotion", "offensive", "hate")
+    results = sample_results(tmp_path, seeds=seeds, tasks=tasks, rows=60, steps=2, nine=True, waiting=["hate-G4-s13"])
+    found = analyse(results)
+    assert results.selection_seed is None
+    assert len(found.comparisons) == 9
+    for c in found.comparisons:
+        assert c.fresh == c.all
+        assert c.holm is not None
+    ours = {(c.task, c.left, c.right): c.all.seeds for c in found.comparisons}
+    assert ours.pop(("hate", "G4", "twin(G4)")) == (11, 12)
+    assert {*ours.values()} == {seeds}
+    # A block is all comparisons of a task on the axis: the twin that has no partner at seed 13 takes no cell with it.
+    blocks = {axis: [(b.task, b.seed) for b in found.group(axis).fresh.blocks] for axis in ("restriction", "isolation")}
+    every = [(task, seed) for task in tasks for seed in seeds]
+    assert sorted(blocks["restriction"]) == sorted(every)
+    assert sorted(blocks["isolation"]) == sorted({*every} - {("hate", 13)})
+    assert [g.axis for g in found.groups if g.holm is not None] == ["restriction", "isolation"]
+
+
+def test_a_block_without_all_its_fixed_comparisons_does_not_count(tmp_path):
+    seeds = (11, 12, 13)
+    key = "offensive-gap-only(+2)-s12"
+    results = sample_results(tmp_path, seeds=seeds, tasks=("offensive",), rows=60, steps=2, nine=True, waiting=[key])
+    claim = analyse(results).group("restriction").fresh
+    assert [(b.seed, b.cells) for b in claim.blocks] == [(11, 3), (13, 3)]

@@ -98,3 +98,14 @@ def test_the_demo_can_answer_and_three_seeds_cannot():
     few = make_plan(load_study("demo", ["seeds=[42,2,3]"]))
     assert reach(few.comparisons, 42).is_empty
     assert reach(few.comparisons, 42).seeds_needed == 7
+
+
+def test_comparisons_that_were_fixed_before_need_no_seed_for_a_choice():
+    found = reach(make_plan(load_study("replication")).comparisons, None)
+    claims = {(c.axis, c.restriction, c.kind): (c.fresh, c.possible, c.seeds_needed) for c in found.claims}
+    assert claims == {
+        ("restriction", None, "group"): (18, True, 2),
+        ("restriction", None, "single"): (6, False, 9),
+        ("isolation", None, "group"): (18, True, 2),
+        ("isolation", None, "single"): (6, False, 9),
+    }

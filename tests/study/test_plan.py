@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import groupby
 
 import pytest
 
@@ -10,6 +11,8 @@ from gatespace.cli.study_file import load_study
 from gatespace.config import StudyConfig, parse_config
 from gatespace.errors import UsageError
 from gatespace.gating.coefficients import Gate
+from gatespace.runs import StudyFolder
+from gatespace.study.outlook import outline
 from gatespace.study.plan import NINE, check, make_plan, slug, train_config
 
 from .conftest import settings, study
@@ -73,6 +76,46 @@ def test_replication_is_on_fresh_seeds_and_keeps_the_selecting_one_apart(paper):
     assert sorted((c.seed, c.role) for c in emotion) == [(2, "replication"), (3, "replication"), (42, "sweep")]
     offensive = {r.point for r in plan.runs.values() if r.task == "offensive"}
     assert offensive == {"H1", "G2", "entropy-only(-4)", "gap-only(+2)", "twin(H1)"}
+
+
+def test_the_shipped_replication_runs_the_nine_at_fresh_seeds_alone():
+    config = load_study("replication")
+    plan = check(config)
+    seeds = (11, 12, 13, 14, 15, 16)
+    cells = {(c.task, c.left, c.right): [] for c in plan.comparisons}
+    for c in plan.comparisons:
+        assert (c.role, c.status) == ("replication", "comparable")
+        cells[c.task, c.left, c.right].append(c.seed)
+    assert cells == {cell: [*seeds] for cell in cells}
+    assert {*cells} == {*NINE}
+    arms = {task: {r.point for r in plan.runs.values() if r.task == task} for task in config.tasks}
+    restrictions = {"entropy-only(-4)", "gap-only(+2)", "static:0.5"}
+    assert arms == {
+        "emotion": {"HG5,d+4", "twin(HG5,d+4)", "entropy-only(-4)", "static:0.5"},
+        "offensive": {"H1", "G2", "twin(H1)", *restrictions},
+        "hate": {"H1", "HG4,d+2", "G4", "twin(G4)", *restrictions},
+    }
+    assert len(plan.runs) == 6 * (4 + 6 + 7)
+    assert config.choosing_seed is None
+    pilot = check(load_study("replication", ["name=pilot", "seeds=[7]"]))
+    assert {run.seed for run in pilot.runs.values()} == {7}
+    assert len(pilot.runs) == 17
+
+
+def test_runs_of_a_task_are_done_seed_by_seed(tmp_path):
+    _, work = outline(StudyFolder(tmp_path), load_study("replication"))
+    order = [(one.run.task, one.run.seed) for one in work if one.run is not None]
+    blocks = [key for key, _ in groupby(order)]
+    assert blocks == [(task, seed) for task in ("emotion", "offensive", "hate") for seed in range(11, 17)]
+
+
+@pytest.mark.parametrize("axes", [{}, {"isolation": {"reuse": "first-seed"}}])
+def test_what_a_run_needs_is_done_before_it_whatever_its_seed(tmp_path, axes):
+    config = study(points="paper", base="best", seeds=[42, 2, 3], axes={"published": [], **axes})
+    seen: set[str] = set()
+    for one in outline(StudyFolder(tmp_path), config)[1]:
+        assert seen.issuperset(one.needs)
+        seen.add(one.name)
 
 
 def test_the_papers_twins_take_the_first_seeds_mean(paper):
@@ -187,6 +230,7 @@ def test_own_points_by_name():
         ({"points": {"one": "G5", "two": "4,0,-1,0"}}, "one point"),
         ({"replication": {"comparisons": [{"task": "x", "left": "G5", "right": "G4"}], "seeds": [5]}}, "x"),
         ({"replication": {"comparisons": "all", "seeds": [42]}}, "not fresh"),
+        ({"replication": {"comparisons": "all"}}, "replication.seeds"),
         ({"axes": {"controls": {"shuffled": ["G99"]}}}, "axes.controls.shuffled"),
         ({"train": {"evaluation": {"final": ["val"]}}}, "test"),
         ({"train": {"seed": 3}}, "train.seed"),
@@ -234,7 +278,7 @@ def test_slugs(label, text):
 
 
 def test_ids_are_file_names():
-    for name in ("demo", "smollm2", "paper"):
+    for name in ("demo", "smollm2", "replication", "paper"):
         for run in make_plan(load_study(name)).runs.values():
             assert "/" not in run.id
             assert run.id.isascii()

@@ -118,7 +118,7 @@ def _support(found: Reach) -> Table:
     """What could be supported, by axis."""
     about = "one by itself" if any(claim.kind == "single" for claim in found.claims) else ""
     table = _table(
-        f"can it be supported? (seed {found.selection_seed} chooses, and is not fresh)",
+        f"can it be supported? ({_chooses(found.selection_seed)})",
         "against",
         "comparisons",
         "as a group",
@@ -131,6 +131,10 @@ def _support(found: Reach) -> Table:
         texts = [_possible(claims[kind]) if kind in claims else "" for kind in ("group", "single")]
         table.add_row(restriction or axis, str(claims["group"].comparisons), *texts[: 1 + bool(about)])
     return table
+
+
+def _chooses(seed: int | None) -> str:
+    return "no seed chooses: all are fresh" if seed is None else f"seed {seed} chooses, and is not fresh"
 
 
 def _possible(claim: Claim) -> str:

@@ -111,7 +111,8 @@ def _print_evidence(folder: Path, as_json: bool) -> None:
             rows.add_row(one.task, one.left, one.right, str(pair.n), *values)
     out.print(rows)
     seed = results.selection_seed
-    out.print(f"95 % intervals over seeds; where two others are there, without the selection seed ({seed}).")
+    without = "" if seed is None else f"; where two others are there, without the selection seed ({seed})"
+    out.print(f"95 % intervals over seeds{without}.")
     if results.problems:
         out.print(f"not complete: {'; '.join(results.problems)}")
 

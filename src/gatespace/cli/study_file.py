@@ -23,7 +23,7 @@ MANY_RUNS = 10_000
 Study = Annotated[
     str,
     typer.Argument(
-        metavar="STUDY", show_default=False, help="demo, smollm2 or paper; a YAML file; or the folder of a study."
+        metavar="STUDY", show_default=False, help="demo, smollm2, replication or paper; a file; or a study's folder."
     ),
 ]
 Sets = Annotated[
@@ -184,7 +184,9 @@ def _quick(config: StudyConfig) -> StudyConfig:
     from gatespace.study.points import GRID
 
     settings = dump_config(config)
-    settings |= {"name": f"{config.name}-quick", "seeds": settings["seeds"][:1], "replication": None, "output": None}
+    settings |= {"name": f"{config.name}-quick", "seeds": settings["seeds"][:1], "output": None}
+    if config.replication is not None and config.replication.seeds:
+        settings["replication"] = None
     settings["selection_seed"] = None
     points = settings["points"]
     if points == "paper":

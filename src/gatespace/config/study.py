@@ -141,14 +141,19 @@ class PairOfPoints(Section):
 
 
 class ReplicationConfig(Section):
-    """Comparisons that are run again on fresh seeds."""
+    """Comparisons that were chosen elsewhere or on the selection seed, and are run on fresh seeds."""
 
     comparisons: Literal["paper", "all"] | tuple[PairOfPoints, ...] = "paper"
     """paper: the nine of the paper's Table 3seed, where the study has their tasks. all: every comparison of the sweep.
     Or a list of task, left and right."""
 
-    seeds: Seeds
-    """The fresh seeds."""
+    seeds: Annotated[tuple[Seed, ...], AfterValidator(_once)] = ()
+    """The fresh seeds. []: the comparisons were fixed before the study, so that all its `seeds` are fresh and none is a
+    selection seed; no task has a sweep then."""
+
+    beside: Labels = ()
+    """Points that are run at the same seeds on every task that has comparisons, without being compared, e.g.
+    [static:0.5]: a scale for the others."""
 
 
 class StudyTask(Section):
@@ -236,7 +241,8 @@ class StudyConfig(Section):
     """Seeds of the sweep."""
 
     selection_seed: Seed | None = None
-    """The seed on which choices were made; it is left out of confirmations. null: the first of `seeds`."""
+    """The seed on which choices were made; it is left out of confirmations. null: the first of `seeds`, or none where
+    `replication` has no seeds of its own."""
 
     replication: ReplicationConfig | None = None
     """Comparisons on fresh seeds; null: none."""
@@ -283,13 +289,17 @@ class StudyConfig(Section):
                 raise Fault("replication.seeds", f"{again} are seeds of the sweep and not fresh")
             if self.replication.comparisons == "all" and not any(task.sweep for task in self.tasks.values()):
                 raise Fault("replication.comparisons", "all are those of the sweep, and no task has one")
+            if not self.replication.seeds and any(task.sweep for task in self.tasks.values()):
+                raise Fault("replication.seeds", "a sweep has used `seeds`", instead="fresh ones, or sweep: false")
         if self.selection_seed is not None and self.selection_seed not in self.seeds:
             raise Fault("selection_seed", "is one of the seeds of the sweep", instead=f"one of {list(self.seeds)}")
         return self
 
     @property
-    def choosing_seed(self) -> int:
-        """The seed on which choices were made; all others are fresh."""
+    def choosing_seed(self) -> int | None:
+        """The seed on which choices were made; all others are fresh. None where nothing was chosen."""
+        if self.selection_seed is None and self.replication is not None and not self.replication.seeds:
+            return None
         return self.seeds[0] if self.selection_seed is None else self.selection_seed
 
     def with_plugins_from(self, folder: Path) -> StudyConfig:

@@ -6,6 +6,7 @@ reported as missing; a comparison that cannot be made by construction stays in, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median, median_low
@@ -183,7 +184,7 @@ def _adjusted(comparisons: Sequence[ComparisonEvidence]) -> list[ComparisonEvide
 # ---------------------------------------------------------------------------------------------------------- groups
 
 
-def _groups(comparisons: Sequence[ComparisonEvidence], selection_seed: int) -> list[GroupEvidence]:
+def _groups(comparisons: Sequence[ComparisonEvidence], selection_seed: int | None) -> list[GroupEvidence]:
     """Every axis, whole and by restriction, on all tasks and on each; Holm over the whole axes on all tasks."""
     found: list[GroupEvidence] = []
     for axis in dict.fromkeys(c.axis for c in comparisons):
@@ -204,7 +205,7 @@ def _group(
     restriction: str | None,
     task: str,
     members: Sequence[ComparisonEvidence],
-    selection_seed: int,
+    selection_seed: int | None,
 ) -> GroupEvidence:
     differences: list[Difference] = []
     cells: list[Cell] = []
@@ -216,9 +217,13 @@ def _group(
         left = tuple((c.task, c.left, seed) for seed in c.all.seeds)
         right = tuple((c.task, c.right, seed) for seed in c.all.seeds)
         cells.append(Cell(c.all.mean, left, right))
+    if selection_seed is None:  # fixed before the study: a block is all comparisons of its task, or does not count yet
+        whole = Counter(c.task for c in members if c.status != "n/a")
+        found = Counter((d.task, d.seed) for d in differences)
+        differences = [d for d in differences if found[d.task, d.seed] == whole[d.task]]
     generator = np.random.default_rng(stream(_STREAM, "win count", axis, restriction or "", task))
     pooled = task == ALL_TASKS and restriction is None
-    whole = block_claim(differences)
+    claim = block_claim(differences)
     return GroupEvidence(
         axis=axis,
         restriction=restriction,
@@ -227,12 +232,12 @@ def _group(
         not_applicable=sum(c.status == "n/a" for c in members),
         missing=sum(c.status == "missing" for c in members),
         mean=fmean(cell.difference for cell in cells) if cells else None,
-        all=whole,
+        all=claim,
         fresh=block_claim(differences, exclude_seed=selection_seed),
         wins=win_count(cells, generator=generator),
         holm=None,
         mixed=mixed(differences) if pooled else NotApplicable("only for all tasks of an axis together"),
-        decisive=decisive(differences, whole),
+        decisive=decisive(differences, claim),
     )
 
 

@@ -54,7 +54,7 @@ class Claim:
         fresh: Fresh (task, seed) blocks of the group, or fresh seeds of a single comparison.
         least_p: What the exact p, adjusted, cannot be below.
         possible: Whether that is below .05.
-        seeds_needed: The least number of seeds that it takes, with the selection seed.
+        seeds_needed: The least number of seeds that it takes, with the selection seed where there is one.
     """
 
     kind: Literal["group", "single"]
@@ -73,7 +73,7 @@ class Claim:
 class Reach:
     """What a study could support, whatever its results."""
 
-    selection_seed: int
+    selection_seed: int | None
     claims: tuple[Claim, ...]
 
     @property
@@ -92,19 +92,21 @@ class Reach:
         return {"level": ALPHA, "selection_seed": self.selection_seed, "claims": claims}
 
 
-def reach(comparisons: Sequence[Comparison], selection_seed: int) -> Reach:
+def reach(comparisons: Sequence[Comparison], selection_seed: int | None) -> Reach:
     """What could be supported if every planned run were done.
 
     Args:
         comparisons: All cells of the plan.
-        selection_seed: The seed that choices are made on; all others are fresh.
+        selection_seed: The seed that choices are made on; all others are fresh. None: the comparisons were fixed
+            before, all seeds are fresh, and an axis is one group.
     """
+    chooses = selection_seed is not None
     cells: dict[tuple[str, str | None], dict[tuple[str, str, str], set[int]]] = {}
     replicated: set[tuple[str, str | None, str, str, str]] = set()
     for cell in comparisons:
         if cell.status != "comparable":
             continue
-        key, pair = (cell.axis, cell.restriction), (cell.task, cell.left, cell.right)
+        key, pair = (cell.axis, cell.restriction if chooses else None), (cell.task, cell.left, cell.right)
         seeds = cells.setdefault(key, {}).setdefault(pair, set())
         if cell.seed != selection_seed:
             seeds.add(cell.seed)
@@ -117,14 +119,14 @@ def reach(comparisons: Sequence[Comparison], selection_seed: int) -> Reach:
             of_task.setdefault(pair[0], {})[pair] = seeds
         blocks = [whole_cells(mine) for mine in of_task.values()]
         fresh = sum(len(seeds) for whole, seeds in blocks if whole)
-        needed = math.ceil(least_differences() / len(of_task)) + 1
+        needed = math.ceil(least_differences() / len(of_task)) + chooses
         about = {"axis": axis, "restriction": restriction, "tasks": len(of_task), "comparisons": len(pairs)}
         claims.append(_claim("group", fresh, 1, needed, about))
         # Holm is over the comparisons that are run again where there are any, see `analysis`; else over the axis.
         own = [s for pair, s in pairs.items() if not replicated or (axis, restriction, *pair) in replicated]
         if own:
             family = len(replicated) or len(pairs)
-            needed = least_differences(family) + 1
+            needed = least_differences(family) + chooses
             about["comparisons"] = len(own)
             claims.append(_claim("single", max(map(len, own)), family, needed, about))
     return Reach(selection_seed, tuple(claims))

@@ -236,11 +236,15 @@ def _signed(value: float) -> str:
     return shown(value, "signed_pp").replace("-", "−")
 
 
-def _draw_differences(rows: Sequence[Row], selection_seed: int, band: float | None, sides: tuple[str, str]) -> Figure:
+def _draw_differences(
+    rows: Sequence[Row], selection_seed: int | None, band: float | None, sides: tuple[str, str]
+) -> Figure:
     several = any(len(row.dots) > 1 for row in rows)
     key = [("● mean", BLUE)] if several else []
-    key += [("○ one seed", MUTED), (f"◇ selection seed {selection_seed}", MUTED)]
-    if any(row.fresh is not None for row in rows) and several:
+    key.append(("○ one seed", MUTED))
+    if selection_seed is not None:
+        key.append((f"◇ selection seed {selection_seed}", MUTED))
+    if selection_seed is not None and any(row.fresh is not None for row in rows) and several:
         key.append(("| mean without it", INK))
     if any(row.summary is not None and row.summary.low is not None for row in rows):
         key.append(("— 95 % interval (arrow: runs on)", BLUE))

@@ -215,8 +215,10 @@ def _claims(view: View) -> list[Finding]:
     groups = []
     for axis in view.axes:
         mine = [group for group in view.analysis.groups if (group.axis, group.task) == (axis, ALL_TASKS)]
-        parts = [group for group in mine if group.restriction is not None]
-        groups += [group for group in parts or mine if group.comparable or group.missing]  # else none can be
+        # Comparisons that were fixed before the study are one claim per axis.
+        parts = [group for group in mine if group.restriction is not None and view.results.selection_seed is not None]
+        whole = [group for group in mine if group.restriction is None]
+        groups += [group for group in parts or whole if group.comparable or group.missing]  # else none can be
     # One family: the statements that are side by side on the first screen.
     adjusted = holm([None if group.judged is None else group.judged.p for group in groups])
     found = []
@@ -229,7 +231,7 @@ def _claims(view: View) -> list[Finding]:
     return found
 
 
-def _verdict(group: GroupEvidence, adjusted: float | None, seed: int) -> tuple[Verdict, str, str]:
+def _verdict(group: GroupEvidence, adjusted: float | None, seed: int | None) -> tuple[Verdict, str, str]:
     """The verdict on a group, its sentence and its doubts, from p adjusted over all groups and the selection seed."""
     axis = axis_of(group.axis, group.restriction)
     one, other = axis.left, axis.right
@@ -272,7 +274,7 @@ def _verdict(group: GroupEvidence, adjusted: float | None, seed: int) -> tuple[V
 
 
 def _doubts(
-    whole: BlockClaim, fresh: BlockClaim | None, judged: BlockClaim | None, adjusted: float | None, seed: int
+    whole: BlockClaim, fresh: BlockClaim | None, judged: BlockClaim | None, adjusted: float | None, seed: int | None
 ) -> Iterator[str]:
     """What keeps a difference from being supported."""
     if fresh is None or judged is not fresh:

@@ -227,14 +227,18 @@ def _status(view: View) -> str:
     results = view.results
     parts = [
         f"{len(results.tasks)} task{'s' * (len(results.tasks) != 1)}: {', '.join(results.tasks)}",
-        f"seeds {', '.join(map(str, results.seeds))} (selection seed {results.selection_seed})"
+        f"seeds {', '.join(map(str, results.seeds))} ({_selection(results.selection_seed)})"
         if len(results.seeds) > 1
-        else f"one seed: {results.selection_seed}",
+        else f"one seed: {results.seeds[0]}",
     ]
     if results.replication_seeds:
         parts.append(f"replicated on {', '.join(map(str, results.replication_seeds))}")
     parts.append(f"{view.counts['done']} of {len(results.runs)} runs done")
     return " · ".join(parts)
+
+
+def _selection(seed: int | None) -> str:
+    return "all fresh: comparisons were fixed before" if seed is None else f"selection seed {seed}"
 
 
 def _problems(view: View) -> list[str]:

@@ -536,9 +536,13 @@ def _comparisons(view: View, axis: str) -> Table:
         f"comparisons-{axis}", f"{AXES[axis].title}: every comparison", columns, records, stub=3,
         empty="The study has no comparison on this axis.",
         note="Accuracy on test, left minus right, paired within seed. Detectable: with the SD and seeds of that row. "
-        f"Fresh leaves the selection seed ({view.results.selection_seed}) out. The sign-flip p cannot fall below its "
-        "floor.",
+        f"{_fresh(view)} The sign-flip p cannot fall below its floor.",
     )  # fmt: skip
+
+
+def _fresh(view: View) -> str:
+    seed = view.results.selection_seed
+    return "All seeds are fresh." if seed is None else f"Fresh leaves the selection seed ({seed}) out."
 
 
 def _each_seed(found: Paired | None) -> str | None:
@@ -592,8 +596,7 @@ def _replication(view: View) -> Table:
             pp(f"{name}_sd", f"{name} SD"), signed_pp(f"{name}_low", f"{name} from"),
             signed_pp(f"{name}_high", f"{name} to"), p_value(f"{name}_p", f"{name} p"),
         ]  # fmt: skip
-    seed = view.results.selection_seed
-    note = f"The selection seed ({seed}) is left out of what is called fresh; Holm is over these comparisons."
+    note = f"{_fresh(view)} Holm is over these comparisons."
     return Table.of(
         "replication", "Replication: headline comparisons over seeds", [*columns, RUNS], records, stub=4,
         empty="The study replicates no comparison, and has none of the paper's nine.",
@@ -601,7 +604,7 @@ def _replication(view: View) -> Table:
     )  # fmt: skip
 
 
-def _at(found: Paired | None, seed: int) -> float | None:
+def _at(found: Paired | None, seed: int | None) -> float | None:
     if found is None or seed not in found.seeds:
         return None
     return found.differences[found.seeds.index(seed)]

@@ -119,15 +119,25 @@ def _common_error(work: list[Work], states: Mapping[str, State], task: str) -> s
 
 
 def outline(folder: StudyFolder, config: StudyConfig, threads: int | None = None) -> tuple[Plan, list[Work]]:
-    """The plan as it stands and all its jobs, models and baselines first."""
+    """The plan as it stands and all its jobs: of each task models and baselines first, then its runs seed by seed."""
     plan = make_plan(config, {task: base.point for task, base in folder.bases().items()})
     work: list[Work] = []
     for task in config.tasks:
         runs = [run for run in plan.runs.values() if run.task == task]
         if runs:
             work += _models_and_baselines(folder, config, task, threads)
-            work += [_run(folder, plan, run, threads) for run in runs]
+            work += [_run(folder, plan, run, threads) for run in _by_seed(runs)]
     return plan, work
+
+
+def _by_seed(runs: list[RunSpec]) -> list[RunSpec]:
+    """The runs of a task seed by seed, so that a study which is stopped has whole seeds; needs stay before what needs
+    them, which may be at another seed."""
+    seeds = {seed: place for place, seed in enumerate(dict.fromkeys(run.seed for run in runs))}
+    places: dict[str, int] = {}
+    for run in runs:
+        places[run.id] = max([seeds[run.seed], *(places[need] for need in run.needs)])
+    return sorted(runs, key=lambda run: places[run.id])
 
 
 def check_job(folder: StudyFolder, config: StudyConfig) -> Job | None:

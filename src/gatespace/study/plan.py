@@ -214,7 +214,8 @@ class _TaskPlanner:
     def _replicate(self) -> None:
         replication = self.config.replication
         assert replication is not None
-        fresh, sweep = replication.seeds, self.config.seeds
+        sweep = self.config.seeds
+        fresh = replication.seeds or sweep
         if replication.comparisons == "all":
             for old in [cell for cell in self.comparisons if cell.seed == sweep[0]]:
                 for seed in fresh:
@@ -229,12 +230,15 @@ class _TaskPlanner:
         for left_text, right_text in self._pairs(replication.comparisons):
             left, right = self.catalogue.find(left_text), self.catalogue.find(right_text)
             axis, restriction = _axis(right)
-            for seed in (*sweep, *fresh):
+            for seed in dict.fromkeys((*sweep, *fresh)):
                 for label in (left.label, right.label):
                     self._want(label, [seed])
                 if (axis, left.label, right.label, seed) not in seen:
                     again = seed in fresh
                     self._compare(axis, left.label, right, seed, restriction=restriction, replication=again)
+        if self.seeds:
+            for text in replication.beside:
+                self._want(self.catalogue.find(text).label, dict.fromkeys((*sweep, *fresh)))
 
     def _pairs(self, wanted: Any) -> list[tuple[str, str]]:
         if wanted != "paper":

@@ -251,8 +251,9 @@ class StudyResults:
     config: StudyConfig
     seeds: tuple[int, ...]
     replication_seeds: tuple[int, ...]
-    selection_seed: int
-    """What was chosen was chosen looking at this seed: it is left out where a choice is confirmed."""
+    selection_seed: int | None
+    """What was chosen was chosen looking at this seed: it is left out where a choice is confirmed. None where the
+    comparisons were fixed before the study: all seeds are fresh."""
     tasks: tuple[str, ...]
     runs: Mapping[str, RunResult]
     comparisons: tuple[Comparison, ...]
