@@ -18,7 +18,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the project in which add-ons, their tests and their public aliases are gone."""
     copy = tmp_path_factory.mktemp("core")
     ignore = shutil.ignore_patterns("addons", "integrations", "__pycache__")
-    for folder in ("src", "tests", "examples"):
+    for folder in ("src", "tests", "examples", "docs"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=ignore)
     shutil.copy(ROOT / "pyproject.toml", copy)
     return copy
@@ -53,10 +53,10 @@ def test_what_an_add_on_has_is_a_clear_error(core: Path) -> None:
 def test_the_demo_runs(core: Path) -> None:
     fewer = ["train.steps=3", "teach.teacher.steps=40", "teach.student.steps=40", "points=[G5]", "seeds=[1]"]
     sets = [word for setting in fewer for word in ("--set", setting)]
-    done = run(core, "-m", "gatespace", "run", "demo", "--quick", "--quiet", "--output", "demo", *sets)
+    done = run(core, "-m", "gatespace", "run", "demo", "--quick", "--quiet", "--output", "its-study", *sets)
     assert done.returncode == 0, done.stderr
-    assert (core / "demo" / "report.html").is_file()
-    (card, *_) = [*(core / "demo" / "models").glob("*/model/config.json")]
+    assert (core / "its-study" / "report.html").is_file()
+    (card, *_) = [*(core / "its-study" / "models").glob("*/model/config.json")]
     assert card.is_file()
 
 

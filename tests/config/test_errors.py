@@ -129,6 +129,7 @@ def test_what_a_top_k_cannot_tell(overrides: tuple[str, ...], message: str) -> N
 
 
 def test_probabilities_come_from_the_model_itself() -> None:
+    pytest.importorskip("gatespace.addons.vllm")
     error = failing("rollout.engine=vllm", "evaluation={engine: vllm, probabilities: true}")
     assert "evaluation.probabilities: probabilities of labels come from the model in this process" in error
 
