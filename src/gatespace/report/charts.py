@@ -42,7 +42,7 @@ from gatespace.report.tables import (
     point_records,
 )
 from gatespace.report.view import AXES, KINDS, View, leaves_out_zero
-from gatespace.study.records import RunResult, Score
+from gatespace.study.records import Score
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -514,12 +514,12 @@ def _curves(view: View, task: str) -> Chart:
     columns = (POINT, text("what"), lam("first"), lam("last"))
     panels = {"accuracy": "accuracy on validation, %", **_CURVES}
     lines: dict[str, list[Line]] = {what: [] for what in panels}
-    known = view.results.baselines.get(task)
-    start = known.start.get("val") if known is not None else None
     for point in view.points(task):
         runs = list(view.done(task, point).values())
         curves = {what: [run.curve() for run in runs] for what in _CURVES} if runs else {}
-        curves["accuracy"] = [_checks(run, start) for run in runs]
+        curves["accuracy"] = [
+            [{"step": step, "accuracy": 100 * share} for step, share in view.validation(run).items()] for run in runs
+        ]
         for what, found in curves.items():
             steps, values = _averaged(found, what)
             if len(steps) > 1:
@@ -569,15 +569,6 @@ def _curves(view: View, task: str) -> Chart:
         return figure
 
     return _chart(f"curves-{task}", f"{task}: training curves", finding, columns, records, draw, task)
-
-
-def _checks(run: RunResult, start: Score | None) -> list[dict[str, Any]]:
-    """Accuracy on validation in %, from the untouched student over what was evaluated on the way to the end."""
-    found = {0: start.accuracy} if start is not None else {}
-    found |= {check["step"]: check["accuracy"] for check in run.evaluations() if check.get("split") == "val"}
-    if "val" in run.scores and run.cost is not None:
-        found[run.cost.steps] = run.scores["val"].accuracy
-    return [{"step": step, "accuracy": 100 * share} for step, share in found.items()]
 
 
 def _highlighted(view: View, task: str, lines: Sequence[Line]) -> dict[str, tuple[str, str, str]]:

@@ -210,7 +210,7 @@ def _sections(view: View, tables: Mapping[str, Table], drawn: Sequence[Rendered]
             section(f"axis-{name}", axis.title, [*axis.tables, f"comparisons-{name}"], axis.figures, axis.text)
         )
     found += [
-        section("replication", "Replication on fresh seeds", ["replication"]),
+        section("replication", "Replication on fresh seeds", ["replication", "secondary"]),
         section("points", "Points", ["baselines", "best-observed", "points", "per-seed", "anova"]),
         section("lambda", "λ: where the gates are", ["lambda"], ["against-lambda-", "lambda-"]),
         section("training", "Training", [], ["curves-"]),
