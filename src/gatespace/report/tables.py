@@ -13,6 +13,7 @@ from gatespace.evidence.accuracy import accuracy_interval
 from gatespace.evidence.paired import seeds_needed, summarise
 from gatespace.evidence.records import ALL_TASKS, Detectable, GroupEvidence, Paired
 from gatespace.gating.coefficients import Gate, NotApplicable
+from gatespace.report.beside import beside_tables
 from gatespace.report.table import (
     CSV_ONLY,
     FILES_ONLY,
@@ -55,7 +56,7 @@ def file_tables(view: View) -> list[Table]:
         _groups, _wins,
     )  # fmt: skip
     claimed = (_d_on_g2, _replication, _best, _anova, _power, _examples, _not_applicable)
-    optional = [table for table in (_calibration(view), _secondary(view)) if table.rows]
+    optional = [table for table in (*beside_tables(view), _calibration(view), _secondary(view)) if table.rows]
     return [
         *(build(view) for build in measured),
         *optional,
