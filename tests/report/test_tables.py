@@ -10,7 +10,9 @@ from collections import Counter
 from dataclasses import replace
 from statistics import fmean, stdev
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from gatespace.evidence.analysis import analyse
 from gatespace.evidence.groups import Difference, mixed
@@ -19,6 +21,8 @@ from gatespace.report.page import page
 from gatespace.report.table import csv_text
 from gatespace.report.tables import file_tables, page_tables
 from gatespace.report.view import Published, View
+from gatespace.study.plan import NINE
+from tests.sample_study import sample_results
 
 from .conftest import Built
 
@@ -237,3 +241,33 @@ def test_no_number_is_nan_and_no_path_is_absolute(whole):
         text = path.read_text(encoding="utf-8")
         assert "nan" not in text.replace("\n", ",").lower().split(","), path.name
         assert str(whole.results.folder) not in text
+
+
+def test_secondary_outcomes_are_those_of_the_runs(tmp_path):
+    tasks = ("emotion", "offensive", "hate")
+    results = sample_results(tmp_path, seeds=(11, 12), tasks=tasks, rows=80, steps=30, nine=True, probabilities=True)
+    view = View(results, analyse(results))
+    (table,) = (table for table in file_tables(view) if table.name == "secondary")
+    keys = [column.key for column in table.columns]
+    rows = {row[1:4]: dict(zip(keys, row, strict=True)) for row in table.rows}
+    assert {*rows} == {*NINE}
+    for (task, left, right), row in rows.items():
+        expected: dict[str, list[float]] = {"f1": [], "area": [], "loss": []}
+        for seed in (11, 12):
+            sides = [results.run(task, point, seed) for point in (left, right)]
+            f1 = [100 * run.scores["test"].macro_f1 for run in sides]
+            loss = [run.scores["val"].calibration.log_loss for run in sides]
+            area = []
+            for run in sides:
+                known = {0: results.baselines[task].start["val"].accuracy}
+                known |= {r["step"]: r["accuracy"] for r in run.evaluations() if r["split"] == "val"}
+                known[run.cost.steps] = run.scores["val"].accuracy
+                assert len(known) > 2
+                steps = sorted(known)
+                area.append(100 * np.trapezoid([known[s] for s in steps], steps) / steps[-1])
+            for name, (one, other) in zip(expected, (f1, area, loss), strict=True):
+                expected[name].append(one - other)
+        for name, values in expected.items():
+            interval = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+            found = [row[f"{name}_{part}"] for part in ("n", "mean", "low", "high")]
+            assert found == pytest.approx([2, np.mean(values), interval.low, interval.high], abs=1e-9)

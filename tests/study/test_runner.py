@@ -3,6 +3,7 @@ was run."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -418,3 +419,30 @@ def test_a_folder_that_is_deleted_is_not_made_again(tmp_path):
     with pytest.raises(RunError, match="deleted, moved or replaced while this was writing"):
         run_study(study(), folder, Deleting(), threads=1)
     assert not folder.path.exists()
+
+
+def test_a_look_at_more_runs_is_another_look(done, tmp_path, cli_run):
+    folder = StudyFolder(tmp_path / "study")
+    shutil.copytree(done, folder.path, ignore=shutil.ignore_patterns("model", "scores", "looks.jsonl"))
+    marks = sorted(folder.path.glob("runs/*-s2-*/done"))
+    for mark in marks:
+        mark.unlink()
+    read_results(folder.path)  # to read is not to look
+
+    def look() -> dict:
+        return json.loads(cli_run("report", folder, "--evidence", "--json").stdout)
+
+    assert [look()["looks"] for _ in range(2)] == [1, 1]
+    assert "Look" not in cli_run("report", folder, "--evidence").stdout
+    first = folder.looks()
+    assert [(one["seeds"], one["runs"]) for one in first] == [({"messages": [42]}, len(marks))]
+    for mark in marks:
+        mark.touch()
+    assert look()["looks"] == 2
+    told = " ".join(cli_run("report", folder, "--evidence").stdout.split())
+    assert f"Look 2 at the test results of this study; at earlier looks {len(marks)} runs were done." in told
+    assert "not adjusted for looking" in told
+    assert folder.looks() == [*first, {**folder.looks()[-1], "seeds": {"messages": [2, 42]}, "runs": 2 * len(marks)}]
+    written = json.loads(cli_run("report", folder, "--no-png", "--json").stdout)
+    assert any("Look 2 at the test results" in text for text in written["limits"])
+    assert "look 2 at its results" in (folder.path / "report.html").read_text()

@@ -65,6 +65,7 @@ def report(
                 for c in found.claims
             ],
             "limits": list(found.limits),
+            "beside": list(found.beside),
             "comparisons": [*map(_plain, written.analysis.comparisons)],
             "html": str(written.html),
             "tables": [*map(str, written.tables)],
@@ -92,13 +93,15 @@ def _plain(found: ComparisonEvidence) -> dict[str, Any]:
 def _print_evidence(folder: Path, as_json: bool) -> None:
     from gatespace.cli.console import table
     from gatespace.evidence.analysis import analyse
+    from gatespace.report.findings import looks_text
     from gatespace.report.table import shown
-    from gatespace.study.results import read_results
+    from gatespace.study.results import look_at
 
-    results = read_results(folder)
+    results = look_at(folder)
     found = analyse(results).comparisons
     if as_json:
-        print_json({"study": results.name, "problems": results.problems, "comparisons": [*map(_plain, found)]})
+        parts = {"study": results.name, "problems": results.problems, "looks": len(results.looks)}
+        print_json({**parts, "comparisons": [*map(_plain, found)]})
         return
     out = console()
     numbers = ("seeds", "mean, pp", "from", "to", "p", "p, Holm", "p, BH")
@@ -113,6 +116,8 @@ def _print_evidence(folder: Path, as_json: bool) -> None:
     seed = results.selection_seed
     without = "" if seed is None else f"; where two others are there, without the selection seed ({seed})"
     out.print(f"95 % intervals over seeds{without}.")
+    if text := looks_text(results):
+        out.print(text)
     if results.problems:
         out.print(f"not complete: {'; '.join(results.problems)}")
 
@@ -130,6 +135,8 @@ def _print(written: ReportFiles) -> None:
     for claim in found.claims:
         out.print(f"\n{claim.about}: {VERDICTS[claim.verdict]}", style="bold")
         out.print(claim.text)
+    for text in found.beside:
+        out.print(f"\n{text}" if text == found.beside[0] else f"- {text}")
     if found.limits:
         out.print("\nWhat limits it", style="bold")
     for text in found.limits:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gatespace.evidence.accuracy import accuracy_interval
 from gatespace.evidence.records import ALL_TASKS, BlockClaim, Choice, ComparisonEvidence, Summary
+from gatespace.report.beside import beside_charts
 from gatespace.report.drawing import (
     BAND,
     BLUE,
@@ -42,7 +43,7 @@ from gatespace.report.tables import (
     point_records,
 )
 from gatespace.report.view import AXES, KINDS, View, leaves_out_zero
-from gatespace.study.records import RunResult, Score
+from gatespace.study.records import Score
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,7 +69,7 @@ _LOOKS: Mapping[str, tuple[str, str, str, str]] = {
 
 def all_charts(view: View) -> list[Chart]:
     """Every figure that the study has data for, in the order of the page."""
-    charts = [*(_ranking(view, task) for task in view.results.tasks), _overview(view)]
+    charts = [*beside_charts(view), *(_ranking(view, task) for task in view.results.tasks), _overview(view)]
     for task in view.results.tasks:
         charts += [_isolation(view, task), _gap(view, task), *(_forest(view, task, axis) for axis in _FORESTS)]
     for task in view.results.tasks:
@@ -114,7 +115,7 @@ def _overview(view: View) -> Chart:
             if group.task != task or not isinstance(group.all, BlockClaim) or (split and group.restriction is None):
                 continue
             dots = tuple((b.mean, b.seed == view.results.selection_seed) for b in group.all.blocks)
-            fresh = group.fresh.mean if isinstance(group.fresh, BlockClaim) else None
+            fresh = group.fresh.mean if isinstance(group.fresh, BlockClaim) and group.fresh != group.all else None
             mine.append(Row(group.restriction or AXES[group.axis].other, group.all, dots, fresh))
         if mine:
             rows += [Row("all tasks together" if task == ALL_TASKS else task), *mine]
@@ -174,7 +175,8 @@ def _row(view: View, found: ComparisonEvidence, label: str, colour: str) -> Row:
     assert found.all is not None
     pairs = zip(found.all.seeds, found.all.differences, strict=True)
     dots = tuple((value, seed == view.results.selection_seed) for seed, value in pairs)
-    return Row(label, found.all, dots, found.fresh.mean if found.fresh is not None else None, colour)
+    fresh = None if found.fresh in (None, found.all) else found.fresh
+    return Row(label, found.all, dots, None if fresh is None else fresh.mean, colour)
 
 
 def _differences(
@@ -514,12 +516,12 @@ def _curves(view: View, task: str) -> Chart:
     columns = (POINT, text("what"), lam("first"), lam("last"))
     panels = {"accuracy": "accuracy on validation, %", **_CURVES}
     lines: dict[str, list[Line]] = {what: [] for what in panels}
-    known = view.results.baselines.get(task)
-    start = known.start.get("val") if known is not None else None
     for point in view.points(task):
         runs = list(view.done(task, point).values())
         curves = {what: [run.curve() for run in runs] for what in _CURVES} if runs else {}
-        curves["accuracy"] = [_checks(run, start) for run in runs]
+        curves["accuracy"] = [
+            [{"step": step, "accuracy": 100 * share} for step, share in view.validation(run).items()] for run in runs
+        ]
         for what, found in curves.items():
             steps, values = _averaged(found, what)
             if len(steps) > 1:
@@ -569,15 +571,6 @@ def _curves(view: View, task: str) -> Chart:
         return figure
 
     return _chart(f"curves-{task}", f"{task}: training curves", finding, columns, records, draw, task)
-
-
-def _checks(run: RunResult, start: Score | None) -> list[dict[str, Any]]:
-    """Accuracy on validation in %, from the untouched student over what was evaluated on the way to the end."""
-    found = {0: start.accuracy} if start is not None else {}
-    found |= {check["step"]: check["accuracy"] for check in run.evaluations() if check.get("split") == "val"}
-    if "val" in run.scores and run.cost is not None:
-        found[run.cost.steps] = run.scores["val"].accuracy
-    return [{"step": step, "accuracy": 100 * share} for step, share in found.items()]
 
 
 def _highlighted(view: View, task: str, lines: Sequence[Line]) -> dict[str, tuple[str, str, str]]:

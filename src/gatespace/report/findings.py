@@ -18,8 +18,10 @@ from typing import Literal
 from gatespace.evidence.paired import holm
 from gatespace.evidence.records import ALL_TASKS, BlockClaim, Detectable, GroupEvidence, Summary, WinCount
 from gatespace.gating.coefficients import NotApplicable
+from gatespace.report.beside import sentences
 from gatespace.report.table import shown
 from gatespace.report.view import KINDS, View, axis_of, leaves_out_zero
+from gatespace.study.records import StudyResults
 
 Verdict = Literal["supported", "lead", "none", "descriptive", "missing"]
 VERDICTS: Mapping[str, str] = {
@@ -68,6 +70,7 @@ class Findings:
         training: Per task, where training got to.
         claims: One per group of comparisons.
         limits: Why no more can be claimed.
+        beside: What a reference has replicated and this study has run: all together, then one by one.
     """
 
     headline: str
@@ -77,6 +80,7 @@ class Findings:
     training: tuple[str, ...]
     claims: tuple[Finding, ...]
     limits: tuple[str, ...]
+    beside: tuple[str, ...] = ()
 
 
 def find(view: View) -> Findings:
@@ -90,6 +94,7 @@ def find(view: View) -> Findings:
         training=tuple(_training(view)),
         claims=claims,
         limits=tuple(_limits(view)),
+        beside=tuple(sentences(view)),
     )
 
 
@@ -295,8 +300,20 @@ def _doubts(
 # ---------------------------------------------------------------------------------------------------- limits
 
 
+def looks_text(results: StudyResults) -> str:
+    """What it means that results were looked at before; nothing of a first look."""
+    if len(results.looks) < 2:
+        return ""
+    *before, _ = results.looks
+    earlier = ", ".join(str(look.runs) for look in before)
+    return (
+        f"Look {len(results.looks)} at the test results of this study; at earlier looks {earlier} runs were done. "
+        "Intervals and p are not adjusted for looking: where a look decided whether to go on, they promise too much."
+    )
+
+
 def _limits(view: View) -> list[str]:
-    found: list[str] = []
+    found = [text] if (text := looks_text(view.results)) else []
     pairs = [c.all for c in view.analysis.comparisons if c.all is not None]
     most = max((pair.n for pair in pairs), default=0)
     if most == 1:

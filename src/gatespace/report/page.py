@@ -95,9 +95,9 @@ def build_report(results: StudyResults | Path, out: Path | None = None, *, png: 
         png: Draw every figure as PNG too.
     """
     if isinstance(results, Path):
-        from gatespace.study.results import read_results
+        from gatespace.study.results import look_at
 
-        out, results = out or pages_of(results), read_results(results)
+        out, results = out or pages_of(results), look_at(results)
     place = Path(out) if out is not None else results.folder
     view = View(results, analyse(results))
     findings = find(view)
@@ -163,6 +163,7 @@ def page(
         status=_status(view),
         partial=view.is_partial,
         findings=findings,
+        beside=[one for one in drawn if one.chart.name.startswith("beside-")],
         ranking=[one for one in drawn if one.chart.name.startswith("ranking-")],
         verdicts=VERDICTS,
         problems=_problems(view),
@@ -210,7 +211,7 @@ def _sections(view: View, tables: Mapping[str, Table], drawn: Sequence[Rendered]
             section(f"axis-{name}", axis.title, [*axis.tables, f"comparisons-{name}"], axis.figures, axis.text)
         )
     found += [
-        section("replication", "Replication on fresh seeds", ["replication"]),
+        section("replication", "Replication on fresh seeds", ["replication", "secondary"]),
         section("points", "Points", ["baselines", "best-observed", "points", "per-seed", "anova"]),
         section("lambda", "λ: where the gates are", ["lambda"], ["against-lambda-", "lambda-"]),
         section("training", "Training", [], ["curves-"]),
@@ -234,6 +235,8 @@ def _status(view: View) -> str:
     if results.replication_seeds:
         parts.append(f"replicated on {', '.join(map(str, results.replication_seeds))}")
     parts.append(f"{view.counts['done']} of {len(results.runs)} runs done")
+    if len(results.looks) > 1:
+        parts.append(f"look {len(results.looks)} at its results")
     return " · ".join(parts)
 
 

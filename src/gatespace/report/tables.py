@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from math import fsum
 from statistics import fmean, median
 from typing import Any
 
 from gatespace.evaluation.calibration import BINS, TARGETS
 from gatespace.evidence.accuracy import accuracy_interval
-from gatespace.evidence.paired import seeds_needed
+from gatespace.evidence.paired import seeds_needed, summarise
 from gatespace.evidence.records import ALL_TASKS, Detectable, GroupEvidence, Paired
 from gatespace.gating.coefficients import Gate, NotApplicable
+from gatespace.report.beside import beside_tables
 from gatespace.report.table import (
     CSV_ONLY,
     FILES_ONLY,
@@ -53,7 +56,7 @@ def file_tables(view: View) -> list[Table]:
         _groups, _wins,
     )  # fmt: skip
     claimed = (_d_on_g2, _replication, _best, _anova, _power, _examples, _not_applicable)
-    optional = [table for table in (_calibration(view),) if table.rows]
+    optional = [table for table in (*beside_tables(view), _calibration(view), _secondary(view)) if table.rows]
     return [
         *(build(view) for build in measured),
         *optional,
@@ -602,6 +605,60 @@ def _replication(view: View) -> Table:
         empty="The study replicates no comparison, and has none of the paper's nine.",
         note=_with_sources(view, note, shown),
     )  # fmt: skip
+
+
+def _secondary(view: View) -> Table:
+    """Other outcomes than accuracy on test, of the comparisons that are run on fresh seeds."""
+    records = []
+    for found in view.analysis.comparisons:
+        if found.role == "replication" and found.all is not None:
+            row: dict[str, Any] = {}
+            for name, outcome in _OUTCOMES.items():
+                left, right = (
+                    {seed: outcome(view, run) for seed, run in view.done(found.task, point).items()}
+                    for point in (found.left, found.right)
+                )
+                both = [seed for seed in left if left[seed] is not None and right.get(seed) is not None]
+                difference = summarise([left[seed] - right[seed] for seed in both]) if both else None
+                row |= _summary(difference, f"{name}_")
+            records.append(_row(_cells(found), row))
+    columns = [AXIS, *PAIR]
+    for name, title, unit in (
+        ("f1", "macro-F1, pp", signed_pp), ("area", "validation curve, pp", signed_pp), ("loss", "log-loss", lam)
+    ):  # fmt: skip
+        if any(record[f"{name}_n"] for record in records):
+            columns += [
+                count(f"{name}_n", "n"), unit(f"{name}_mean", title), unit(f"{name}_low", "95 % from"),
+                unit(f"{name}_high", "to"),
+            ]  # fmt: skip
+    return Table.of(
+        "secondary", "Replication: secondary outcomes", columns, records, stub=4,
+        note="Left minus right, paired within seed, with 95 % intervals that are not adjusted for their number: no "
+        "claim rests on them. Macro-F1 is that of the test split. The area under the validation curve is the mean "
+        "accuracy on validation over the steps, by trapezoids. Log-loss is that of the labels on validation after the "
+        "last step, in nats: below 0 the left side is better.",
+    )  # fmt: skip
+
+
+def _area(view: View, run: RunResult) -> Any:
+    """Mean validation accuracy over the steps in %, by trapezoids; None where nothing was evaluated on the way."""
+    curve = list(view.validation(run).items())
+    if len(curve) < 3:
+        return None
+    parts = [(b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairwise(curve)]
+    return 100 * fsum(parts) / (curve[-1][0] - curve[0][0])
+
+
+def _loss(view: View, run: RunResult) -> Any:
+    score = run.scores.get("val")
+    return None if score is None or score.calibration is None else score.calibration.log_loss
+
+
+def _f1(view: View, run: RunResult) -> Any:
+    return 100 * run.scores["test"].macro_f1 if "test" in run.scores else None
+
+
+_OUTCOMES: Mapping[str, Callable[[View, RunResult], Any]] = {"f1": _f1, "area": _area, "loss": _loss}
 
 
 def _at(found: Paired | None, seed: int | None) -> float | None:

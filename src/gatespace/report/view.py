@@ -210,6 +210,15 @@ class View:
         """Seed → score."""
         return {seed: run.scores[split] for seed, run in self.done(task, point).items() if split in run.scores}
 
+    def validation(self, run: RunResult) -> dict[int, float]:
+        """Step → accuracy on validation, from the untouched student over what was evaluated on the way to the end."""
+        known = self.results.baselines.get(run.spec.task)
+        found = {0: known.start["val"].accuracy} if known is not None and "val" in known.start else {}
+        found |= {check["step"]: check["accuracy"] for check in run.evaluations() if check.get("split") == "val"}
+        if "val" in run.scores and run.cost is not None:
+            found[run.cost.steps] = run.scores["val"].accuracy
+        return dict(sorted(found.items()))
+
     def sweep(self, task: str, point: str, split: str = "test") -> dict[int, Score]:
         """Seed → score on the seeds of the sweep, which all points have in common."""
         return {seed: score for seed, score in self.scores(task, point, split).items() if seed in self.results.seeds}

@@ -4,6 +4,7 @@ study.yaml           the study file with every default written out
 store.json           what must stay the same when the study is resumed
 running.json         what is being run, while a process works on the study
 bases.json           bases that were chosen on validation
+looks.jsonl          a line per set of finished runs whose test results were analysed
 plugins/HASH/…       the user's own code that the runs import
 models/NAME/         runs of `teach`, one per task and role
 baselines/NAME/      student before training and teacher, evaluated
@@ -19,11 +20,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gatespace.errors import UsageError
-from gatespace.files import Folder, atomic_write, is_claimed
+from gatespace.files import Folder, atomic_write, is_claimed, read
 from gatespace.plugins import plugin_hash
 from gatespace.runs.run_folder import RunFolder
 
@@ -84,6 +86,11 @@ class StudyFolder(Folder):
         return self.path / "bases.json"
 
     @property
+    def looks_file(self) -> Path:
+        """The ledger of looks at test results."""
+        return self.path / "looks.jsonl"
+
+    @property
     def plugins(self) -> Path:
         """Copies of the user's own code."""
         return self.path / "plugins"
@@ -117,7 +124,7 @@ class StudyFolder(Folder):
 
     def records(self) -> list[Path]:
         """The files that a report is made from, with the code that run ids depend on: no models, scores or pages."""
-        own = [self.study_file, self.store_file, self.bases_file, *self.plugins.rglob("*.py")]
+        own = [self.study_file, self.store_file, self.bases_file, self.looks_file, *self.plugins.rglob("*.py")]
         return sorted(
             [path for path in own if path.is_file()] + [path for job in self.jobs() for path in job.records()]
         )
@@ -148,6 +155,10 @@ class StudyFolder(Folder):
     def bases(self) -> dict[str, Base]:
         """Task → base that was chosen on validation."""
         return {task: Base(**value) for task, value in self._read(self.bases_file).items()}
+
+    def looks(self) -> list[dict[str, Any]]:
+        """Looks at test results that were recorded."""
+        return read(self.looks_file)
 
     def running(self) -> set[str]:
         """Names of what is being run, on any machine; none where no process works on the study."""
@@ -215,6 +226,11 @@ class StudyFolder(Folder):
         if copy != source:
             atomic_write(copy, source.read_bytes())
         return str(copy.relative_to(self.path))
+
+    def look(self, record: Mapping[str, Any]) -> None:
+        """Record a look at test results. A folder that cannot be written to keeps no ledger."""
+        with suppress(OSError), self.looks_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
 
     def choose(self, task: str, base: Base) -> None:
         """Record the base that was chosen for a task."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -242,6 +242,16 @@ class SplitRead(NamedTuple):
     reads: int
 
 
+class Look(NamedTuple):
+    """A time at which statistics of test results were computed; the same results again are no other look."""
+
+    digest: str
+    """Of (task, point, seed) of the runs that were done."""
+    runs: int
+    seeds: Mapping[str, Sequence[int]]
+    """Task → seeds of those runs."""
+
+
 @dataclass(frozen=True)
 class StudyResults:
     """A whole study as it stands."""
@@ -262,6 +272,8 @@ class StudyResults:
     bases: Mapping[str, Base]
     problems: tuple[str, ...] = ()
     """Why the results are not complete."""
+    looks: tuple[Look, ...] = ()
+    """At results of which these are the last: all that are recorded, and this one."""
     warnings: Mapping[str, tuple[Concern, ...]] = field(default_factory=dict)
     """Id of a run, or name of a task → what is wrong with its results, or with its teacher."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from math import fsum
 from pathlib import Path
@@ -16,6 +18,7 @@ from gatespace.study.points import base_of
 from gatespace.study.records import (
     Cost,
     LamStats,
+    Look,
     RunResult,
     RunSpec,
     Score,
@@ -54,8 +57,32 @@ def read_results(path: Path) -> StudyResults:
         test_reads=tuple(_reads(folder, plan)),
         bases=bases,
         problems=tuple(_problems(plan, runs)),
+        looks=_looks(folder, runs),
         warnings={name: tuple(found) for name, found in _warnings(runs, baselines) if found},
     )
+
+
+def look_at(path: Path) -> StudyResults:
+    """The results of a study whose test results are analysed now: a look at them, which is recorded first."""
+    results = read_results(path)
+    folder = StudyFolder(results.folder)
+    if len(results.looks) > len(folder.looks()):
+        folder.look(results.looks[-1]._asdict())
+    return results
+
+
+def _looks(folder: StudyFolder, runs: Mapping[str, RunResult]) -> tuple[Look, ...]:
+    """Recorded looks, and this one where other runs are done than at the last."""
+    known = [Look(str(r.get("digest")), r.get("runs", 0), r.get("seeds", {})) for r in folder.looks()]
+    done = sorted((run.spec.task, run.spec.point, run.spec.seed) for run in runs.values() if "test" in run.scores)
+    digest = hashlib.sha256(json.dumps(done).encode()).hexdigest()[:16]
+    if done and (not known or known[-1].digest != digest):
+        seeds: dict[str, list[int]] = {}
+        for task, _, seed in done:
+            if seed not in seeds.setdefault(task, []):
+                seeds[task].append(seed)
+        known.append(Look(digest, len(done), {task: sorted(found) for task, found in seeds.items()}))
+    return tuple(known)
 
 
 def _result(run: RunFolder, spec: RunSpec) -> RunResult:

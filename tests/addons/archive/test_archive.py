@@ -6,18 +6,22 @@ import json
 import lzma
 import os
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
 
 from gatespace.addons.archive.merge import merge
 from gatespace.addons.archive.pack import pack
+from gatespace.addons.archive.published import without_places
 from gatespace.addons.archive.unpack import opened
 from gatespace.config import dump_yaml
 from gatespace.errors import UsageError
-from gatespace.runs import StudyFolder
+from gatespace.runs import RunFolder, StudyFolder
+from gatespace.study.plan import make_plan
+from gatespace.study.results import read_results
 
-from .conftest import cli, small
+from .conftest import cli, run, small
 
 pytestmark = pytest.mark.slow
 
@@ -152,3 +156,62 @@ def test_another_study_is_not_joined(trained, tmp_path):
         merge([trained, other], tmp_path / "out")
     with pytest.raises(UsageError, match="there already"):
         merge([trained], other)
+
+
+def test_what_is_published_names_no_place_host_or_user(tmp_path, monkeypatch):
+    home = tmp_path / "home" / "mary ann"
+    monkeypatch.setenv("GATESPACE_CACHE", str(home / "cache"))
+    rows = [{"text": f"text {i} and/or /b/ thread", "label": ("yes/no", "no")[i % 2]} for i in range(60)]
+    (home / "data").mkdir(parents=True)
+    (home / "data" / "mails.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = {"source": str(home / "data" / "mails.jsonl"), "labels": ["yes/no", "no"]}
+    split = {"teacher": 0.6, "distill": 0.4}
+    config = small(tasks={"mails": {"task": {"name": None, "table": table, "brief": True, "split": split}}}, seeds=[1])
+    folder = run(config, home / "small")
+    (failed,) = StudyFolder(folder).path.glob("runs/mails-static*")
+    (failed / "done").unlink()
+    details = f'Traceback\n  File "{home}/x.py"'
+    RunFolder(failed).fail(f"no answer from zmq://me:pw@mary-pc:5555, nor of {home}/data/x.csv", details)
+    own = make_plan(StudyFolder(folder).config())
+
+    packed = pack(StudyFolder(folder), tmp_path / "small.tar.xz")
+    joined = merge([folder, packed], tmp_path / "joined.tar.xz")
+    for path in (packed, joined.path):
+        raw = lzma.decompress(path.read_bytes())
+        for word in (str(tmp_path), "mary", "home/", "pw@", socket.gethostname(), "Traceback", "cache"):
+            assert word.encode() not in raw, (path, word)
+        inside = StudyFolder(opened(path))
+        plan = make_plan(inside.config())
+        assert inside.config().tasks["mails"].task["table"]["source"] == "mails.jsonl"
+        assert [run.point for run in plan.runs.values()] == [run.point for run in own.runs.values()]
+        states = {run.point: inside.run(run.id).state for run in plan.runs.values()}
+        assert states == {"G5": "done", "static:0.5": "failed"}
+        assert (
+            inside.run(plan.find("mails", "static:0.5", 1).id).error() == "no answer from zmq://host:5555, nor of x.csv"
+        )
+        # Names of folders change with the settings, texts and results do not.
+        before, after = (
+            place.run(which.find("mails", "G5", 1).id) for place, which in ((StudyFolder(folder), own), (inside, plan))
+        )
+        assert before.path.name != after.path.name
+        for name in ("summary.json", "predictions-test.jsonl", "metrics.jsonl"):
+            assert (after.path / name).read_bytes() == (before.path / name).read_bytes()
+        assert read_results(inside.path).baselines["mails"].start["test"].count > 0
+        assert {read.run for read in read_results(inside.path).test_reads} >= {after.path.name}
+
+
+@pytest.mark.parametrize(
+    ("text", "published"),
+    [
+        ("/root/.cache/x (from /home/me/a b)", "x (from a b)"),
+        ("see file:///home/me/x.csv", "see x.csv"),
+        ("http://user:pw@gpu-7.lab:8000/v1", "http://host:8000/v1"),
+        ("vllm://[fe80::1]:8000/Qwen/Qwen3-32B", "vllm://host:8000/Qwen/Qwen3-32B"),
+        ("~me/models/t", "t"),
+        ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B"),
+        ("./models/t/model", "./models/t/model"),
+        ("λ/2 and/or 1/n", "λ/2 and/or 1/n"),
+    ],
+)
+def test_places_in_texts(text, published):
+    assert without_places([text, {"k": text}, 3, None]) == [published, {"k": published}, 3, None]

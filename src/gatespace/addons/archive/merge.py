@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gatespace.addons.archive.pack import content, pack
+from gatespace.addons.archive.pack import pack
+from gatespace.addons.archive.published import Published
 from gatespace.addons.archive.unpack import opened
 from gatespace.config import StudyConfig, dump_config, dump_yaml, parse_config
 from gatespace.errors import UsageError
@@ -52,17 +53,20 @@ def merge(sources: Sequence[Path], output: Path) -> Merged:
     if output.exists():
         raise UsageError("the output is there already", got=str(output), instead="a new name")
     folders = [StudyFolder.open(opened(path) if path.is_file() else path) for path in sources]
-    config = _joined([folder.config() for folder in folders], sources)
+    parts = [Published(folder) for folder in folders]
+    config = _joined([part.config for part in parts], sources)
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as scratch:
         whole = StudyFolder(Path(scratch) / "study")
         whole.path.mkdir()
-        for folder in folders:
-            for path in [*folder.plugins.rglob("*.py"), folder.store_file]:
-                _copy(folder, path, whole)
+        for part in parts:
+            for path in [*part.folder.plugins.rglob("*.py"), part.folder.store_file]:
+                _copy(part, path, whole)
         atomic_write(whole.study_file, dump_yaml(config))
         _join_bases(folders, sources, whole)
-        twice = _join_jobs(folders, whole)
+        for look in {str(look): look for folder in folders for look in folder.looks()}.values():
+            whole.look(look)
+        twice = _join_jobs(parts, whole)
         plan = make_plan(whole.config(), {task: base.point for task, base in whole.bases().items()})
         done = tuple(name for name in plan.runs if whole.run(name).is_done)
         if output.name.endswith(ARCHIVE):
@@ -72,12 +76,12 @@ def merge(sources: Sequence[Path], output: Path) -> Merged:
     return Merged(output, done, tuple(name for name in plan.runs if name not in done), twice)
 
 
-def _copy(folder: StudyFolder, path: Path, whole: StudyFolder) -> None:
+def _copy(part: Published, path: Path, whole: StudyFolder) -> None:
     """Copy a file of a source to its place, as an archive would have it, unless an earlier source had it."""
-    target = whole.path / path.relative_to(folder.path)
+    target = whole.path / part.name(path)
     if path.is_file() and not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(content(folder, path))
+        target.write_bytes(part.content(path))
         shutil.copystat(path, target)  # how long a run took is read from times
 
 
@@ -96,7 +100,6 @@ def _joined(configs: Sequence[StudyConfig], sources: Sequence[Path]) -> StudyCon
                 instead="results of the same study file; only seeds and machines may differ",
             )
     first = dump_config(configs[0])
-    first["plugins"] = plain[0]["plugins"]
     first["seeds"] = _union(config.seeds for config in configs)
     if configs[0].replication is not None:
         fresh = _union(config.replication.seeds for config in configs if config.replication is not None)
@@ -108,8 +111,6 @@ def _joined(configs: Sequence[StudyConfig], sources: Sequence[Path]) -> StudyCon
 def _comparable(config: StudyConfig) -> dict[str, Any]:
     found = {key: value for key, value in dump_config(config).items() if key not in (*_OF_A_MACHINE, "seeds")}
     found["replication"] = found["replication"] and {**found["replication"], "seeds": None}
-    # As the study's folder spells them, by hash: plugins/HASH/NAME.py.
-    found["plugins"] = ["/".join(Path(name).parts[-3:]) if name.endswith(".py") else name for name in config.plugins]
     return found
 
 
@@ -135,12 +136,12 @@ def _join_bases(folders: Sequence[StudyFolder], sources: Sequence[Path], whole: 
 # ---------------------------------------------------------------------------------------------------- runs
 
 
-def _join_jobs(folders: Sequence[StudyFolder], whole: StudyFolder) -> tuple[str, ...]:
+def _join_jobs(parts: Sequence[Published], whole: StudyFolder) -> tuple[str, ...]:
     """Copy every baseline and run once; the names of those that several sources had done."""
-    jobs: dict[Path, list[RunFolder]] = {}
-    for folder in folders:
-        for job in folder.jobs():
-            jobs.setdefault(job.path.relative_to(folder.path), []).append(job)
+    jobs: dict[Path, dict[RunFolder, Published]] = {}
+    for part in parts:
+        for job in part.folder.jobs():
+            jobs.setdefault(Path(part.name(job.path)), {})[job] = part
     twice: list[str] = []
     conflicts: list[str] = []
     for place, found in sorted(jobs.items()):
@@ -149,10 +150,10 @@ def _join_jobs(folders: Sequence[StudyFolder], whole: StudyFolder) -> tuple[str,
             conflicts.append(place.name)
         if len(done) > 1:
             twice.append(place.name)
-        chosen = (done or found)[0]
+        chosen = (done or [*found])[0]
         for path in chosen.records():
-            _copy(StudyFolder(chosen.path.parents[1]), path, whole)
-        if ledger := _ledger(found):
+            _copy(found[chosen], path, whole)
+        if ledger := _ledger([*found]):
             atomic_write(RunFolder(whole.path / place).reads_file, ledger)
     if conflicts:
         raise UsageError(

@@ -14,18 +14,17 @@ import hashlib
 import io
 import json
 import lzma
-import os
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
+from gatespace.addons.archive.published import Published
 from gatespace.errors import RunError, UsageError
 from gatespace.files import atomic_write
 from gatespace.runs import ARCHIVE, StudyFolder
 
 FORMAT = "gatespace.study.1"
 MANIFEST = "manifest.json"
-_WITH_PATHS = {".yaml", ".json"}
 
 
 def pack(
@@ -41,36 +40,24 @@ def pack(
     place = Path(output) if output is not None else folder.path.with_name(folder.path.name + ARCHIVE)
     if not place.name.endswith(ARCHIVE):
         raise UsageError(f"the name of an archive ends with {ARCHIVE}", got=str(place))
-    paths = sorted(folder.records(), key=lambda path: (path.name, path))
+    published = Published(folder)
+    paths = sorted(folder.records(), key=lambda path: (path.name, published.name(path)))
     entries = []
     for path in paths:
-        data = content(folder, path)
-        entries.append({"path": _name(folder, path), "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
-    manifest = {"format": FORMAT, "study": folder.config().name, "files": entries}
+        data = published.content(path)
+        entries.append({"path": published.name(path), "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+    manifest = {"format": FORMAT, "study": published.config.name, "files": entries}
     buffer = io.BytesIO()
     with lzma.open(buffer, "wb") as file, tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         _add(tar, MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
         for done, (path, entry) in enumerate(zip(paths, entries, strict=True), start=1):
-            data = content(folder, path)
+            data = published.content(path)
             if hashlib.sha256(data).hexdigest() != entry["sha256"]:
                 raise RunError("a file changed while it was packed", got=str(path), instead="the same command again")
             _add(tar, str(entry["path"]), data)
             progress(done, len(paths))
     atomic_write(place, buffer.getvalue())
     return place
-
-
-def _name(folder: StudyFolder, path: Path) -> str:
-    return path.relative_to(folder.path).as_posix()
-
-
-def content(folder: StudyFolder, path: Path) -> bytes:
-    """The bytes of a file. Settings of runs name places in the study's folder, which mean nothing elsewhere: they are
-    relative in an archive. The study file stays as it is, since run ids are hashes of its settings."""
-    data = path.read_bytes()
-    if path.suffix in _WITH_PATHS and path != folder.study_file:
-        data = data.replace(os.fsencode(folder.path) + b"/", b"./")
-    return data
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
