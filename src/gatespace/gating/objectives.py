@@ -188,9 +188,7 @@ def unregister(name: str) -> None:
 
 def get(name: str) -> type[Objective]:
     """The class of that name: registered here or by a plugin, or an entry point of the group `gatespace.objectives`."""
-    import gatespace.gating.published
-    import gatespace.gating.published_opd
-    import gatespace.gating.taid  # noqa: F401 - these register the published methods
+    import gatespace.gating.published  # noqa: F401 - registers the published methods
 
     if name not in OBJECTIVES:
         kind = plugins.provider("objectives", name, kind="objective", known=OBJECTIVES)

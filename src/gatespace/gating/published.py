@@ -306,3 +306,7 @@ class SampledReverseKL(Objective):
         if self.estimator == "k3":
             k = torch.expm1(-k) + k
         return self.coefficient * (log_s - old).exp() * k
+
+
+import gatespace.gating.published_opd  # noqa: E402
+import gatespace.gating.taid  # noqa: E402, F401 - these register further ones, which stand after those above

@@ -16,7 +16,7 @@ from gatespace.study.plan import (
     baseline_name,
     make_plan,
     model_name,
-    objective,
+    settings_of,
     teach_config,
     train_config,
 )
@@ -176,7 +176,7 @@ def _run(folder: StudyFolder, plan: Plan, run: RunSpec, threads: int | None) -> 
             config,
             run.task,
             run.seed,
-            objective(point, lam=lam),
+            settings_of(point, lam=lam),
             models=_models(folder, config, run.task),
             cache=str(folder.scores),
             output=place.path,
