@@ -660,11 +660,12 @@ def test_every_method_has_its_formula_in_one_line_and_its_citation(name: str) ->
     made = OBJECTIVES[name]
     assert re.search(r"\(20\d\d\)", made.citation)
     assert "\n" not in made.formula
+    assert 0 < len(made.summary) <= 62  # a line of `gatespace methods`
     greek = {"alpha": "α", "beta": "β", "tau": "τ", "lam": "λ"}
     for parameter in inspect.signature(made).parameters:
         if parameter in greek:
             assert greek[parameter] in made.formula, parameter
-    own = {"formula", "name"} - set(vars(made))
+    own = {"summary", "formula", "name"} - set(vars(made))
     assert not own, f"{own} of another class"
 
 

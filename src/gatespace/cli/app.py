@@ -19,18 +19,8 @@ from gatespace.plugins import provided
 from gatespace.training.processes import is_first
 
 _CORE = (
-    "gate",
-    "methods",
-    "teach",
-    "train",
-    "evaluate",
-    "predict",
-    "init",
-    "plan",
-    "run",
-    "status",
-    "report",
-    "doctor",
+    *("gate", "methods", "teach", "train", "evaluate", "predict", "init"),
+    *("plan", "run", "status", "report", "doctor"),
 )
 """Each is a function of the module of the same name. Add-ons and other packages have more."""
 

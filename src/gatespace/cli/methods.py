@@ -63,9 +63,9 @@ def methods(
     elif name is not None:
         _print_one(found[0])
     else:
-        rows = table("Objectives", "method", "what it minimises", "needs beside both distributions")
+        rows = table("Objectives", "method", "what it minimises")
         for one in found:
-            rows.add_row(one["name"], one["summary"], ", ".join(one["needs"]))
+            rows.add_row(one["name"], one["summary"])
         console().print(rows)
 
 
@@ -84,7 +84,7 @@ def _about(kind: type[Objective]) -> dict[str, Any]:
         needs = [words for hook, words in _NEEDS.items() if getattr(made, hook)()]
     return {
         "name": kind.name,
-        "summary": (inspect.getdoc(kind) or kind.formula).splitlines()[0].rstrip("."),
+        "summary": kind.summary or (inspect.getdoc(kind) or kind.formula).splitlines()[0].rstrip("."),
         "formula": kind.formula,
         "parameters": parameters,
         "needs": needs,

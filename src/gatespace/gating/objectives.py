@@ -58,6 +58,8 @@ class Objective(ABC):
 
     name: ClassVar[str]
     """What configurations call it; `register` sets it."""
+    summary: ClassVar[str] = ""
+    """What it minimises, in a few words."""
     formula: ClassVar[str] = ""
     """The loss at a token in one line: s student, t teacher, sg without gradient."""
     citation: ClassVar[str] = ""
@@ -234,6 +236,7 @@ class Gated(Objective):
             it receives gradient.
     """
 
+    summary: ClassVar[str] = "λ per token mixes reverse and forward KL: the family"
     formula: ClassVar[str] = "λ·KL(s‖t) + (1−λ)·KL(t‖s), λ = σ(a·h + b·u + c + d·gap)"
     citation: ClassVar[str] = (
         "Wu, Lin, Yuan, Jiang (2026). A Unified Per-Token Gating Family for On-Policy Distillation: FKL/RKL Mixing "
@@ -294,6 +297,7 @@ class Gated(Objective):
 class Static(Gated):
     """A constant λ: the fixed mixture λ·R + (1-λ)·F, the point (0, 0, logit λ, 0) of the family."""
 
+    summary: ClassVar[str] = "a constant λ mixes reverse and forward KL"
     formula: ClassVar[str] = "λ·KL(s‖t) + (1−λ)·KL(t‖s)"
 
     def __init__(self, lam: float = 0.5, support: str = "full", support_k: int | None = None) -> None:

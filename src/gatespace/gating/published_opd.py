@@ -36,6 +36,7 @@ class StudentTopK(Objective):
         tail: Whether everything else is one more outcome.
     """
 
+    summary: ClassVar[str] = "reverse KL on the student's own top-k"
     formula: ClassVar[str] = (
         "Σ_v s(log s − log t) over v in the student's top-k; with tail: and the rest as one outcome"
     )
@@ -78,6 +79,7 @@ class RevisitingOPD(Objective):
         mask_special: Whether special tokens of the response, such as the end of the turn, do not count.
     """
 
+    summary: ClassVar[str] = "reverse KL renormalised on the teacher's top-k"
     formula: ClassVar[str] = "KL(s̃‖t̃), s̃ and t̃ renormalised on the teacher's top-k; special tokens do not count"
     citation: ClassVar[str] = (
         "Fu, Huang, Jiang, Zhu, Zhao (2026). Revisiting On-Policy Distillation: Empirical Failure Modes and Simple "
@@ -124,6 +126,7 @@ class TIP(Objective):
         gamma: Exponent γ of the divergence; 0: by entropy alone.
     """
 
+    summary: ClassVar[str] = "reverse KL of tokens drawn by entropy and divergence"
     formula: ClassVar[str] = (
         "w·KL(s‖t), w in {0, 1}: a share of the tokens, drawn with weight (H_s/log V)^α·(JSD/log 2)^γ"
     )
@@ -187,6 +190,7 @@ class IWOPD(Objective):
         gamma: γ, how much more the first token counts.
     """
 
+    summary: ClassVar[str] = "sampled reverse KL in which early tokens count more"
     formula: ClassVar[str] = (
         "w·ρ·sg[log s(y) − log t(y)], w = 1 + γ·(1 − Σ_{i<t}|A_i| / Σ_i|A_i|), A = log t(y) − log s(y)"
     )
@@ -219,6 +223,7 @@ class VOPD(Objective):
     Its mean gradient is that of reverse KL, with less variance than `sampled_reverse_kl`. Its value is 0 in the mean.
     """
 
+    summary: ClassVar[str] = "sampled reverse KL with its exact mean as baseline"
     formula: ClassVar[str] = "ρ·sg[log s(y) − log t(y) − KL(s‖t)] on the sampled token y"
     citation: ClassVar[str] = (
         "Oh, Song, Choi, Choi, Jo (2026). KL for a KL: On-Policy Distillation with Control Variate Baseline. "
@@ -254,6 +259,7 @@ class DistiLLM2(Objective):
         alpha: α of both.
     """
 
+    summary: ClassVar[str] = "skew KLs, by who wrote the response"
     formula: ClassVar[str] = "teacher's response: KL(t‖α·t + (1−α)·s); student's: KL(s‖(1−α)·t + α·sg s)"
     citation: ClassVar[str] = (
         "Ko, Chen, Kim, Ding, Liang, Zharkov, Yun (2025). DistiLLM-2: A Contrastive Approach Boosts the Distillation "

@@ -65,6 +65,7 @@ class TAID(Objective):
         adaptive: Whether τ may be ahead of the straight line.
     """
 
+    summary: ClassVar[str] = "forward KL to a target that moves to the teacher"
     formula: ClassVar[str] = (
         "KL(p‖s), p = softmax((1−τ)·sg z_s + τ·z_t); τ ← min(1, max(τ_lin, τ + α·σ(m)·(1−τ))), m: relative "
         "decrease of the loss, averaged with β"

@@ -54,7 +54,8 @@ class GatedDistillationConfig(DistillationConfig):  # type: ignore[misc]  # TRL 
     support: str = field(
         default="full",
         metadata={
-            "help": "What both KLs sum over: full; bucket, hybrid, renorm, recipe on the teacher's top-K; or student, its own."
+            "help": "What both KLs sum over: full; bucket, hybrid, renorm, recipe on the teacher's top-K; or "
+            "student, on its own."
         },
     )
     support_k: int | None = field(
