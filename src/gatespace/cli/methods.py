@@ -98,12 +98,9 @@ def _plain(value: object) -> bool:
 
 
 def _print_one(about: dict[str, Any]) -> None:
-    from rich.markup import escape
-
-    out = console()
-    out.print(f"[bold]{about['name']}[/]  {escape(about['summary'])}\n")
     given = ", ".join(f"{name}={value}" for name, value in about["parameters"].items())
     parts = {
+        about["name"]: about["summary"],
         "formula": about["formula"],
         "parameters": given or "none",
         "needs": ", ".join(about["needs"]) or "nothing beside both distributions",
@@ -112,4 +109,4 @@ def _print_one(about: dict[str, Any]) -> None:
     }
     for title, text in parts.items():
         if text:
-            out.print(f"[bold]{title}[/]  {escape(text)}")
+            console().print(f"{title}: {text}")
