@@ -10,7 +10,7 @@ from gatespace.cli.study_file import load_study
 from gatespace.config import StudyConfig, parse_config
 from gatespace.errors import UsageError
 from gatespace.gating.coefficients import Gate
-from gatespace.study.plan import NINE, check, make_plan, settings_of, slug, train_config
+from gatespace.study.plan import NINE, check, make_plan, objective, slug, train_config
 
 from .conftest import settings, study
 
@@ -257,7 +257,9 @@ def test_a_published_method_with_rollouts_of_its_own() -> None:
     found = {point.label: point for point in plan.points.values() if point.kind == "published"}
     assert set(found) == {"revisiting_opd(top_p=0.9)", "revisiting_opd", "both"}
     task = next(iter(config.tasks))
-    runs = {label: train_config(config, task, 1, settings_of(point)) for label, point in found.items()}
+    runs = {
+        label: train_config(config, task, 1, objective(point), rollout=point.rollout) for label, point in found.items()
+    }
     assert [runs[label].rollout.top_p for label in found] == [0.9, 1.0, 1.0]
     assert runs["both"].rollout.source.shares() == {"student": 0.5, "teacher": 0.5}
     assert {run.objective.method for run in runs.values()} == {"revisiting_opd", "distillm2"}

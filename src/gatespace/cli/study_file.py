@@ -95,7 +95,7 @@ def checked_plan(config: StudyConfig, *, yes: bool = False) -> Plan:
         yes: The user knows that there are very many runs.
     """
     from gatespace.gating.configured import build_objective
-    from gatespace.study.plan import check, least_runs, settings_of, train_config
+    from gatespace.study.plan import check, least_runs, objective, train_config
 
     if not yes:
         _check_size(least_runs(config), "at least ")  # before they are planned
@@ -104,7 +104,7 @@ def checked_plan(config: StudyConfig, *, yes: bool = False) -> Plan:
         _check_size(len(plan.runs))
     for (task, _), point in plan.points.items():
         path = "points." if point.method is None else "axes.published."
-        run = train_config(config, task, config.seeds[0], settings_of(point, lam=0.5))
+        run = train_config(config, task, config.seeds[0], objective(point, lam=0.5), rollout=point.rollout)
         sources = run.rollout.source.shares()
         build_objective(run.objective, path=path, expected=run.rollout.expected is not None, sources=sources)
     return plan

@@ -16,7 +16,7 @@ from gatespace.study.plan import (
     baseline_name,
     make_plan,
     model_name,
-    settings_of,
+    objective,
     teach_config,
     train_config,
 )
@@ -176,7 +176,8 @@ def _run(folder: StudyFolder, plan: Plan, run: RunSpec, threads: int | None) -> 
             config,
             run.task,
             run.seed,
-            settings_of(point, lam=lam),
+            objective(point, lam=lam),
+            rollout=point.rollout,
             models=_models(folder, config, run.task),
             cache=str(folder.scores),
             output=place.path,

@@ -274,7 +274,7 @@ class _TaskPlanner:
             needs = [ids[point.of, self._source_seed(point, seed)]]
         elif point.d is not None or (point.kind == "control" and point.gate is None):
             needs = [ids[name, s] for name in CANDIDATES for s in self.config.seeds if (name, s) in ids]
-        config = train_config(self.config, self.task, seed, settings_of(point, lam=0.5))
+        config = train_config(self.config, self.task, seed, objective(point, lam=0.5), rollout=point.rollout)
         recipe: dict[str, Any] = {"identity": _identity(config), "models": _model_identities(self.config, self.task)}
         if point.match is not None:
             isolation = self.config.axes.isolation
@@ -296,21 +296,20 @@ class _TaskPlanner:
 # ---------------------------------------------------------------------------------------------------- configurations
 
 
-def settings_of(point: Point, *, lam: float | None = None) -> dict[str, Any]:
-    """The settings that make a run this point: of `objective`, and of `rollout` where a published method has its own.
+def objective(point: Point, *, lam: float | None = None) -> dict[str, Any]:
+    """The settings of `objective` that make a run this point.
 
     Args:
         point: The point.
         lam: The constant of a twin.
     """
     if point.method is not None:
-        own = {"rollout": point.method.rollout} if point.method.rollout else {}
-        return {"objective": {"method": point.method.method, "params": point.method.params}, **own}
+        return {"method": point.method.method, "params": point.method.params}
     gate = Gate.static(lam) if point.kind == "twin" and lam is not None else point.gate
     if gate is None:
         gate = Gate()
     settings: dict[str, Any] = {"method": "gated", "gate": str(gate)}
-    return {"objective": settings | ({"shuffle": True} if point.kind == "control" else {})}
+    return settings | ({"shuffle": True} if point.kind == "control" else {})
 
 
 def train_config(
@@ -319,6 +318,7 @@ def train_config(
     seed: int,
     goal: Mapping[str, Any],
     *,
+    rollout: Mapping[str, Any] | None = None,
     models: Mapping[str, str] | None = None,
     cache: str | None = None,
     output: Path | None = None,
@@ -330,15 +330,18 @@ def train_config(
         study: The study file.
         task: Its task.
         seed: Its seed.
-        goal: What `settings_of` gave.
+        goal: What `objective` gave.
+        rollout: Settings of `rollout` that a point has of its own.
         models: Role → folder of a model that the study has made.
         cache: The folder of the teacher's scores, where the file does not name one.
         output: The run's folder.
         threads: Threads of the CPU, where the file does not say.
     """
-    settings = _merged(_merged(study.train, study.tasks[task].train), goal)
+    settings = _merged(study.train, study.tasks[task].train)
     settings["task"] = study.tasks[task].task
     settings["seed"] = seed
+    settings["objective"] = {**settings.get("objective", {}), **goal}
+    settings = _merged(settings, {"rollout": rollout or {}})
     pair = dict(settings.get("pair", {}))
     for role in ROLES:
         if getattr(study.teach, role) is not None:
