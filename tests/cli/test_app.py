@@ -27,7 +27,10 @@ print("HEAVY", heavy, file=sys.stderr)
 sys.exit(code)
 """
 
-CORE = ("doctor", "evaluate", "gate", "init", "plan", "predict", "report", "run", "status", "teach", "train")
+CORE = (
+    *("doctor", "evaluate", "gate", "init", "methods", "plan", "predict"),
+    *("report", "run", "status", "teach", "train"),
+)
 
 
 def failing_app(error: BaseException) -> typer.Typer:

@@ -25,7 +25,7 @@ from gatespace.study.plan import make_plan
 
 def test_shipped_studies_are_copied_with_their_comments(cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("demo", "smollm2", "replication", "paper"):
+    for name in ("demo", "methods", "smollm2", "replication", "paper"):
         result = cli("init", name)
         assert result.exit_code == 0
         assert (tmp_path / f"{name}.yaml").read_text() == shipped()[name]

@@ -350,6 +350,36 @@ def sampled_reverse_kl(s: Array, t: Array, *, y: int, log_old: float | None = No
     return Term(ratio * constant, ratio * constant * (indicator(len(s), y) - s))
 
 
+def vopd(s: Array, t: Array, *, y: int, log_old: float | None = None) -> Term:
+    """ρ·sg[log s_old(y) - log t(y) - R]: the surrogate of the sampled reverse KL with its mean taken off."""
+    old = math.log(s[y]) if log_old is None else log_old
+    ratio = s[y] / math.exp(old)
+    weight = ratio * (old - math.log(t[y]) - reverse_kl(s, t).value)
+    return Term(weight, weight * (indicator(len(s), y) - s))
+
+
+def student_top_k(s: Array, t: Array, k: int = 16, ids: str = "student", tail: bool = False) -> Term:
+    """Σ s·log(s/t) over chosen ids, alone or with all others as one more outcome."""
+    own, others = (np.isin(np.arange(len(s)), top_ids(side, k)) for side in (s, t))
+    inside = {"student": own, "teacher": others, "union": own | others, "intersection": own & others}[ids]
+    if tail:
+        return _bucket(s, t, inside)[1]
+    l = np.log(s) - np.log(t)
+    value = np.where(inside, s * l, 0.0).sum()
+    return Term(float(value), through_softmax(np.where(inside, s * (l + 1.0), 0.0), s))
+
+
+def renormalised_reverse_kl(s: Array, t: Array, k: int) -> Term:
+    return _renorm(s, t, np.isin(np.arange(len(t)), top_ids(t, k)), reverse_kl)
+
+
+def taid(s: Array, t: Array, tau: float = 0.4) -> Term:
+    """KL(p ‖ s) to the constant p, whose logits lie between those of both sides."""
+    p = s ** (1.0 - tau) * t**tau
+    p = p / p.sum()
+    return Term(float((xlog(p, p) - xlog(p, s)).sum()), s - p)
+
+
 # ---------------------------------------------------------------------------------------------- a batch
 
 

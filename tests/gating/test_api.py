@@ -32,6 +32,8 @@ INPUTS: dict[str, Any] = {
     "total_tokens": None,
     "vocab_size": None,
     "lam_order": None,
+    "from_teacher": None,
+    "noise": None,
 }
 GATED = {"gate": REQUIRED, "stop_gradient": False, "support": "full", "support_k": None, "coefficients": None}
 FUSED = {"recompute": None, "chunk_mb": 60}
@@ -91,6 +93,8 @@ def test_the_form_with_keywords_is_the_one_with_inputs() -> None:
         "total_tokens": 9.0,
         "vocab_size": 18,
         "lam_order": torch.tensor([4, 2, 0, 1, 3]),
+        "from_teacher": torch.tensor([0, 1]),
+        "noise": torch.full((2, 3), 0.5),
     }
     assert options.keys() == INPUTS.keys()
     objective = gating.Gated(gating.Gate.named("H2"), "hybrid", 5)

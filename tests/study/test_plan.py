@@ -13,7 +13,7 @@ from gatespace.errors import UsageError
 from gatespace.gating.coefficients import Gate
 from gatespace.runs import StudyFolder
 from gatespace.study.outlook import outline
-from gatespace.study.plan import NINE, check, make_plan, slug, train_config
+from gatespace.study.plan import NINE, check, make_plan, objective, slug, train_config
 
 from .conftest import settings, study
 
@@ -288,3 +288,24 @@ def test_static_points_are_gates_of_the_family():
     plan = make_plan(study(axes={"static": [0.5, 0.25]}, seeds=[1]))
     run = plan.find("messages", "static:0.25", 1)
     assert run.gate == pytest.approx(Gate.static(0.25).abcd)
+
+
+def test_a_published_method_with_rollouts_of_its_own() -> None:
+    published = [
+        {"method": "revisiting_opd", "rollout": {"top_p": 0.9}},
+        "revisiting_opd",
+        {"method": "distillm2", "rollout": {"from": {"student": 0.5, "teacher": 0.5}}, "label": "both"},
+    ]
+    config = study(axes={"published": published})
+    plan = check(config)
+    found = {point.label: point for point in plan.points.values() if point.kind == "published"}
+    assert set(found) == {"revisiting_opd(top_p=0.9)", "revisiting_opd", "both"}
+    task = next(iter(config.tasks))
+    runs = {
+        label: train_config(config, task, 1, objective(point), rollout=point.rollout) for label, point in found.items()
+    }
+    assert [runs[label].rollout.top_p for label in found] == [0.9, 1.0, 1.0]
+    assert runs["both"].rollout.source.shares() == {"student": 0.5, "teacher": 0.5}
+    assert {run.objective.method for run in runs.values()} == {"revisiting_opd", "distillm2"}
+    ids = {run.point: run.id for run in plan.runs.values() if run.kind == "published"}
+    assert len(set(ids.values())) == 3

@@ -131,7 +131,9 @@ def estimate(
 
 
 def _train(config: TrainConfig, place: Placement, load: Callable[..., Model]) -> Training:
-    build_objective(config.objective, expected=config.rollout.expected is not None)
+    build_objective(
+        config.objective, expected=config.rollout.expected is not None, sources=config.rollout.source.shares()
+    )
     data, pair = material(config.task, "distill"), config.pair
 
     def outline(role: str) -> Model:

@@ -104,8 +104,9 @@ def checked_plan(config: StudyConfig, *, yes: bool = False) -> Plan:
         _check_size(len(plan.runs))
     for (task, _), point in plan.points.items():
         path = "points." if point.method is None else "axes.published."
-        run = train_config(config, task, config.seeds[0], objective(point, lam=0.5))
-        build_objective(run.objective, path=path, expected=run.rollout.expected is not None)
+        run = train_config(config, task, config.seeds[0], objective(point, lam=0.5), rollout=point.rollout)
+        sources = run.rollout.source.shares()
+        build_objective(run.objective, path=path, expected=run.rollout.expected is not None, sources=sources)
     return plan
 
 

@@ -65,7 +65,7 @@ class ObjectiveConfig(Section):
 
     method: Name = "gated"
     """gated: λ = σ(a·h + b·u + c + d·gap) mixes reverse and forward KL. static: a constant λ. The others are published
-    methods as their authors define them."""
+    methods as their authors define them; `gatespace methods` lists them."""
 
     gate: Annotated[GateValue | None, BeforeValidator(gate_value)] = "G5"
     """The point of the family, for the method gated: a name (G1 … G5, H1 … H4, HG4,d+2, entropy-only(4), gap-only(-2),
@@ -89,11 +89,11 @@ class ObjectiveConfig(Section):
     """A control: the gate's values of λ in a step are permuted over its tokens at random, within each micro-batch, as
     constants. What the gate gains over this is due to where it puts λ, not to which values it has."""
 
-    support: Literal["full", "bucket", "hybrid", "renorm", "recipe", "labels", "labels+rest"] = "full"
+    support: Literal["full", "bucket", "hybrid", "renorm", "recipe", "student", "labels", "labels+rest"] = "full"
     """What both KLs sum over at a token: full is all of the vocabulary; bucket, hybrid, renorm and recipe make do with
-    the teacher's top-K. labels: at each text the task's labels instead, as whole responses, normalised over them;
-    nothing is sampled, and student and teacher may have different tokenizers. labels+rest: with all other responses as
-    one more outcome."""
+    the teacher's top-K; student is the student's top-K, and the rest as one outcome. labels: at each text the task's
+    labels instead, as whole responses, normalised over them; nothing is sampled, and student and teacher may have
+    different tokenizers. labels+rest: with all other responses as one more outcome."""
 
     support_k: Count | None = None
     """K of a support other than full; null: the teacher's K where it sends a top-K, else top_k."""

@@ -26,7 +26,7 @@ from gatespace.config.sections import (
 )
 from gatespace.config.task import TaskConfig
 
-_NEED_ALL = ("todi", "eopd", "akl", "jsd", "skl", "srkl", "abkd")
+_NEED_ALL = ("todi", "eopd", "akl", "jsd", "skl", "srkl", "abkd", "student_top_k", "tip", "vopd", "distillm2", "taid")
 """Published methods that sum over the whole vocabulary; a plugin's own method is left to its loss."""
 
 
@@ -130,10 +130,9 @@ class TrainConfig(Section):
         goal, k = self.objective, self.teacher.k
         hidden = "teacher.payload: hidden"
         if goal.method in ("gated", "static"):
-            if goal.support == "full":
-                raise Fault(
-                    "objective.support", "full needs the teacher's full distribution", instead=f"bucket, or {hidden}"
-                )
+            if goal.support in ("full", "student"):
+                what = f"{goal.support} needs the teacher's full distribution"
+                raise Fault("objective.support", what, instead=f"bucket, or {hidden}")
             if goal.temperature != 1 and goal.support != "renorm":
                 what = f"with a top-K teacher the support {goal.support} is known at temperature 1 only"
                 raise Fault("objective.temperature", what, instead=f"1, objective.support: renorm, or {hidden}")

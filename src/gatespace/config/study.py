@@ -59,19 +59,31 @@ class PublishedConfig(Section):
     """A published method beside the family."""
 
     method: Name
-    """Its name: todi, eopd, akl, jsd, skl, srkl, abkd, sampled_reverse_kl."""
+    """Its name; `gatespace methods` lists them."""
 
     params: Annotated[dict[str, Parameter], BeforeValidator(method_parameters)] = Field(default={})
     """Its parameters; what is not named has the published default."""
 
+    rollout: Settings = Field(default={})
+    """Settings of `rollout` that belong to the method and differ from the study's, e.g. {top_p: 0.9}, or
+    {from: {student: 0.5, teacher: 0.5}}. The comparison is then one of the method with its rollouts."""
+
     label: Name | None = None
-    """Its name in tables; null: the method's, with the parameters that are named."""
+    """Its name in tables; null: the method's, with the parameters and settings that are named."""
 
     @property
     def point(self) -> str:
         """Its label in comparisons."""
-        given = ",".join(f"{name}={value}" for name, value in self.params.items())
+        given = ",".join(f"{name}={value}" for name, value in [*self.params.items(), *_flat(self.rollout)])
         return self.label or (f"{self.method}({given})" if given else self.method)
+
+
+def _flat(settings: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]:
+    """Dotted path and value of all settings."""
+    found: list[tuple[str, Any]] = []
+    for name, value in settings.items():
+        found += _flat(value, f"{before}{name}.") if isinstance(value, Mapping) else [(f"{before}{name}", value)]
+    return found
 
 
 def _published(value: Any) -> Any:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from gatespace.gating.objectives import Gated, Objective, Static, objective
     from gatespace.gating.projection import Head
     from gatespace.gating.published import ABKD, AKL, EOPD, JSD, OBJECTIVES, SKL, SRKL, SampledReverseKL, ToDi
+    from gatespace.gating.published_opd import IWOPD, TIP, VOPD, DistiLLM2, RevisitingOPD, StudentTopK
+    from gatespace.gating.taid import TAID
     from gatespace.gating.tokens import TeacherTopK, Tokens
 
 _HOME = {
@@ -27,6 +29,8 @@ _HOME = {
     "objectives": ("Gated", "Objective", "Static", "objective"),
     "projection": ("Head",),
     "published": ("ABKD", "AKL", "EOPD", "JSD", "OBJECTIVES", "SKL", "SRKL", "SampledReverseKL", "ToDi"),
+    "published_opd": ("IWOPD", "TIP", "VOPD", "DistiLLM2", "RevisitingOPD", "StudentTopK"),
+    "taid": ("TAID",),
     "tokens": ("TeacherTopK", "Tokens"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -35,10 +39,15 @@ __all__ = [
     "ABKD",
     "AKL",
     "EOPD",
+    "IWOPD",
     "JSD",
     "OBJECTIVES",
     "SKL",
     "SRKL",
+    "TAID",
+    "TIP",
+    "VOPD",
+    "DistiLLM2",
     "Gate",
     "Gated",
     "Head",
@@ -46,8 +55,10 @@ __all__ = [
     "LossOutput",
     "NotApplicable",
     "Objective",
+    "RevisitingOPD",
     "SampledReverseKL",
     "Static",
+    "StudentTopK",
     "TeacherTopK",
     "ToDi",
     "Tokens",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gatespace.config import ObjectiveConfig, in_setting
@@ -39,7 +39,9 @@ def build_gate(config: ObjectiveConfig, *, path: str = "objective.") -> Gate | N
     return found
 
 
-def build_objective(config: ObjectiveConfig, *, path: str = "objective.", expected: bool = False) -> Objective:
+def build_objective(
+    config: ObjectiveConfig, *, path: str = "objective.", expected: bool = False, sources: Collection[str] = ()
+) -> Objective:
     """The objective of `gatespace.gating` that the section names.
 
     Args:
@@ -47,23 +49,42 @@ def build_objective(config: ObjectiveConfig, *, path: str = "objective.", expect
             of the objective.
         path: Where that section stands, up to its last dot, for errors.
         expected: Whether responses are expected rollouts, in which a token is no part of one sampled response.
+        sources: Whose responses are learned from (student, teacher, gold), where it is known.
 
     Examples:
         >>> build_objective(ObjectiveConfig(method="eopd", params={"tau": 0.5})).tau
         0.5
     """
     objective = _build(config, path)
-    if expected:
-        read = [name for name in objective.further_signals() if name == "position"]
-        if objective.uses_sampled() or read:
-            with in_setting(path.removesuffix(".")):
-                raise UsageError(
-                    "this objective reads the response that was sampled, and expected rollouts sample none",
-                    got=f"method {config.method}" + (f", signal {read[0]}" if read else f", support {config.support}"),
-                    why="a node of the tree belongs to all responses that begin with it",
-                    instead="rollout.expected: null, or an objective of the two distributions alone",
-                )
+    with in_setting(path.removesuffix(".")):
+        if expected:
+            _check_expected(config, objective)
+        if config.over_labels and objective.uses_sampled():
+            raise UsageError(
+                "this objective uses the response token, and over labels none is sampled",
+                got=f"gate {config.gate}, support {config.support}",
+                instead="another support, or a gate without signals of the sampled token",
+            )
+        if sources and objective.by_source() and ("student" not in sources or len(sources) == 1):
+            raise UsageError(
+                f"the method {config.method} needs responses of the student and of the teacher",
+                got=f"rollout.from: {', '.join(sources)}",
+                why="it has one divergence for the one and another for the other",
+                instead="rollout.from: {student: 0.5, teacher: 0.5}",
+            )
     return objective
+
+
+def _check_expected(config: ObjectiveConfig, objective: Objective) -> None:
+    """Expected rollouts have no sampled response to read, and no single tokens to choose from."""
+    read = [name for name in objective.further_signals() if name == "position"]
+    if objective.uses_sampled() or objective.selects() or read:
+        raise UsageError(
+            "this objective reads the response that was sampled, and expected rollouts sample none",
+            got=f"method {config.method}" + (f", signal {read[0]}" if read else f", support {config.support}"),
+            why="a node of the tree belongs to all responses that begin with it",
+            instead="rollout.expected: null, or an objective of the two distributions alone",
+        )
 
 
 def _build(config: ObjectiveConfig, path: str) -> Objective:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,10 @@ class Divergence(ABC):
     def psi_total(self, value: Tensor) -> Tensor | None:
         """Σψ where it follows from the value of the divergence; None: sum it."""
         return None
+
+    def join(self, parts: Sequence[Divergence]) -> Divergence:
+        """Those of successive chunks of tokens, this one first, as one; they differ only in numbers per token."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -268,6 +272,20 @@ class AbsoluteDifference(Divergence):
 
     def psi(self, tile: Tile) -> Tensor:
         return tile.student * (tile.student - tile.teacher).sign()
+
+
+@dataclass(frozen=True)
+class NegativeEntropy(Divergence):
+    """Σ s·log s of the student: a sum over the vocabulary like a divergence."""
+
+    def term(self, tile: Tile) -> Tensor:
+        return tile.student * tile.log_student
+
+    def psi(self, tile: Tile) -> Tensor:
+        return tile.student * tile.log_student
+
+    def psi_total(self, value: Tensor) -> Tensor:
+        return value
 
 
 _LEAST = -80.0

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gatespace.errors import UsageError
+from gatespace.gating import signals
 from gatespace.gating.coefficients import Gate
 from gatespace.gating.inputs import Batch, LossInputs, LossOptions
 from gatespace.gating.loss import (
@@ -113,7 +114,7 @@ def fused_distillation_loss(
     """Any objective, from hidden states and heads.
 
     Arguments as in `fused_gated_kl` and `distillation_loss`. With `inputs.lam_order` there is one pass over the
-    vocabulary more, since λ of all chunks is needed before the first loss.
+    vocabulary more, since λ of all chunks is needed before the first loss; and one for an objective with `ahead`.
     """
     check_objective(objective, inputs)
     if not chunk_mb > 0:
@@ -237,6 +238,7 @@ class _Work:
             self.teacher = Projection(batch.select(states.detach()).to(cast or own), teacher_head, size)
             self.infinite = forbidden(head.forbids(size), teacher_head.forbids(size))
         self.lam: Tensor | None = None
+        self.everywhere: dict[str, Tensor] = {}
         self.strict = False
         self.start()
 
@@ -275,6 +277,13 @@ class _Work:
         learned = self.objective.learned()
         if learned is not None and not learned.requires_grad:
             learned = None
+        ahead = [name for name in self.objective.ahead() if name not in self.everywhere]
+        if ahead:
+            with torch.no_grad():
+                parts = [[signals.read(name, tokens) for name in ahead] for tokens in self._chunks()]
+            self.everywhere = {
+                name: torch.cat(values) for name, values in zip(ahead, zip(*parts, strict=True), strict=True)
+            }
         order = self.batch.given.lam_order
         if order is not None and self.lam is None:
             with torch.no_grad():
@@ -330,6 +339,7 @@ class _Work:
                 teacher = self.teacher.part(span, strict=self.strict)
             tokens = ChunkTokens(logits, teacher, self.batch, span, tile=width, firsts=firsts, infinite=self.infinite)
             tokens.lam = None if self.lam is None else self.lam[span]
+            tokens.everywhere = self.everywhere
             yield tokens
 
     def _logits(self, side: Projection, name: str, out: Tensor, span: slice, width: int) -> Tensor:

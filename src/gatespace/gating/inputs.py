@@ -14,6 +14,7 @@ from torch import Tensor
 from gatespace.errors import UsageError, unknown_name
 
 ENTROPIES = ("top_k", "full", "bucket")
+_PER_TOKEN = ("weights", "sampled", "sampled_log_probs", "u", "from_teacher", "noise")
 
 
 @dataclass(frozen=True, eq=False)  # a tensor has no single truth value, so no generated ==
@@ -55,6 +56,11 @@ class LossInputs:
     lam_order: Tensor | None = None
     """(N,) a permutation of the N masked tokens: token i gets the λ that the objective has for token lam_order[i], as a
     constant. A control that keeps the values of λ and takes away where they are; h, u and gap stay the token's own."""
+    from_teacher: Tensor | None = None
+    """(B,) or (B, T) of 0 and 1: whether the response was written by the teacher, or given, and not sampled by the
+    student. For objectives that depend on it (DistiLLM-2)."""
+    noise: Tensor | None = None
+    """(B, T) independent uniform numbers in [0, 1), for objectives that draw tokens at random (TIP)."""
 
     def __post_init__(self) -> None:
         if not 0.0 < float(self.temperature) < float("inf"):
@@ -85,6 +91,8 @@ class LossOptions(TokenOptions, total=False):
     u: Tensor | None
     total_tokens: float | Tensor | None
     lam_order: Tensor | None
+    from_teacher: Tensor | None
+    noise: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +113,7 @@ class Batch:
     """V that both sides have or are cut to."""
     total_tokens: float | Tensor
     given: LossInputs
-    """The inputs; weights, sampled, sampled_log_probs and u are (N,) here."""
+    """The inputs; weights, sampled, sampled_log_probs, u, from_teacher and noise are (N,) here."""
 
     @classmethod
     def of(cls, shape: torch.Size, device: torch.device, vocab_size: int, inputs: LossInputs) -> Batch:
@@ -157,15 +165,32 @@ class Batch:
                 raise UsageError("sampled holds an id outside the vocabulary", got=f"V={self.vocab_size}")
         if log_probs is not None:
             log_probs = self.select(_shaped("sampled_log_probs", log_probs, shape).to(device)).detach()
-        if u is not None:
-            u = u[:, None].expand(shape) if u.shape == shape[:1] else u
-            u = self.select(_shaped("u", u, shape).to(device)).detach()
+        u, from_teacher = self._per_sample("u", u), self._per_sample("from_teacher", inputs.from_teacher)
+        noise = inputs.noise
+        if noise is not None:
+            noise = self.select(_shaped("noise", noise, shape).to(device)).detach()
         if order is not None:
             order = _permutation(order.to(device), self.count)
         weights = inputs.weights
         if weights is not None:
             weights = self.select(weights.to(device)).detach()
-        return replace(inputs, weights=weights, sampled=sampled, sampled_log_probs=log_probs, u=u, lam_order=order)
+        return replace(
+            inputs,
+            weights=weights,
+            sampled=sampled,
+            sampled_log_probs=log_probs,
+            u=u,
+            lam_order=order,
+            from_teacher=None if from_teacher is None else from_teacher.bool(),
+            noise=noise,
+        )
+
+    def _per_sample(self, name: str, values: Tensor | None) -> Tensor | None:
+        """What is given as (B,) or (B, T), at the N tokens."""
+        if values is None:
+            return None
+        values = values[:, None].expand(self.shape) if values.shape == self.shape[:1] else values
+        return self.select(_shaped(name, values, self.shape).to(self.index.device)).detach()
 
     @property
     def count(self) -> int:
@@ -185,7 +210,7 @@ class Batch:
 
     def part(self, span: slice) -> Batch:
         """Some of the tokens; `first` still counts over all of them."""
-        given = {name: getattr(self.given, name) for name in ("weights", "sampled", "sampled_log_probs", "u")}
+        given = {name: getattr(self.given, name) for name in _PER_TOKEN}
         given = {name: values if values is None else values[span] for name, values in given.items()}
         return replace(
             self,

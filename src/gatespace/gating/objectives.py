@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, TypeVar
 
@@ -58,6 +58,8 @@ class Objective(ABC):
 
     name: ClassVar[str]
     """What configurations call it; `register` sets it."""
+    summary: ClassVar[str] = ""
+    """What it minimises, in a few words."""
     formula: ClassVar[str] = ""
     """The loss at a token in one line: s student, t teacher, sg without gradient."""
     citation: ClassVar[str] = ""
@@ -83,6 +85,34 @@ class Objective(ABC):
     def uses_sampled(self) -> bool:
         """Whether it uses the response token itself, and so at the probability under which it was sampled."""
         return False
+
+    def ahead(self) -> tuple[str, ...]:
+        """Signals that are needed of all tokens before the loss of the first, see `signals.everywhere`."""
+        return tuple(dict.fromkeys(one for name in self.further_signals() for one in signals.get(name).ahead))
+
+    def selects(self) -> bool:
+        """Whether it learns from some of a micro-batch's tokens only, which it chooses (with `LossInputs.noise`)."""
+        return False
+
+    def by_source(self) -> bool:
+        """Whether it depends on who wrote the response (`LossInputs.from_teacher`)."""
+        return False
+
+    def skips_special(self) -> bool:
+        """Whether special tokens of the response, such as the end of a turn, do not count."""
+        return False
+
+    def state(self) -> dict[str, float]:
+        """What changes from step to step; part of a checkpoint."""
+        return {}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Resume from what `state` gave."""
+        return
+
+    def advance(self, loss: float, progress: float) -> None:
+        """Take in the mean loss per token of a step, before which `progress` of all steps (0 to 1) was done."""
+        return
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
         """L_t for N tokens, with telemetry."""
@@ -198,7 +228,7 @@ class Gated(Objective):
 
     Args:
         gate: The point. A static λ is the point with a = b = d = 0.
-        support: full, bucket, hybrid, renorm or recipe (see `gatespace.gating.supports`).
+        support: full, bucket, hybrid, renorm, recipe or student (see `gatespace.gating.supports`).
         support_k: K of the top-K supports; None: that of the signals, or of a teacher known by its top-K.
         stop_gradient: Treat λ as a constant in the gradient. By default gradient flows through the gate, as in the
             paper.
@@ -206,6 +236,7 @@ class Gated(Objective):
             it receives gradient.
     """
 
+    summary: ClassVar[str] = "λ per token mixes reverse and forward KL: the family"
     formula: ClassVar[str] = "λ·KL(s‖t) + (1−λ)·KL(t‖s), λ = σ(a·h + b·u + c + d·gap)"
     citation: ClassVar[str] = (
         "Wu, Lin, Yuan, Jiang (2026). A Unified Per-Token Gating Family for On-Policy Distillation: FKL/RKL Mixing "
@@ -239,7 +270,7 @@ class Gated(Objective):
         return self.coefficients
 
     def uses_sampled(self) -> bool:
-        return self.support == "hybrid"
+        return self.support == "hybrid" or any(signals.get(name).sampled for name in self.gate.extra)
 
     def divergence(self, tokens: Tokens) -> KLPair:
         return kl_pair(tokens, self.support, self.support_k)
@@ -266,6 +297,7 @@ class Gated(Objective):
 class Static(Gated):
     """A constant λ: the fixed mixture λ·R + (1-λ)·F, the point (0, 0, logit λ, 0) of the family."""
 
+    summary: ClassVar[str] = "a constant λ mixes reverse and forward KL"
     formula: ClassVar[str] = "λ·KL(s‖t) + (1−λ)·KL(t‖s)"
 
     def __init__(self, lam: float = 0.5, support: str = "full", support_k: int | None = None) -> None:

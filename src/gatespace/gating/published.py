@@ -42,6 +42,7 @@ class ToDi(Objective):
         beta: Sharpness of the weight; 1 in the authors' code.
     """
 
+    summary: ClassVar[str] = "a mixture of both KLs per vocabulary entry"
     formula: ClassVar[str] = "Σ_v [α_v·t(log t − log s) + (1−α_v)·s(log s − log t)], α_v = sg σ(β·log(t_v/s_v))"
     citation: ClassVar[str] = (
         "Jung, Yoon, Kim, Lee (2025). ToDi: Token-wise Distillation via Fine-Grained Divergence Control. EMNLP 2025. "
@@ -79,6 +80,7 @@ class EOPD(Objective):
         top_k: K of the forward KL.
     """
 
+    summary: ClassVar[str] = "sampled reverse KL, forward KL where the teacher is unsure"
     formula: ClassVar[str] = "PG + α·1[H > τ]·FKL, H the teacher's entropy in nats"
     citation: ClassVar[str] = (
         "Jin, Min, Yang, Wei, Zhou, Kadhe, Baracaldo, Lee (2026). Entropy-Aware On-Policy Distillation of Language "
@@ -144,6 +146,7 @@ class AKL(Objective):
         mass: Cumulative teacher mass of the head.
     """
 
+    summary: ClassVar[str] = "both KLs, by where teacher and student differ"
     formula: ClassVar[str] = "λ·RKL + (1−λ)·FKL, λ = sg[g_tail / (g_head + g_tail)], g = Σ|t − s|"
     citation: ClassVar[str] = (
         "Wu, Tao, Wang, Yang, Zhao, Wong (2025). Rethinking Kullback-Leibler Divergence in Knowledge Distillation for "
@@ -188,6 +191,7 @@ class JSD(Objective):
     0 at both ends, where JSD_β/β → forward KL (β → 0) and JSD_β/(1-β) → reverse KL (β → 1).
     """
 
+    summary: ClassVar[str] = "generalised Jensen-Shannon divergence (GKD)"
     formula: ClassVar[str] = "β·KL(t‖m) + (1−β)·KL(s‖m), m = β·t + (1−β)·s"
     citation: ClassVar[str] = (
         "Agarwal, Vieillard, Zhou, Stanczyk, Ramos, Geist, Bachem (2024). On-Policy Distillation of Language Models: "
@@ -214,6 +218,7 @@ _DISTILLM = (
 class SKL(Objective):
     """Skew forward KL: KL(t‖α·t + (1-α)·s)."""
 
+    summary: ClassVar[str] = "skew forward KL (DistiLLM)"
     formula: ClassVar[str] = "KL(t‖α·t + (1−α)·s)"
     citation: ClassVar[str] = _DISTILLM
 
@@ -231,6 +236,7 @@ class SKL(Objective):
 class SRKL(Objective):
     """Skew reverse KL: KL(s‖(1-α)·t + α·s). The mixture carries gradient, as in the authors' code."""
 
+    summary: ClassVar[str] = "skew reverse KL (DistiLLM)"
     formula: ClassVar[str] = "KL(s‖(1−α)·t + α·s)"
     citation: ClassVar[str] = _DISTILLM
 
@@ -253,6 +259,7 @@ class ABKD(Objective):
     and are a place to start, not a figure of theirs.
     """
 
+    summary: ClassVar[str] = "the α-β divergence"
     formula: ClassVar[str] = "−1/(αβ) Σ [t^α s^β − α/(α+β)·t^(α+β) − β/(α+β)·s^(α+β)]"
     citation: ClassVar[str] = (
         "Wang, Yang, Wang, Wang, Xu, Huang (2025). ABKD: Pursuing a Proper Allocation of the Probability Mass in "
@@ -283,6 +290,7 @@ class SampledReverseKL(Objective):
         coefficient: Factor of the term.
     """
 
+    summary: ClassVar[str] = "reverse KL by policy gradient on the sampled token"
     formula: ClassVar[str] = "ρ·sg[log s(y) − log t(y)] on the sampled token y"
     citation: ClassVar[str] = (
         "Lu, Thinking Machines Lab (2025). On-Policy Distillation. Estimators: Schulman (2020). Approximating KL "
@@ -306,3 +314,7 @@ class SampledReverseKL(Objective):
         if self.estimator == "k3":
             k = torch.expm1(-k) + k
         return self.coefficient * (log_s - old).exp() * k
+
+
+import gatespace.gating.published_opd  # noqa: E402
+import gatespace.gating.taid  # noqa: E402, F401 - these register further ones, which stand after those above

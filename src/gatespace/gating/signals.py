@@ -29,10 +29,18 @@ from torch import Tensor
 from gatespace import plugins
 from gatespace.errors import UsageError, unknown_name
 from gatespace.gating.coefficients import COEFFICIENTS
-from gatespace.gating.divergences import JSDDivergence
+from gatespace.gating.divergences import JSDDivergence, NegativeEntropy
 from gatespace.gating.inputs import Batch, LossInputs
 from gatespace.gating.tokens import LogitsTeacher, Teacher, Tokens
-from gatespace.gating.vocabulary import LOWEST, check_k, computable, entropy_of
+from gatespace.gating.vocabulary import (
+    LOWEST,
+    among,
+    check_k,
+    computable,
+    entropy_of,
+    prefix_sums,
+    top_k_overlap,
+)
 
 SignalFunction = Callable[[Tokens], Tensor]
 
@@ -44,6 +52,10 @@ class Signal:
     name: str
     function: SignalFunction
     range: tuple[float, float]
+    sampled: bool = False
+    """Whether it uses the response token itself."""
+    ahead: tuple[str, ...] = ()
+    """Signals of all tokens of the call that it needs, see `everywhere`."""
 
     def __call__(self, tokens: Tokens) -> Tensor:
         values = self.function(tokens)
@@ -56,11 +68,19 @@ class Signal:
 _REGISTRY: dict[str, Signal] = {}
 
 
-def register(name: str, *, range: tuple[float, float]) -> Callable[[SignalFunction], SignalFunction]:
+def register(
+    name: str, *, range: tuple[float, float], sampled: bool = False, ahead: tuple[str, ...] = ()
+) -> Callable[[SignalFunction], SignalFunction]:
     """Make a function of `Tokens` usable as a gate's signal under `name`.
 
     The function returns (N,) values; gradient flows through what it takes from the student, unless the gate is
     asked to stop it. A name that is taken is an error: a run's identity names its signals.
+
+    Args:
+        name: What a gate calls it.
+        range: Its least and its largest value.
+        sampled: Whether it uses the response token itself.
+        ahead: Signals that it needs of all tokens of the call, which it takes by `everywhere`.
     """
 
     def wrap(function: SignalFunction) -> SignalFunction:
@@ -71,7 +91,7 @@ def register(name: str, *, range: tuple[float, float]) -> Callable[[SignalFuncti
         low, high = float(range[0]), float(range[1])
         if not low < high:
             raise UsageError("a signal's range is (low, high) with low < high", got=range)
-        _REGISTRY[name] = Signal(name, function, (low, high))
+        _REGISTRY[name] = Signal(name, function, (low, high), sampled, ahead)
         return function
 
     return wrap
@@ -108,6 +128,19 @@ def read(name: str, tokens: Tokens) -> Tensor:
         return tokens.memo[graph].detach()
     tokens.memo[key] = get(name)(tokens)
     return tokens.memo[key]
+
+
+def everywhere(name: str, tokens: Tokens) -> Tensor:
+    """(N,) the values of a signal for all tokens of the call, in the order of `tokens.whole`, as constants.
+
+    The fused path works on some tokens at a time: a signal or objective that takes another's values from here names it
+    in `ahead`, so that they are computed in a pass before.
+    """
+    if name in tokens.everywhere:
+        return tokens.everywhere[name]
+    if tokens.count < tokens.whole.count:
+        raise UsageError(f"the signal {name!r} is needed of all tokens at once", instead="name it in `ahead`")
+    return read(name, tokens).detach()
 
 
 # ---------------------------------------------------------------------- the paper's three
@@ -174,6 +207,58 @@ def _position(tokens: Tokens) -> Tensor:
     """Place of the token in its response, from 0 for the first to 1 for the last."""
     last = (tokens.length - 1).clamp(min=1)
     return (tokens.position / last).to(tokens.dtype)
+
+
+@register("student_entropy_full", range=(0.0, 1.0))
+def _student_entropy_full(tokens: Tokens) -> Tensor:
+    """The student's entropy over the full vocabulary, divided by log V; carries gradient."""
+    return -tokens.divergences(NegativeEntropy(), temperature=1.0)[0] / math.log(max(tokens.vocab_size, 2))
+
+
+@register("advantage", range=(-math.inf, math.inf), sampled=True)
+def _advantage(tokens: Tokens) -> Tensor:
+    """A = log t(y) - log s(y) at the response token y; a constant."""
+    return (tokens.teacher_sampled() - tokens.student_sampled()).detach()
+
+
+@register("trust", range=(0.0, 1.0), sampled=True)
+def _trust(tokens: Tokens) -> Tensor:
+    """min(t(y) / s(y), 1) at the response token y: 1 where the teacher likes it as much as the student; a constant."""
+    return read("advantage", tokens).clamp(max=0.0).exp()
+
+
+@register("drift", range=(0.0, 1.0), sampled=True, ahead=("advantage",))
+def _drift(tokens: Tokens) -> Tensor:
+    """Share of the response's disagreement Σ|A| that lies before the token: 0 at the first; a constant."""
+    before, total = _sums(everywhere("advantage", tokens).abs().double(), tokens.whole)
+    return (before / total.clamp(min=1e-8)).to(tokens.dtype)[tokens.span]  # the floor is that of IW-OPD
+
+
+def _sums(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(N,) each: the sum of `values` over the earlier tokens of a token's response, and over all of them.
+
+    Each response is added up by itself, so that what stands beside it in the batch does not show.
+    """
+    begins = batch.first == torch.arange(batch.count, device=values.device)
+    row = begins.cumsum(0) - 1
+    rows, longest = int(begins.sum()), int(batch.length.max())
+    table = values.new_zeros(rows, longest).index_put((row, batch.position), values)
+    sums = prefix_sums(table)
+    return sums[row, batch.position] - values, sums[row, -1]
+
+
+@register("overlap", range=(0.0, 1.0))
+def _overlap(tokens: Tokens) -> Tensor:
+    """Share of the student's top-K ids that are in the teacher's top-K; a constant."""
+    shared = top_k_overlap(tokens.student_top_ids(tokens.top_k), tokens.teacher_top(tokens.top_k).ids)
+    return shared.to(tokens.dtype)
+
+
+@register("overlap_mass", range=(0.0, 1.0))
+def _overlap_mass(tokens: Tokens) -> Tensor:
+    """The student's probability of the ids that are in both top-K; a constant."""
+    top = tokens.student_top(tokens.top_k)
+    return (top.log_probs.detach().exp() * among(top.ids, tokens.teacher_top(tokens.top_k).ids)).sum(-1)
 
 
 # ---------------------------------------------------------------------- straight from logits

@@ -4,6 +4,8 @@ full    all of the vocabulary.
 bucket  the teacher's top-K and everything else as one further outcome: a valid KL, never above the full one.
 hybrid  the top-K exactly and the tail by the sampled token: unbiased in value and gradient on-policy.
 renorm  both sides renormalised on the top-K: a valid KL that is blind to mass leaving the top-K.
+student the student's top-K and everything else as one further outcome: a valid KL, never above the full one, which
+        needs the teacher's probabilities of ids that the student chooses.
 recipe  the asymmetry of verl's public GKD recipe (forward KL truncated and un-normalised against the full student,
         reverse KL renormalised on both sides), to re-create results made with it; not a valid KL.
 """
@@ -18,9 +20,9 @@ from torch import Tensor
 from gatespace.errors import unknown_name
 from gatespace.gating.divergences import ForwardKL, ReverseKL, Tile, not_negative
 from gatespace.gating.tokens import TAIL_FLOOR, Tokens, TopKTeacher
-from gatespace.gating.vocabulary import LOWEST, check_k
+from gatespace.gating.vocabulary import LOWEST, among, check_k
 
-SUPPORTS = ("full", "bucket", "hybrid", "renorm", "recipe")
+SUPPORTS = ("full", "bucket", "hybrid", "renorm", "recipe", "student")
 _REVERSE, _FORWARD = ReverseKL(), ForwardKL()
 
 
@@ -55,7 +57,55 @@ def kl_pair(tokens: Tokens, support: str = "full", k: int | None = None) -> KLPa
     if k is None:
         k = tokens.teacher.k if isinstance(tokens.teacher, TopKTeacher) else tokens.top_k
     check_k(k, tokens.vocab_size, "support_k")
+    if support == "student":
+        return with_tail(tokens, *chosen_ids(tokens, k, "student"))
     return {"bucket": _bucket, "hybrid": _hybrid, "renorm": _renorm, "recipe": _recipe}[support](tokens, k)
+
+
+IDS = ("student", "teacher", "union", "intersection")
+
+
+def chosen_ids(tokens: Tokens, k: int, whose: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids (N, M) by the two sides' top-k, which of them count, and which are an earlier one again.
+
+    Args:
+        whose: student, teacher, union or intersection of both top-k.
+    """
+    if whose not in IDS:
+        raise unknown_name("choice of ids", whose, IDS)
+    check_k(k, tokens.vocab_size)
+    ids = tokens.teacher_top(k).ids if whose == "teacher" else tokens.student_top_ids(k)
+    again = torch.zeros_like(ids, dtype=torch.bool)
+    counts = ~again
+    if whose == "union":
+        more = tokens.teacher_top(k).ids
+        again = torch.cat([again, among(more, ids)], -1)
+        ids, counts = torch.cat([ids, more], -1), ~again
+    elif whose == "intersection":
+        counts = among(ids, tokens.teacher_top(k).ids)
+    return ids, counts, again
+
+
+def with_tail(tokens: Tokens, ids: Tensor, counts: Tensor, again: Tensor) -> KLPair:
+    """Both KLs over the ids that count and one further outcome, which is everything else (see `chosen_ids`)."""
+    at = tokens.temperature
+    log_s, log_t = tokens.student_at(ids, temperature=at), tokens.teacher_at(ids, temperature=at)
+    single = counts & (log_t > LOWEST / 2)  # an id that the teacher forbids is no outcome of its own, as in `_bucket`
+    rest = ~single & ~again
+    tail_s = _and_rest(tokens.student_log_tail(ids, temperature=at), log_s, rest)
+    tail_t = _and_rest(tokens.teacher_log_tail(ids, temperature=at), log_t, rest)
+    log_s, log_t = log_s.masked_fill(~single, LOWEST), log_t.masked_fill(~single, LOWEST)
+    # a tail of exactly 0 on the teacher's side alone would make reverse KL infinite
+    floor = torch.full_like(tail_t, TAIL_FLOOR).log()
+    tail_t = torch.where((tail_t <= LOWEST / 2) & (tail_s > LOWEST / 2), floor, tail_t)
+    return _pair(
+        torch.cat([log_s, tail_s[:, None]], -1), torch.cat([log_t, tail_t[:, None]], -1), tail_s.detach().exp()
+    )
+
+
+def _and_rest(log_tail: Tensor, log_probs: Tensor, rest: Tensor) -> Tensor:
+    """log of the tail's mass with that of the ids in `rest`."""
+    return torch.cat([log_tail[:, None], log_probs.masked_fill(~rest, LOWEST)], -1).logsumexp(-1)
 
 
 def _bucket(tokens: Tokens, k: int) -> KLPair:

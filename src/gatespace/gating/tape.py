@@ -155,6 +155,8 @@ def _joined(leaves: tuple[Leaf, ...]) -> Leaf:
     first = leaves[0]
     names = [f.name for f in fields(first) if f.init and isinstance(getattr(first, f.name), Tensor)]
     whole: dict[str, Any] = {name: torch.cat([getattr(leaf, name) for leaf in leaves]) for name in names}
+    if isinstance(first, Sum):
+        whole["divergence"] = first.divergence.join([leaf.divergence for leaf in leaves if isinstance(leaf, Sum)])
     joined = replace(first, **whole)
     joined.grad = torch.cat([leaf.grad for leaf in leaves])
     return joined
@@ -187,14 +189,13 @@ class ChunkTokens(Tokens):
         super().__init__(teacher, whole.part(span), infinite)
         self.logits = logits
         self.dtype = logits.dtype
-        self.span = span
+        self.span, self.whole = span, whole
         self.tape = Tape()
-        self._whole = whole
         self._tile = tile
         self._firsts = firsts
 
     def at_first(self, name: str, values: Tensor) -> Tensor:
-        kept = self._firsts.setdefault(name, values.new_zeros(self._whole.count))
+        kept = self._firsts.setdefault(name, values.new_zeros(self.whole.count))
         kept[self.span] = values.detach()
         return kept[self.batch.first]
 
@@ -219,6 +220,15 @@ class ChunkTokens(Tokens):
 
     def student_top_ids(self, k: int) -> Tensor:
         return top_entries(self.logits, k)[1]
+
+    @torch.no_grad()
+    def log_between(self, tau: float) -> Tensor:
+        at, parts = self.temperature, []
+        for start, stop in tiles(self.vocab_size, self._tile):
+            log_t = self.teacher.log_probs(start, stop, at)
+            log_s = scaled(self.logits[:, start:stop], at) - self.normaliser(at)[:, None]
+            parts.append(torch.lerp(log_s, log_t, tau).logsumexp(-1))
+        return torch.stack(parts, -1).logsumexp(-1)
 
     def divergences(self, *kinds: Divergence, temperature: float | None = None) -> list[Tensor]:
         at = self.temperature if temperature is None else temperature

@@ -56,6 +56,12 @@ class Tokens(ABC):
         """(N,) λ in place of the objective's own, a constant (`LossInputs.lam_order`); or None."""
         self.memo: dict[tuple[str, bool], Tensor] = {}
         """Signals that were computed already, by name and whether they carry gradient."""
+        self.whole = batch
+        """All tokens of the call, where these are some of them."""
+        self.span = slice(None)
+        """Which of all these are."""
+        self.everywhere: dict[str, Tensor] = {}
+        """Signals (N,) of all tokens of the call by name, from a pass before (`Objective.ahead`)."""
 
     # ------------------------------------------------------------------ place and settings
 
@@ -139,6 +145,10 @@ class Tokens(ABC):
     def divergences(self, *kinds: Divergence, temperature: float | None = None) -> list[Tensor]:
         """(N,) each: divergences over the full vocabulary, at the temperature of the loss unless one is given."""
 
+    @abstractmethod
+    def log_between(self, tau: float) -> Tensor:
+        """(N,) log Σ s^(1-τ)·t^τ at the temperature of the loss, a constant."""
+
     def student_top(self, k: int) -> Top:
         """The student's top-k at temperature 1."""
         check_k(k, self.vocab_size)
@@ -197,6 +207,11 @@ class PlainTokens(Tokens):
 
     def student_top_ids(self, k: int) -> Tensor:
         return self.logits.detach().topk(k, dim=-1).indices
+
+    def log_between(self, tau: float) -> Tensor:
+        at = self.temperature
+        log_s, log_t = self.log_probs(at).detach(), self.teacher.log_probs(0, self.vocab_size, at)
+        return torch.lerp(log_s, log_t, tau).logsumexp(-1)
 
     def divergences(self, *kinds: Divergence, temperature: float | None = None) -> list[Tensor]:
         at = self.temperature if temperature is None else temperature

@@ -91,6 +91,21 @@ def prefix_sums(values: Tensor) -> Tensor:
     return values
 
 
+def among(ids: Tensor, others: Tensor) -> Tensor:
+    """(..., K) which of `ids` (..., K) are among `others` (..., M)."""
+    return (ids[..., :, None] == others[..., None, :]).any(-1)
+
+
+def top_k_overlap(student_ids: Tensor, teacher_ids: Tensor) -> Tensor:
+    """(...) the share of the student's top-K ids (..., K) that are in the teacher's top-K, in [0, 1].
+
+    Examples:
+        >>> top_k_overlap(torch.tensor([[5, 2, 7, 0]]), torch.tensor([[2, 9, 5, 1]]))
+        tensor([0.5000])
+    """
+    return among(student_ids, teacher_ids).to(torch.get_default_dtype()).mean(-1)
+
+
 def computable(logits: Tensor) -> Tensor:
     """Half precision is upcast before any softmax: bfloat16 log_softmax errs by a tenth of a nat."""
     return logits if logits.dtype == torch.float64 else logits.float()

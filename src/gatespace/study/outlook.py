@@ -187,6 +187,7 @@ def _run(folder: StudyFolder, plan: Plan, run: RunSpec, threads: int | None) -> 
             run.task,
             run.seed,
             objective(point, lam=lam),
+            rollout=point.rollout,
             models=_models(folder, config, run.task),
             cache=str(folder.scores),
             output=place.path,

@@ -278,7 +278,7 @@ class _TaskPlanner:
             needs = [ids[point.of, self._source_seed(point, seed)]]
         elif point.d is not None or (point.kind == "control" and point.gate is None):
             needs = [ids[name, s] for name in CANDIDATES for s in self.config.seeds if (name, s) in ids]
-        config = train_config(self.config, self.task, seed, objective(point, lam=0.5))
+        config = train_config(self.config, self.task, seed, objective(point, lam=0.5), rollout=point.rollout)
         recipe: dict[str, Any] = {"identity": _identity(config), "models": _model_identities(self.config, self.task)}
         if point.match is not None:
             isolation = self.config.axes.isolation
@@ -322,6 +322,7 @@ def train_config(
     seed: int,
     goal: Mapping[str, Any],
     *,
+    rollout: Mapping[str, Any] | None = None,
     models: Mapping[str, str] | None = None,
     cache: str | None = None,
     output: Path | None = None,
@@ -334,6 +335,7 @@ def train_config(
         task: Its task.
         seed: Its seed.
         goal: What `objective` gave.
+        rollout: Settings of `rollout` that a point has of its own.
         models: Role → folder of a model that the study has made.
         cache: The folder of the teacher's scores, where the file does not name one.
         output: The run's folder.
@@ -343,6 +345,7 @@ def train_config(
     settings["task"] = study.tasks[task].task
     settings["seed"] = seed
     settings["objective"] = {**settings.get("objective", {}), **goal}
+    settings = _merged(settings, {"rollout": rollout or {}})
     pair = dict(settings.get("pair", {}))
     for role in ROLES:
         if getattr(study.teach, role) is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from gatespace.config.study import BEST, PublishedConfig, StudyConfig
 from gatespace.errors import UsageError, unknown_name
@@ -41,6 +43,11 @@ class Point:
     of: str | None = None
     match: str | None = None
     d: float | None = None
+
+    @property
+    def rollout(self) -> Mapping[str, Any]:
+        """Settings of `rollout` that a published method has of its own."""
+        return {} if self.method is None else self.method.rollout
 
     @property
     def is_dynamic(self) -> bool:

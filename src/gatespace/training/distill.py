@@ -22,7 +22,7 @@ from gatespace.models.body import response_states
 from gatespace.models.cache_root import cache_root
 from gatespace.plugins import provider
 from gatespace.runs import RunFolder
-from gatespace.seeding import permutation
+from gatespace.seeding import generator, permutation
 from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.local import LocalTeacher
 from gatespace.teacher.scores import ScoreSpec, Teacher
@@ -49,7 +49,8 @@ class Distillation(Job):
     ) -> None:
         super().__init__(config, run, processes, progress, stack)
         expected = config.rollout.expected is not None
-        self.objective = build_objective(config.objective, expected=expected)
+        sources = config.rollout.source.shares()
+        self.objective = build_objective(config.objective, expected=expected, sources=sources)
         self.data = material(config.task, "distill")
         pair = config.pair
         options: dict[str, Any] = {
@@ -176,7 +177,8 @@ class Distillation(Job):
             "sampler": self.sampler,
             "processes": self.processes,
             "share": config.engine.share_prompt,
-            "merge": not config.objective.shuffle,  # a permutation is over all tokens of the step
+            # a permutation is over all tokens of the step, and so is a choice of some
+            "merge": not (config.objective.shuffle or self.objective.selects()),
         }
         self.rollouts = self.open_rollouts(**options)
         self.trace = DistillationTrace(self)
@@ -215,6 +217,8 @@ class Distillation(Job):
         if not bool(torch.isfinite(hidden).all()):
             raise RunError("the student's hidden states are not finite", instead="a smaller learning rate, or fp32")
         batch.hidden = hidden.detach()
+        if self.objective.skips_special():
+            batch.leave_out({*self.model.end_ids, *self.encoder.tokenizer.all_special_ids})
         assert batch.scores is not None
         payload, teacher_head = batch.scores.payload, batch.scores.head
         head, inputs = self.model.head, self._loss_inputs(step, batch, hidden.device)
@@ -245,6 +249,14 @@ class Distillation(Job):
         if settings.shuffle:  # within the micro-batch: λ of the others is not known before their turn
             order = torch.tensor(permutation(len(drawn), self.config.seed, "shuffle", step, batch.places[0]))
         weights = None if batch.weights is None else [[weight for row in batch.weights for weight in row]]
+        noise = from_teacher = None
+        if self.objective.selects():
+            draws = [generator(self.config.seed, "select", step, place).random for place in batch.places]
+            drawn_by_row = [draw() for draw, row in zip(draws, responses, strict=True) for _ in row]
+            noise = torch.tensor([drawn_by_row], dtype=torch.float64, device=device)
+        if self.objective.by_source():
+            others = torch.tensor([source != "student" for source in batch.sources])
+            from_teacher = others[batch.segments][None].to(device)
         return LossInputs(
             weights=None if weights is None else torch.tensor(weights, device=device),
             top_k=settings.top_k,
@@ -256,6 +268,8 @@ class Distillation(Job):
             total_tokens=1.0,
             vocab_size=self.vocab_size,
             lam_order=order,
+            from_teacher=from_teacher,
+            noise=noise,
         )
 
     # ------------------------------------------------------------------ beside the steps
@@ -269,11 +283,14 @@ class Distillation(Job):
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds beside tensors."""
-        return {**self.trace.state(), **self.rollouts.state()}
+        moving = self.objective.state()
+        return {**self.trace.state(), **self.rollouts.state(), **({"objective": moving} if moving else {})}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resume from what `state` gave."""
-        self.trace.restore(self.rollouts.restore(state))
+        rest = dict(state)
+        self.objective.restore(rest.pop("objective", {}))
+        self.trace.restore(self.rollouts.restore(rest))
 
     def evidence(self) -> dict[str, Any]:
         """What a step that failed had seen, for its record."""

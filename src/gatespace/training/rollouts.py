@@ -11,7 +11,7 @@ off policy (`rollout.staleness: 1`), so that a remote teacher scores them while 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -112,6 +112,14 @@ class MicroBatch:
         self.rows, self.parents = [self.rows[i] for i in firsts], [self.parents[i] for i in firsts]
         self.rollout, self.sources = self.rollout.select(firsts), [self.sources[i] for i in firsts]
         self.weights = [[float(counts[row])] * len(ids) for row, ids in enumerate(self.rollout.responses)]
+
+    def leave_out(self, ids: Set[int]) -> None:
+        """Let response tokens with these ids count for nothing."""
+        weights = self.weights or [[1.0] * len(response) for response in self.rollout.responses]
+        self.weights = [
+            [0.0 if token in ids else weight for token, weight in zip(response, row, strict=True)]
+            for response, row in zip(self.rollout.responses, weights, strict=True)
+        ]
 
 
 @dataclass

@@ -82,8 +82,13 @@ class DistillationTrace:
                 self._trace.take(tokens)
         rows = {name: [value for one, _, _ in found for value in one[name]] for name in own}
         more = {name: math.fsum(rows[name]) / len(rows[name]) for name in ("nodes", "uncovered") if name in rows}
+        objective = self._job.objective
+        moving = {f"{objective.name}_{name}": value for name, value in objective.state().items()}
         self._trace.rollout(**{name: values for name, values in rows.items() if name not in more})
-        metrics = self._trace.record(grad_norm=update.grad_norm, lr=update.lr, kappa_share=self._kappa, **more)
+        metrics = self._trace.record(
+            grad_norm=update.grad_norm, lr=update.lr, kappa_share=self._kappa, **more, **moving
+        )
+        objective.advance(metrics["loss"], (self._step - 1) / self._job.config.steps)
         seconds = sum(clock.wall.values())
         timing = {
             "step": self._step,
@@ -153,6 +158,7 @@ class DistillationTrace:
                     entropy=settings.entropy,
                     sampled=torch.tensor([sampled[span]], device=student.device),
                     u=torch.tensor([u[span]], device=student.device),
+                    segment_ids=batch.segments[None, span].to(student.device) if job.objective.ahead() else None,
                     total_tokens=1.0,  # as for all of the tokens, however they are divided
                 )
                 found = kappa_squares(

@@ -128,9 +128,11 @@ def test_loss_and_gradient_of_published_methods(
     compare_gradients(trainer, student)
 
 
-@pytest.mark.parametrize("method", OBJECTIVES)
+@pytest.mark.parametrize("method", [one for one in OBJECTIVES if one not in ("taid", "distillm2")])
 def test_every_objective_has_a_step(make: Callable[..., Any], method: str) -> None:
-    trainer = make(method=method, max_steps=1)
+    """But for the two that need what TRL does not have, which its settings refuse."""
+    params = {"mask_special": False} if method == "revisiting_opd" else {}
+    trainer = make(method=method, params=params, max_steps=1)
     before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     trainer.train()
     log = trainer.state.log_history[0]
@@ -140,7 +142,7 @@ def test_every_objective_has_a_step(make: Callable[..., Any], method: str) -> No
     assert log["gate/reverse_kl"] > 0
     mixes = method in ("gated", "static", "eopd", "akl")
     assert ("gate/lam_mean" in log) is mixes
-    assert ("gate/weight" in log) is (method == "eopd")
+    assert ("gate/weight" in log) is (method in ("eopd", "tip", "iw_opd", "revisiting_opd"))
     assert ("lam_mean" in trainer.gate_summary()) is mixes
 
 

@@ -109,6 +109,9 @@ def test_help_of_every_setting_can_be_shown() -> None:
         ({"chunk_mb": 0}, "chunk_mb must be positive"),
         ({"beta": 0.5}, "beta is TRL's own divergence"),
         ({"gate": "static:0.5", "shuffle": True}, "shuffle: a static gate"),
+        ({"method": "taid"}, "needs a state over steps"),
+        ({"method": "distillm2"}, "needs responses of the teacher"),
+        ({"method": "revisiting_opd"}, "needs special tokens left out"),
     ],
     ids=str,
 )
@@ -118,7 +121,15 @@ def test_what_makes_no_sense_is_refused(settings: dict[str, Any], what: str) -> 
 
 
 @pytest.mark.parametrize(
-    "objective", [{"support": "hybrid"}, {"method": "sampled_reverse_kl"}, {"method": "eopd"}], ids=str
+    "objective",
+    [
+        {"support": "hybrid"},
+        {"method": "sampled_reverse_kl"},
+        {"method": "eopd"},
+        {"method": "iw_opd"},
+        {"gate": {"trust": 1.0}},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize(
     "sampler",

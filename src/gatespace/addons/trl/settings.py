@@ -53,7 +53,10 @@ class GatedDistillationConfig(DistillationConfig):  # type: ignore[misc]  # TRL 
     )
     support: str = field(
         default="full",
-        metadata={"help": "What both KLs sum over: full, or bucket, hybrid, renorm, recipe on the teacher's top-K."},
+        metadata={
+            "help": "What both KLs sum over: full; bucket, hybrid, renorm, recipe on the teacher's top-K; or "
+            "student, on its own."
+        },
     )
     support_k: int | None = field(
         default=None,
@@ -108,7 +111,9 @@ class GatedDistillationConfig(DistillationConfig):  # type: ignore[misc]  # TRL 
         gate = build_gate(self._section(), path="")
         if gate is not None and not isinstance(self.gate, str):
             self.gate = str(gate)  # a text goes through JSON, argparse and a model card
-        self._check_sampler(self.objective())
+        objective = self.objective()
+        self._check_needs(objective)
+        self._check_sampler(objective)
 
     def objective(self) -> Objective:
         """The objective that the settings name."""
@@ -118,6 +123,31 @@ class GatedDistillationConfig(DistillationConfig):  # type: ignore[misc]  # TRL 
         names = ("method", "gate", "params", "support", "support_k", "entropy", "stop_gradient", "shuffle")
         given = {name: getattr(self, name) for name in names}
         return parse_config(ObjectiveConfig, {**given, "params": {} if self.params is None else self.params})
+
+    def _check_needs(self, objective: Objective) -> None:
+        """What a method needs and TRL does not have is an error that says so."""
+        missing = {
+            "a state over steps": (
+                bool(objective.state()),
+                "TRL's checkpoints have no place for it",
+                "gatespace train",
+            ),
+            "responses of the teacher": (
+                objective.by_source(),
+                "TRL samples all responses from the student",
+                "method='srkl' with params={'detach_mixture': True} for its part on them, or gatespace train",
+            ),
+            "special tokens left out": (
+                objective.skips_special(),
+                "TRL counts the tokens of a step itself",
+                "params={'mask_special': False}",
+            ),
+        }
+        for need, (needed, why, instead) in missing.items():
+            if needed:
+                raise UsageError(
+                    f"the method {objective.name} needs {need}", got=f"method={self.method!r}", why=why, instead=instead
+                )
 
     def _check_sampler(self, objective: Objective) -> None:
         """A term of the sampled token needs the probability under which it was sampled."""

@@ -11,22 +11,11 @@ import torch
 from torch import Tensor
 
 from gatespace.gating.coefficients import SATURATION
-from gatespace.gating.divergences import Divergence, Tile
+from gatespace.gating.divergences import NegativeEntropy
 from gatespace.gating.loss import LossOutput
 from gatespace.gating.objectives import Objective, Terms, TokenLoss
 from gatespace.gating.supports import KLPair
 from gatespace.gating.tokens import Tokens
-
-
-class _NegativeEntropy(Divergence):
-    """Σ s·log s of the student: a sum over the vocabulary like a divergence. It is only logged, so it has no ψ."""
-
-    def term(self, tile: Tile) -> Tensor:
-        return tile.student * tile.log_student
-
-    def psi(self, tile: Tile) -> Tensor:
-        raise NotImplementedError("an entropy that is only logged has no gradient")
-
 
 STUDENT_ENTROPY = "student_entropy_nats"
 
@@ -49,10 +38,13 @@ class Watched(Objective):
     def further_signals(self) -> tuple[str, ...]:
         return (*self.inner.further_signals(), STUDENT_ENTROPY)
 
+    def ahead(self) -> tuple[str, ...]:
+        return self.inner.ahead()
+
     def __call__(self, tokens: Tokens) -> TokenLoss:
         result = self.inner(tokens)
         with torch.no_grad():
-            (negative,) = tokens.divergences(_NegativeEntropy())
+            (negative,) = tokens.divergences(NegativeEntropy())
         return TokenLoss(result.loss, {**result.telemetry, STUDENT_ENTROPY: -negative})
 
 

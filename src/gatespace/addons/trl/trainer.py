@@ -16,7 +16,7 @@ from gatespace.gating.fused import fused_distillation_loss
 from gatespace.gating.inputs import LossInputs
 from gatespace.gating.projection import Head
 from gatespace.models.load import network_head
-from gatespace.seeding import permutation
+from gatespace.seeding import generator, permutation
 
 
 class GatedDistillationTrainer(DistillationTrainer):  # type: ignore[misc]  # as for the settings
@@ -134,6 +134,7 @@ class GatedDistillationTrainer(DistillationTrainer):  # type: ignore[misc]  # as
                 sampled=inputs["completion_ids"],
                 total_tokens=total,
                 lam_order=self._order(int(mask.sum())) if self.args.shuffle else None,
+                noise=self._noise(mask) if self._objective.inner.selects() else None,
             ),
             chunk_mb=self.args.chunk_mb,
         )
@@ -142,9 +143,17 @@ class GatedDistillationTrainer(DistillationTrainer):  # type: ignore[misc]  # as
 
     def _order(self, tokens: int) -> Tensor:
         """(N,) whose λ each token gets, the same again where a run resumes."""
+        return torch.tensor(permutation(tokens, self.args.seed, "trl", "shuffle", *self._place()))
+
+    def _noise(self, mask: Tensor) -> Tensor:
+        """(B, T) random numbers for an objective that draws tokens, the same again where a run resumes."""
+        draw = generator(self.args.seed, "trl", "select", *self._place()).random
+        return torch.tensor([draw() for _ in range(mask.numel())], dtype=torch.float64).view(mask.shape)
+
+    def _place(self) -> tuple[int, int, int]:
+        """Step, micro-batch and process, by which random numbers are named."""
         part = self._step % self.args.gradient_accumulation_steps
-        place = (self.state.global_step, part, self.accelerator.process_index)
-        return torch.tensor(permutation(tokens, self.args.seed, "trl", "shuffle", *place))
+        return self.state.global_step, part, self.accelerator.process_index
 
 
 def _head(network: Any, dtype: torch.dtype) -> Head:

@@ -28,7 +28,12 @@ COLUMN = "gate_{}"
 """Under what name a number per token travels from the logits to the metrics."""
 METRIC = "distillation/gate/{}"
 
-_PLACELESS = ("student_entropy", "log_ratio")  # further signals that depend on the token alone
+_PLACELESS = (
+    "student_entropy",
+    "log_ratio",
+    "overlap",
+    "overlap_mass",
+)  # further signals that depend on the token alone
 
 
 def install() -> None:

@@ -106,7 +106,14 @@ class GatedLossConfig(seam.DistillationLossConfig):  # type: ignore[misc]
                 why="clamped probabilities no longer add up to 1, and the KL of them is none",
                 instead="null: the bucket keeps every term finite",
             )
-        Gated(Gate.of(self.gate))  # an error unless it is a gate of known signals
+        objective = Gated(Gate.of(self.gate))  # an error unless it is a gate of known signals
+        if objective.uses_sampled():
+            raise UsageError(
+                "this gate has a signal of the sampled token",
+                got=f"gate {self.gate}",
+                why="verl hands over the teacher's top-K alone, without its probability of the token that was sampled",
+                instead="a gate without trust, drift and advantage",
+            )
 
 
 def _whole(name: str, value: object) -> None:
