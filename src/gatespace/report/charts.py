@@ -572,7 +572,7 @@ def _checks(run: RunResult, start: Score | None) -> list[dict[str, Any]]:
     found = {0: start.accuracy} if start is not None else {}
     found |= {check["step"]: check["accuracy"] for check in run.evaluations() if check.get("split") == "val"}
     if "val" in run.scores and run.cost is not None:
-        found[run.cost.steps] = run.scores["val"].accuracy
+        found[run.chosen_step or run.cost.steps] = run.scores["val"].accuracy
     return [{"step": step, "accuracy": 100 * share} for step, share in found.items()]
 
 

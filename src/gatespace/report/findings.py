@@ -20,6 +20,7 @@ from gatespace.evidence.records import ALL_TASKS, BlockClaim, Detectable, GroupE
 from gatespace.gating.coefficients import NotApplicable
 from gatespace.report.table import shown
 from gatespace.report.view import KINDS, View, axis_of, leaves_out_zero
+from gatespace.study.plan import ending, train_config
 
 Verdict = Literal["supported", "lead", "none", "descriptive", "missing"]
 VERDICTS: Mapping[str, str] = {
@@ -204,8 +205,20 @@ def _training(view: View) -> list[str]:
                 f" {known.below_best_constant} of {known.done} runs are below that label for all: look at "
                 "balanced accuracy, not at accuracy."
             )
-        found.append(text)
+        found.append(text + _ending(view, task))
     return found
+
+
+def _ending(view: View, task: str) -> str:
+    """How runs that may end before their last step have ended."""
+    study = view.results.config
+    settings = train_config(study, task, study.seeds[0], {})
+    if not (rule := ending(settings)):
+        return ""
+    steps = [run.cost.steps for run in view.results.done if run.spec.task == task and run.cost is not None]
+    early = [count for count in steps if count < settings.steps]
+    between = f", after {min(early)} to {max(early)} steps" if early else ""
+    return f" {rule[0].upper()}{rule[1:]}. {len(early) or 'None'} of {len(steps)} runs ended early{between}."
 
 
 # ---------------------------------------------------------------------------------------------------- claims
