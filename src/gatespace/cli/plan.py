@@ -50,13 +50,13 @@ def plan(
     gatespace plan my.yaml --set seeds=[42,2,3,4,5] --json
     """
     from gatespace.cli.console import console, print_json
-    from gatespace.study.plan import ending, train_config
+    from gatespace.study.plan import ending
 
     config = study_file.load_study(study, sets or [], quick=quick, plugins=plugins, trust_plugins=trust_plugins)
     found = study_file.checked_plan(config, yes=yes)
     costs = [_cost(config, found, task) for task in config.tasks] if estimate else []
     support = study_file.support(found)
-    endings = {task: ending(train_config(config, task, config.seeds[0], {})) for task in config.tasks}
+    endings = {task: ending(config, task) for task in config.tasks}
     if as_json:
         more = {"estimate": costs} if estimate else {}
         print_json({**found.as_json(), "support": support.as_json(), "ending": endings, **more})

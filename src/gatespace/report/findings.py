@@ -212,13 +212,13 @@ def _training(view: View) -> list[str]:
 def _ending(view: View, task: str) -> str:
     """How runs that may end before their last step have ended."""
     study = view.results.config
-    settings = train_config(study, task, study.seeds[0], {})
-    if not (rule := ending(settings)):
+    if not (rule := ending(study, task)):
         return ""
+    planned = train_config(study, task, study.seeds[0], {}).steps
     steps = [run.cost.steps for run in view.results.done if run.spec.task == task and run.cost is not None]
-    early = [count for count in steps if count < settings.steps]
-    between = f", after {min(early)} to {max(early)} steps" if early else ""
-    return f" {rule[0].upper()}{rule[1:]}. {len(early) or 'None'} of {len(steps)} runs ended early{between}."
+    early = [count for count in steps if count < planned]
+    after = f", after {' to '.join(map(str, sorted({min(early), max(early)})))} of {planned} steps" if early else ""
+    return f" {rule[0].upper()}{rule[1:]}. {len(early) or 'None'} of {len(steps)} runs ended early{after}."
 
 
 # ---------------------------------------------------------------------------------------------------- claims

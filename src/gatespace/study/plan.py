@@ -398,11 +398,15 @@ def _identity(config: TrainConfig | TeachConfig) -> str:
     return identity(config, content={"plugins": plugins_digest(config.plugins)} if config.plugins else {})
 
 
-def ending(config: TrainConfig) -> str:
+def ending(study: StudyConfig, task: str) -> str:
     """Whether the runs of a task may end before their last step, and with which weights, as a clause; "" for neither.
 
     A task's runs differ in their objective and seed alone, so that all sides of a comparison follow the same rule.
     """
+    settings = _merged(study.train, study.tasks[task].train)
+    if "patience" not in (settings.get("evaluation") or ()) and "select" not in (settings.get("checkpoint") or ()):
+        return ""
+    config = train_config(study, task, study.seeds[0], {})
     checks, parts = config.evaluation, []
     if checks.patience is not None:
         parts.append(
