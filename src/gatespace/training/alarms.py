@@ -74,11 +74,8 @@ class Alarms:
             span, step = self._spans[name], record["step"]
             if limit is None or step < 2 * span:
                 continue
-            now, before, first = (
-                self._window(step - span, span),
-                self._window(step - 2 * span, span),
-                _Window(self._first),
-            )
+            now, before = (self._window(step - ago, span) for ago in (span, 2 * span))
+            first = _Window(self._first)
             value, earlier = rule.value(now, first), rule.value(before, first)
             if value is None or earlier is None:
                 continue
@@ -126,8 +123,9 @@ def _percent(share: float) -> str:
 
 
 def _truncated(window: _Window, first: _Window) -> float | None:
+    """Of expected rollouts it is not known: what has left the tree has not ended in it."""
     ended = window.mean("ended")
-    return None if ended is None else 1 - ended
+    return None if ended is None or window.mean("uncovered") is not None else 1 - ended
 
 
 def _length(window: _Window, first: _Window) -> float | None:
