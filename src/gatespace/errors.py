@@ -1,7 +1,7 @@
 """One family of errors: what went wrong, what was got, why it matters, what to do instead.
 
 The command line prints them without a traceback and exits with `exit_code`: 2 for a mistake in the call or the
-configuration, 1 for a run that failed.
+configuration, 1 for a run that failed; 3 for one that an alarm has ended (`gatespace.training.alarms`).
 """
 
 from __future__ import annotations

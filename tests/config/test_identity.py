@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gatespace.config import (
-    CheckpointConfig,
+    LoraConfig,
     TeachConfig,
     TrainConfig,
     describe,
@@ -71,6 +71,8 @@ EVALUATION = {
     "evaluation.batch_size": 32,
     "evaluation.final": ["test"],
     "evaluation.probabilities": True,
+    "evaluation.patience": 3,
+    "checkpoint.select": "best",
 }
 LORA = {"r": 8, "alpha": 16.0, "targets": ["q_proj"]}
 RUN = {"steps": 7, "batch_size": 7, "seed": 7, "plugins": ["mine.py"]}
@@ -149,6 +151,14 @@ OTHER = {
     "checkpoint.every": 3,
     "checkpoint.keep": 3,
     "checkpoint.model": False,
+    "alarms.window": 5,
+    "alarms.truncated": None,
+    "alarms.length": 2.0,
+    "alarms.entropy": None,
+    "alarms.overlap": 0.1,
+    "alarms.repeated": 0.9,
+    "alarms.legal": None,
+    "alarms.stop_on": ["repeated"],
     "trace.tokens_every": 3,
     "trace.rollouts": 3,
     "trace.trackers": ["wandb"],
@@ -232,9 +242,9 @@ def _at(config: Any, path: str) -> object:
 
 def test_identity_is_stable() -> None:
     # A known value: another one here means a new identity for every run of every study.
-    settings = b'{"every":25,"keep":1,"model":true}'
-    text = b'{"content":{},"kind":"CheckpointConfig","settings":%b,"version":"gatespace.config.1"}' % settings
-    assert identity(CheckpointConfig()) == sha256(text).hexdigest()
+    settings = b'{"alpha":32.0,"r":16,"targets":"all-linear"}'
+    text = b'{"content":{},"kind":"LoraConfig","settings":%b,"version":"gatespace.config.1"}' % settings
+    assert identity(LoraConfig()) == sha256(text).hexdigest()
     config = load_config(TrainConfig, None, ["pair.teacher=t"])
     assert identity(config) == "741f1017a6673accc679a6372a13003883367175598448e64a3963b490e501ae"
     assert identity(TeachConfig()) == "4d250980311347705c87c955277ee86cd3c8a9ebcc7097c24fcfa34af65f68b7"

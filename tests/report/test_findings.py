@@ -7,6 +7,7 @@ from statistics import median
 
 import pytest
 
+from gatespace.evaluation.concerns import Concern
 from gatespace.evidence.analysis import analyse
 from gatespace.report.findings import find
 from gatespace.report.tables import file_tables
@@ -80,6 +81,20 @@ def test_training_stands_beside_start_teacher_and_best_constant(tmp_path):
     known = view.analysis.baselines["emotion"]
     for share in (known.trained, known.start, known.teacher, known.best_constant):
         assert f"{100 * share:.1f} %" in found.training[0]
+
+
+def test_runs_that_may_end_early_are_counted_with_their_rule(tmp_path):
+    results = sample_results(tmp_path, **SMALL)
+    plain = find(View(results, analyse(results))).training[0]
+    train = {"pair": {"teacher": "t"}, "steps": 4, "evaluation": {"every": 1, "patience": 2}}
+    config = results.config.model_copy(update={"train": train})
+    name, run = next(iter(results.runs.items()))
+    stopped = replace(run, cost=replace(run.cost, steps=3), alarms=(Concern("alarm legal", "Seen.", "Helps."),))
+    early = replace(results, config=config, runs={**results.runs, name: stopped})
+    text = find(View(early, analyse(early))).training[0]
+    assert text.startswith(plain)
+    assert "2 evaluations on val in a row" in text
+    assert text.endswith(f"1 of {len(early.done)} runs ended early, after 3 of 4 steps.")
 
 
 def test_runs_below_the_best_constant_are_counted(tmp_path):

@@ -13,7 +13,7 @@ from gatespace.errors import UsageError
 from gatespace.gating.coefficients import Gate
 from gatespace.runs import StudyFolder
 from gatespace.study.outlook import outline
-from gatespace.study.plan import NINE, check, make_plan, objective, slug, train_config
+from gatespace.study.plan import NINE, baseline_name, check, ending, make_plan, objective, slug, train_config
 
 from .conftest import settings, study
 
@@ -171,8 +171,10 @@ def test_g1_as_a_base_has_points_of_its_own():
         {"train": {**settings()["train"], "optimizer": {"lr": 2e-3}}},
         {"teach": {**settings()["teach"], "teacher": {"model": "tiny", "steps": 41}}},
         {"tasks": {"messages": {"task": {"name": "synthetic"}}}},
+        {"train": {**settings()["train"], "evaluation": {"every": 1, "patience": 2}}},
+        {"train": {**settings()["train"], "evaluation": {"every": 1}, "checkpoint": {"select": "best"}}},
     ],
-    ids=["steps", "lr", "teacher", "task"],
+    ids=["steps", "lr", "teacher", "task", "patience", "select"],
 )
 def test_what_can_change_numbers_changes_every_id(change):
     before, after = make_plan(study()), make_plan(study(**change))
@@ -187,6 +189,23 @@ def test_what_can_change_numbers_changes_every_id(change):
 def test_what_cannot_change_numbers_keeps_every_id(change):
     before, after = make_plan(study()), make_plan(study(**change))
     assert set(before.runs) <= set(after.runs)
+
+
+def test_runs_that_may_end_early_do_so_by_one_rule():
+    """All points of a task have it; the models before training are the same, and alarms change no run."""
+    rule = {"evaluation": {"every": 2, "patience": 3}, "checkpoint": {"select": "best"}}
+    plain, early = study(), study(train={**settings()["train"], **rule})
+    assert ending(plain, "messages") == ""
+    text = ending(early, "messages")
+    assert "all points by the same rule" in text
+    assert "3 evaluations on val in a row, one every 2 steps" in text
+    assert "best evaluation on val" in text
+    configs = [train_config(early, "messages", 2, goal) for goal in ({"gate": "G4"}, {"method": "todi"})]
+    assert {(c.evaluation.patience, c.evaluation.every, c.checkpoint.select) for c in configs} == {(3, 2, "best")}
+    looking = study(train={**settings()["train"], "evaluation": {"every": 2}})
+    assert baseline_name(looking, "messages", "student") == baseline_name(early, "messages", "student")
+    alarmed = study(train={**settings()["train"], "alarms": {"stop_on": ["repeated"]}})
+    assert set(make_plan(alarmed).runs) == set(make_plan(plain).runs)
 
 
 def test_decimals_of_a_twin_count():

@@ -228,6 +228,46 @@ def test_a_killed_run_is_taken_up_where_it_was(born: Nursery, train_in: Callable
     assert steps == list(range(1, 9))
 
 
+def test_a_killed_run_loses_its_patience_at_the_same_step(
+    born: Nursery, train_config: Callable[..., TrainConfig], taught: Path, tmp_path: Path
+) -> None:
+    """With alarms on the way, and at the end the weights of an evaluation before checkpoints that are gone."""
+
+    def make(name: str) -> TrainConfig:
+        return train_config(
+            pair={"student": str(taught / "model")},
+            steps=12,
+            optimizer={"lr": 0.01},
+            evaluation={"every": 1, "limit": 40, "batch_size": 20, "patience": 3},
+            checkpoint={"every": 3, "select": "best"},
+            alarms={"window": 1, "length": 1.01, "legal": 1.0},
+            trace={"tokens_every": 1},
+            teacher={"cache": None},
+            output=str(tmp_path / name / "train"),
+        )
+
+    straight, killed = make("straight"), make("killed")
+    assert born.live(straight)["code"] == 0
+    summary = json.loads((straight.output / "summary.json").read_text())
+    assert summary["steps"] < 12
+    last, best = summary["steps"], summary["chosen_step"]
+    assert last == best + 3
+    assert (straight.output / "alarms.jsonl").stat().st_size > 0
+    # before anything is known, at the evaluation of the best, between it and its checkpoint, after it, at the very end
+    points: list[Point] = [
+        ["evaluating", 20, 0],
+        ["evaluating", 20, best],
+        ["at", "os.rename", f"checkpoints/.step-{best:06d}.new"],
+        ["step", best + 2],
+        ["evaluating", 20, last],
+        ["at", "open", ".summary.json.tmp"],
+    ]
+    for point in points:
+        assert born.live(killed, point)["killed"], point
+    assert born.live(killed)["code"] == 0
+    assert_same_numbers(killed.output, straight.output)
+
+
 def test_a_killed_control_without_its_model(born: Nursery, train_in: Callable[..., TrainConfig]) -> None:
     settings: dict[str, Any] = {"shuffle": True, "model": False}
     straight, killed = train_in("straight", **settings), train_in("killed", **settings)

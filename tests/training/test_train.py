@@ -376,8 +376,9 @@ def test_records_of_tokens_look_at_few_logits_at_a_time(
     assert sum(most[1:]) == most[0]
     whole, parts = ([value for line in lines for top in line["student_top"] for _, value in top] for _, lines in found)
     assert parts == pytest.approx(whole, rel=1e-4)
-    shares = [metrics[0].pop("kappa_share") for metrics, _ in found]
-    assert shares[0] == pytest.approx(shares[1], rel=1e-3)
+    for name in ("kappa_share", "student_entropy_nats", "teacher_entropy_nats"):
+        shares = [metrics[0].pop(name) for metrics, _ in found]
+        assert shares[0] == pytest.approx(shares[1], rel=1e-3)
     assert found[0][0] == found[1][0]
 
 

@@ -8,7 +8,7 @@ import { drawn, FOLLOWED, fromLink, listed, Looks, START, toLink } from "../src/
 
 const row = (id: string, change: Partial<Row> = {}): Row => ({
   id, title: `x ${id}`, task: "x", point: id, kind: "point", seed: 1, state: "waiting", step: 0, steps: 10, loss: null, lam: null, accuracy: null, seconds: null,
-  error: "", details: "", when: "", ...change,
+  error: "", details: "", when: "", alarms: [], ...change,
 });
 const curves = (last: number): Curves => ({ step: [1, last], loss: [1, null], lam: [null, null], evaluated: [0], accuracy: [0.5] });
 const snapshot = (change: Partial<Snapshot> = {}): Snapshot => ({

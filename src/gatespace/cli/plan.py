@@ -50,14 +50,16 @@ def plan(
     gatespace plan my.yaml --set seeds=[42,2,3,4,5] --json
     """
     from gatespace.cli.console import console, print_json
+    from gatespace.study.plan import ending
 
     config = study_file.load_study(study, sets or [], quick=quick, plugins=plugins, trust_plugins=trust_plugins)
     found = study_file.checked_plan(config, yes=yes)
     costs = [_cost(config, found, task) for task in config.tasks] if estimate else []
     support = study_file.support(found)
+    endings = {task: ending(config, task) for task in config.tasks}
     if as_json:
         more = {"estimate": costs} if estimate else {}
-        print_json({**found.as_json(), "support": support.as_json(), **more})
+        print_json({**found.as_json(), "support": support.as_json(), "ending": endings, **more})
         return
     out = console()
     out.print(f"{config.name}: {len(found.runs)} runs on {', '.join(config.tasks)}", style="bold", soft_wrap=True)
@@ -65,7 +67,7 @@ def plan(
         out.print(_runs(found, task, everything=everything))
         out.print(_comparisons(found, task, everything=everything))
     out.print(_counts(found))
-    for line in _reasons(found):
+    for line in (*_reasons(found), *(f"{task}: {text}" for task, text in endings.items() if text)):
         out.print(line, soft_wrap=True)
     out.print(_support(support))
     out.print(_SUPPORT, soft_wrap=True)

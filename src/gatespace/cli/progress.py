@@ -68,6 +68,10 @@ class RunProgress(Closing):
         """Print something that a user should know."""
         self._print(f"note: {text}")
 
+    def warn(self, text: str) -> None:
+        """Print what is wrong with the run."""
+        self._print(f"warning: {text}")
+
     def step(self, step: int, steps: int, record: Mapping[str, Any], timing: Mapping[str, Any]) -> None:
         """A step is done."""
         first = self._began is None

@@ -67,8 +67,8 @@ def train(
     gatespace train --settings         every setting of a file or of --set
 
     Exit code 0: trained; 1: the run failed; 2: wrong usage or settings;
-    130 or 143: stopped by Ctrl-C or SIGTERM. With --json, standard output is
-    the summary alone.
+    3: ended by an alarm (alarms.stop_on); 130 or 143: stopped by Ctrl-C or
+    SIGTERM. With --json, standard output is the summary alone.
     """
     from gatespace.cli.training import execute, list_settings
     from gatespace.config import TrainConfig

@@ -99,8 +99,15 @@ def _report(config: TrainConfig | TeachConfig, folder: RunFolder, summary: dict[
     out = console()
     if summary["evaluation"]:
         out.print(results_table(summary["evaluation"], on_the_way))
-    if line := curve(summary["evaluation"], on_the_way, summary["steps"]):
+    chosen = summary.get("chosen_step", summary["steps"])
+    looked = any(record["step"] == chosen for record in on_the_way)
+    if line := curve({} if looked else summary["evaluation"], on_the_way, chosen):
         out.print(line, soft_wrap=True)
+    if "planned_steps" in summary:
+        out.print(
+            f"weights after step {chosen}; ended after step {summary['steps']} of {summary['planned_steps']}",
+            soft_wrap=True,
+        )
     run = summary.get("run")
     if run and run["lam_mean"] is not None:
         saturated = f"{run['lam_saturated']:.1%} of them saturated"

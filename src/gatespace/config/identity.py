@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gatespace.config.base import Section, key_of
+from gatespace.config.sections import ALARMS
 from gatespace.errors import unknown_name
 
 _VERSION = "gatespace.config.1"  # to change it is to give every run a new identity
@@ -29,6 +30,10 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         "checkpoint.every": "how much of a killed run is computed again",
         "checkpoint.keep": "how many checkpoints stay",
         "checkpoint.model": "whether the trained weights are kept",
+        **{
+            f"alarms.{name}": "when a run warns, or is ended before it is done"
+            for name in (*ALARMS, "window", "stop_on")
+        },
         "trace.tokens_every": "what is written down",
         "trace.rollouts": "what is written down",
         "trace.trackers": "where it is written down",
@@ -52,10 +57,17 @@ LATER: Mapping[str, Any] = MappingProxyType(
         "optimizer.states": "fp32",
         "engine.chunk_mb": None,
         "engine.share_prompt": True,
+        "evaluation.patience": None,
+        "checkpoint.select": "last",
         "plugins": [],
     }
 )
 """Setting → the value with which runs are what they were before there was the setting; their identities stay too."""
+
+CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    dict.fromkeys(("evaluation.patience", "checkpoint.select"), ("evaluation.every", "evaluation.split"))
+)
+"""Setting → what counts where it is set, and is left out otherwise: the evaluations that it chooses by."""
 
 CONTENT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -98,14 +110,20 @@ def identity(config: Section, *, content: Mapping[str, str] | None = None) -> st
         replaced += CONTENT[name]
     settings = {
         path: value
-        for path, value in settings_of(config).items()
-        if path not in LEFT_OUT
-        and not (path in LATER and value == LATER[path])
-        and not any(path == other or path.startswith(f"{other}.") for other in replaced)
+        for path, value in counted(config).items()
+        if not any(path == other or path.startswith(f"{other}.") for other in replaced)
     }
     whole = {"version": _VERSION, "kind": type(config).__name__, "settings": settings, "content": found}
     text = json.dumps(whole, sort_keys=True, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def counted(config: Section) -> dict[str, Any]:
+    """Dotted path → value of the settings that can change a run's numbers."""
+    settings = settings_of(config)
+    found = {path: value for path, value in settings.items() if not (path in LATER and value == LATER[path])}
+    chosen_by = {path for name, paths in CHOICES.items() if name in found for path in paths}
+    return {path: value for path, value in found.items() if path not in LEFT_OUT or path in chosen_by}
 
 
 def settings_of(config: Section) -> dict[str, Any]:

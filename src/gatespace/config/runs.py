@@ -10,6 +10,7 @@ from gatespace.config.address import is_address
 from gatespace.config.base import Count, Fault, Name, Place, Section, Seed, Switch
 from gatespace.config.objective import ObjectiveConfig
 from gatespace.config.sections import (
+    AlarmsConfig,
     CheckpointConfig,
     EngineConfig,
     EvaluationConfig,
@@ -23,6 +24,7 @@ from gatespace.config.sections import (
     TeachTraceConfig,
     TraceConfig,
     TrainEvaluationConfig,
+    choose_on_validation,
 )
 from gatespace.config.task import TaskConfig
 
@@ -63,6 +65,9 @@ class TrainConfig(Section):
     trace: TraceConfig = TraceConfig()
     """What is recorded during training."""
 
+    alarms: AlarmsConfig = AlarmsConfig()
+    """When the run warns that training collapses, or ends."""
+
     steps: Count = 100
     """Updates of the student: 100 on emotion, 200 on hate and offensive in the paper."""
 
@@ -78,6 +83,18 @@ class TrainConfig(Section):
 
     output: Place = Path("runs/train")
     """The folder of the run."""
+
+    @model_validator(mode="after")
+    def _chooses_on_validation(self) -> TrainConfig:
+        choose_on_validation(self.evaluation, self.checkpoint)
+        return self
+
+    @model_validator(mode="after")
+    def _stops_by_what_is_measured(self) -> TrainConfig:
+        for name in ("entropy", "overlap", "legal"):
+            if name in self.alarms.stop_on and not self.trace.tokens_every:
+                raise Fault("alarms.stop_on", f"{name} is measured every trace.tokens_every steps, which is 0")
+        return self
 
     @model_validator(mode="after")
     def _services_only_score(self) -> TrainConfig:
@@ -197,3 +214,8 @@ class TeachConfig(Section):
 
     output: Place = Path("runs/teach")
     """The folder of the run, in which the teacher is written."""
+
+    @model_validator(mode="after")
+    def _chooses_on_validation(self) -> TeachConfig:
+        choose_on_validation(self.evaluation, self.checkpoint)
+        return self

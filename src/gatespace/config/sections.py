@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, AllowInfNan, BeforeValidator, Field, Strict, model_validator
 
@@ -373,6 +373,10 @@ class EvaluationConfig(Section):
     """Look up the probability of every label too, in the evaluations at the end: log-loss, Brier score, calibration and
     risk against coverage, in the run's files and in a study's report. Needs evaluation.engine: native."""
 
+    patience: Count | None = None
+    """End the run after this many evaluations on the way in a row whose accuracy is not above the best before them;
+    null: all steps are done. The one before training counts. Needs evaluation.every, and a split other than test."""
+
 
 class TrainEvaluationConfig(EvaluationConfig):
     """Evaluation of a student."""
@@ -393,6 +397,66 @@ class CheckpointConfig(Section):
 
     model: Switch = True
     """Write the trained model at the end; false: only its records."""
+
+    select: Literal["last", "best"] = "last"
+    """The weights that a run ends with: those of its last step, or those of its best evaluation on the way, the first
+    of equals. Checkpoints then hold both. Needs evaluation.every, and a split other than test."""
+
+
+def choose_on_validation(evaluation: EvaluationConfig, checkpoint: CheckpointConfig) -> None:
+    """Raise where a run is to choose by evaluations on the way that it does not have, or must not choose by."""
+    best = checkpoint.select == "best"
+    if evaluation.patience is None and not best:
+        return
+    name = "checkpoint.select: best" if best else "evaluation.patience"
+    if not evaluation.every:
+        raise Fault("evaluation.every", f"{name} needs evaluations on the way", instead="e.g. 20")
+    if evaluation.split == "test":
+        what = f"{name} chooses by this split, and a test that was chosen by says nothing any more"
+        raise Fault("evaluation.split", what, instead="val")
+    if best and not checkpoint.every:
+        raise Fault("checkpoint.every", "the best weights are kept in checkpoints", instead="e.g. 25")
+
+
+AlarmName = Literal["truncated", "length", "entropy", "overlap", "repeated", "legal"]
+ALARMS: tuple[str, ...] = get_args(AlarmName)
+"""The alarms of a run, by the names of their thresholds."""
+
+
+class AlarmsConfig(Section):
+    """When a run warns that training collapses: each alarm's threshold; null switches it off. An alarm is raised where
+    the last steps are beyond the threshold, and no better than as many steps before them."""
+
+    window: Count = 10
+    """Steps that are looked at together; at least as many as trace.tokens_every for what is measured only so often."""
+
+    truncated: Share | None = 0.5
+    """The share of responses that do not end before rollout.max_new_tokens: at least this much."""
+
+    length: Annotated[float, Strict(), AllowInfNan(False), Field(gt=1)] | None = 4.0
+    """The mean length of a response: this many times that of the first steps or more, or that many times less."""
+
+    entropy: Share | None = 0.1
+    """The student's mean entropy as a share of the teacher's at the same tokens: at most this much."""
+
+    overlap: Share | None = 0.3
+    """The share of objective.top_k likeliest tokens that student and teacher have in common: at most this much."""
+
+    repeated: Share | None = 0.3
+    """The share of a response's 4-grams that stand in it before: at least this much."""
+
+    legal: Share | None = 0.3
+    """The share of responses that have a legal answer: at most this much."""
+
+    stop_on: Annotated[tuple[AlarmName, ...], AfterValidator(_once)] = ()
+    """Alarms that end the run, with a checkpoint and exit code 3. Without them here the same command resumes it."""
+
+    @model_validator(mode="after")
+    def _stops_by_what_is_on(self) -> AlarmsConfig:
+        for name in self.stop_on:
+            if getattr(self, name) is None:
+                raise Fault("stop_on", f"{name} is switched off", instead=f"a threshold in alarms.{name}")
+        return self
 
 
 class TeachTraceConfig(Section):

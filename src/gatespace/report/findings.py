@@ -21,6 +21,7 @@ from gatespace.gating.coefficients import NotApplicable
 from gatespace.report.beside import sentences
 from gatespace.report.table import shown
 from gatespace.report.view import KINDS, View, axis_of, leaves_out_zero
+from gatespace.study.plan import ending, train_config
 from gatespace.study.records import StudyResults
 
 Verdict = Literal["supported", "lead", "none", "descriptive", "missing"]
@@ -209,8 +210,20 @@ def _training(view: View) -> list[str]:
                 f" {known.below_best_constant} of {known.done} runs are below that label for all: look at "
                 "balanced accuracy, not at accuracy."
             )
-        found.append(text)
+        found.append(text + _ending(view, task))
     return found
+
+
+def _ending(view: View, task: str) -> str:
+    """How runs that may end before their last step have ended."""
+    study = view.results.config
+    if not (rule := ending(study, task)):
+        return ""
+    planned = train_config(study, task, study.seeds[0], {}).steps
+    steps = [run.cost.steps for run in view.results.done if run.spec.task == task and run.cost is not None]
+    early = [count for count in steps if count < planned]
+    after = f", after {' to '.join(map(str, sorted({min(early), max(early)})))} of {planned} steps" if early else ""
+    return f" {rule[0].upper()}{rule[1:]}. {len(early) or 'None'} of {len(steps)} runs ended early{after}."
 
 
 # ---------------------------------------------------------------------------------------------------- claims

@@ -216,7 +216,7 @@ class View:
         found = {0: known.start["val"].accuracy} if known is not None and "val" in known.start else {}
         found |= {check["step"]: check["accuracy"] for check in run.evaluations() if check.get("split") == "val"}
         if "val" in run.scores and run.cost is not None:
-            found[run.cost.steps] = run.scores["val"].accuracy
+            found[run.chosen_step or run.cost.steps] = run.scores["val"].accuracy
         return dict(sorted(found.items()))
 
     def sweep(self, task: str, point: str, split: str = "test") -> dict[int, Score]:

@@ -7,6 +7,7 @@ metrics.jsonl            a line per step; a function of the settings alone
 timings.jsonl            a line per step: seconds, cache hits
 tokens.jsonl             single tokens of some steps
 evaluations.jsonl        a line per evaluation during training
+alarms.jsonl             a line per alarm, where one was raised
 reads.jsonl              a line per read of a held-out split, in a study
 checkpoints/             what a killed run resumes from; removed when it is done
 predictions-SPLIT.jsonl  every response of a final evaluation
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from gatespace.config import TeachConfig, TrainConfig
 
 State = Literal["done", "failed", "running", "waiting"]
-LOGS = ("metrics", "tokens", "evaluations", "timings")
+LOGS = ("metrics", "tokens", "evaluations", "alarms", "timings")
 
 
 class DamagedFileError(RunError, ValueError):
@@ -80,7 +81,7 @@ class RunFolder(Folder):
         return self.path / "reads.jsonl"
 
     def log_file(self, name: str) -> Path:
-        """The file of a log: metrics, tokens, evaluations or timings."""
+        """The file of a log: metrics, tokens, evaluations, alarms or timings."""
         return self.path / f"{name}.jsonl"
 
     def predictions_file(self, split: str) -> Path:
@@ -209,7 +210,7 @@ class RunFolder(Folder):
         return self._json("baseline.json")
 
     def log(self, name: str) -> list[dict[str, Any]]:
-        """The records of a log: metrics, tokens, evaluations, timings or reads."""
+        """The records of a log: metrics, tokens, evaluations, alarms, timings or reads."""
         return read(self.log_file(name))
 
     def predictions(self, split: str) -> list[dict[str, Any]]:
@@ -336,7 +337,7 @@ def _difference(
 ) -> str:
     """How the run in the folder differs from this one."""
     from gatespace.config import load_config
-    from gatespace.config.identity import CONTENT, LEFT_OUT, settings_of
+    from gatespace.config.identity import CONTENT, counted, settings_of
 
     if before.get("processes") != now.get("processes"):
         return f"it is a run of {before.get('processes', '1')} processes, not {now.get('processes', '1')}"
@@ -350,10 +351,11 @@ def _difference(
             return f"changed: {name}"
     found = tuple(path for name in now for path in CONTENT[name])
     try:
-        old = settings_of(load_config(type(config), run.config_file))
+        other = load_config(type(config), run.config_file)
     except UsageError:
         return "its settings differ"
-    for path, value in settings_of(config).items():
-        if path not in LEFT_OUT and not path.startswith(found) and old.get(path) != value:
-            return f"its {path} is {json.dumps(old.get(path))}, not {json.dumps(value)}"
+    old, own = settings_of(other), settings_of(config)
+    for path in {**counted(config), **counted(other)}:
+        if not path.startswith(found) and old.get(path) != own.get(path):
+            return f"its {path} is {json.dumps(old.get(path))}, not {json.dumps(own.get(path))}"
     return "its settings differ"

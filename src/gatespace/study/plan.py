@@ -405,9 +405,30 @@ def _identity(config: TrainConfig | TeachConfig) -> str:
     return identity(config, content={"plugins": plugins_digest(config.plugins)} if config.plugins else {})
 
 
+def ending(study: StudyConfig, task: str) -> str:
+    """Whether the runs of a task may end before their last step, and with which weights, as a clause; "" for neither.
+
+    A task's runs differ in their objective and seed alone, so that all sides of a comparison follow the same rule.
+    """
+    settings = _merged(study.train, study.tasks[task].train)
+    if "patience" not in (settings.get("evaluation") or ()) and "select" not in (settings.get("checkpoint") or ()):
+        return ""
+    config = train_config(study, task, study.seeds[0], {})
+    checks, parts = config.evaluation, []
+    if checks.patience is not None:
+        parts.append(
+            f"a run ends before step {config.steps} where {checks.patience} evaluations on {checks.split} in a row, "
+            f"one every {checks.every} steps, are no better than the best before them"
+        )
+    if config.checkpoint.select == "best":
+        parts.append(f"the weights of a run are those of its best evaluation on {checks.split}")
+    return "; ".join(parts) and f"all points by the same rule: {'; '.join(parts)}"
+
+
 def baseline_name(study: StudyConfig, task: str, role: str) -> str:
     """The name of the evaluation of a task's student or teacher as it is before the runs."""
     config = dump_config(train_config(study, task, study.seeds[0], {}))
+    del config["evaluation"]["patience"]  # of a training
     if not config["evaluation"]["probabilities"]:  # names from before there was the setting
         del config["evaluation"]["probabilities"]
     recipe = {

@@ -200,6 +200,10 @@ class RunResult:
     environment: Mapping[str, Any] = field(default_factory=dict)
     fingerprint: str = ""
     """Of the trained weights."""
+    chosen_step: int = 0
+    """The step that they are from: the last one, or that of the best evaluation on the way."""
+    alarms: tuple[Concern, ...] = ()
+    """Those that were on at the end of training."""
 
     def predictions(self, split: str) -> list[Predicted]:
         """The label of every row, in the order of the rows."""

@@ -103,6 +103,12 @@ def _result(run: RunFolder, spec: RunSpec) -> RunResult:
         cost=_cost(run, summary["run"]),
         environment=run.environment(),
         fingerprint=summary["fingerprint"],
+        chosen_step=summary.get("chosen_step", summary["steps"]),
+        alarms=tuple(
+            Concern(f"alarm {one['alarm']}", one["seen"], one["helps"])
+            for one in summary.get("alarms", ())
+            if one["on"]
+        ),
     )
 
 
@@ -183,14 +189,12 @@ def _warnings(
     for result in runs.values():
         if result.state == "done":
             begun = baselines[result.spec.task].start if result.spec.task in baselines else {}
-            yield (
-                result.spec.id,
-                concerns(
-                    {split: score.metrics for split, score in result.scores.items()},
-                    start={split: Answers.of(score.metrics) for split, score in begun.items()},
-                    steps=result.curve(),
-                ),
+            found = concerns(
+                {split: score.metrics for split, score in result.scores.items()},
+                start={split: Answers.of(score.metrics) for split, score in begun.items()},
+                steps=result.curve(),
             )
+            yield result.spec.id, [*found, *result.alarms]
 
 
 def _problems(plan: Plan, runs: Mapping[str, RunResult]) -> list[str]:

@@ -23,9 +23,9 @@ from gatespace.files import atomic_write, sync_folder
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Checkpoint", "latest", "save"]
+__all__ = ["Checkpoint", "latest", "save", "tensors_file", "tensors_of"]
 
-_TENSORS, _STATE = "state.safetensors", "state.json"
+_TENSORS, _STATE, _BEST = "state.safetensors", "state.json", "best.safetensors"
 _FORMAT = 2
 _NAME = re.compile(r"step-(\d{6,})(\.before)?")
 _SCRAP = re.compile(r"\.step-\d{6,}(\.before)?\.(new|gone)")
@@ -41,9 +41,19 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     """On the CPU."""
     state: dict[str, Any]
+    best: Path
+    """The tensors of an earlier checkpoint that are kept with this one, or its own."""
 
 
-def save(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, keep: int = 1) -> Path:
+def save(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    *,
+    keep: int = 1,
+    best: Path | None = None,
+) -> Path:
     """Write the checkpoint of `step`, and then remove what is no longer needed.
 
     Args:
@@ -53,6 +63,7 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[
         state: What JSON can hold; floats come back exactly.
         keep: How many of the latest are left, this one included. Those of later steps go too: they belong to a
             course of the run that was given up.
+        best: The tensors of an earlier checkpoint, to be kept with this one.
 
     Returns:
         The checkpoint's own folder.
@@ -69,7 +80,11 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[
         _sweep(folder)
         new.mkdir()
         _write_tensors(new / _TENSORS, tensors)
-        atomic_write(new / _STATE, _statement(step, state, _digest(new / _TENSORS)))
+        digests = {"tensors": _digest(new / _TENSORS)}
+        if best is not None:
+            _link(best, new / _BEST)
+            digests["best"] = _digest(new / _BEST)
+        atomic_write(new / _STATE, _statement(step, state, digests))
         if final.exists():  # moved aside and not removed: it may be the only one
             before = folder / f"{final.name}.before"
             _remove(before)
@@ -86,6 +101,16 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[
     finally:
         shutil.rmtree(new, ignore_errors=True)  # only after an error is it still there; a full disk gets its room back
     return final
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint's file, on the CPU."""
+    return _safetensors().load_file(str(path))
+
+
+def tensors_file(folder: Path, step: int, *, best: bool = False) -> Path:
+    """Where the checkpoint of `step` has its tensors, or those of an earlier one that are kept with it."""
+    return Path(folder) / f"step-{step:06d}" / (_BEST if best else _TENSORS)
 
 
 def latest(folder: Path, *, report: Callable[[str], None] | None = None) -> Checkpoint | None:
@@ -178,13 +203,23 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         os.fsync(file.fileno())
 
 
-def _statement(step: int, state: Mapping[str, Any], tensors: str) -> str:
+def _link(source: Path, path: Path) -> None:
+    """Another name of the same file; a copy where the file system has no such thing."""
+    try:
+        os.link(source, path)
+    except OSError:
+        shutil.copyfile(source, path)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _statement(step: int, state: Mapping[str, Any], digests: Mapping[str, str]) -> str:
     _check_keys(state)
     try:
         json.dumps(state)
     except (TypeError, ValueError) as error:
         raise UsageError("the state of a checkpoint holds something that JSON has no form for", got=error) from None
-    body = {"format": _FORMAT, "state": state, "step": step, "tensors": tensors}
+    body = {"format": _FORMAT, "state": state, "step": step, **digests}
     return json.dumps({**body, "checksum": _seal(body)}, sort_keys=True, indent=1) + "\n"
 
 
@@ -217,12 +252,14 @@ def _load(path: Path, number: int) -> Checkpoint:
         )
     if step != number:
         raise _Damaged(f"it is the checkpoint of step {step}")
-    try:
-        if _digest(path / _TENSORS) != tensors:
-            raise _Damaged(f"{_TENSORS} has another checksum")
-    except OSError as error:
-        raise _Damaged(f"{_TENSORS} cannot be read: {error.strerror}") from None
-    return Checkpoint(path, step, _safetensors().load_file(str(path / _TENSORS)), state)
+    for name, digest in {_TENSORS: tensors, **({_BEST: body["best"]} if "best" in body else {})}.items():
+        try:
+            if _digest(path / name) != digest:
+                raise _Damaged(f"{name} has another checksum")
+        except OSError as error:
+            raise _Damaged(f"{name} cannot be read: {error.strerror}") from None
+    best = path / (_BEST if "best" in body else _TENSORS)
+    return Checkpoint(path, step, tensors_of(path / _TENSORS), state, best)
 
 
 def _digest(path: Path) -> str:

@@ -7,6 +7,7 @@ Gate, signals and divergences are those of tokens, and h = u: a text has one pos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,7 +32,7 @@ from gatespace.training.rollouts import MicroBatch, OnPolicy
 from gatespace.training.setup import encoder_for
 from gatespace.training.telemetry import DistillationTrace
 from gatespace.training.token_records import top_tokens
-from gatespace.training.trace import kappa_share, kappa_squares
+from gatespace.training.trace import agreement, kappa_share, kappa_squares
 
 
 @dataclass
@@ -183,6 +184,8 @@ class _LabelTrace(DistillationTrace):
         if self._gate is not None:
             squares = kappa_squares(student, teacher, self._gate, inputs=self._job.loss_inputs())
             self._kappa = 0.0 if self._job.config.objective.shuffle else kappa_share([squares])
+        near = agreement(student, teacher, self._job.config.objective.top_k)
+        self._agreement = {name: math.fsum(values) / len(values) for name, values in near.items()}
         for row, ours, theirs in zip(rows, top_tokens(student), top_tokens(teacher), strict=True):
             self._sample.append(self._token_record(batch, row, self._trace.row(row), [ours], [theirs]))
 

@@ -14,6 +14,9 @@ class Progress(Protocol):
     def note(self, text: str) -> None:
         """Something that a user should know."""
 
+    def warn(self, text: str) -> None:
+        """Something is wrong with the run."""
+
     def step(self, step: int, steps: int, record: Mapping[str, Any], timing: Mapping[str, Any]) -> None:
         """A step is done."""
 
@@ -28,6 +31,7 @@ class Silent:
     """Progress that is not shown."""
 
     def note(self, text: str) -> None: ...
+    def warn(self, text: str) -> None: ...
     def step(self, step: int, steps: int, record: Mapping[str, Any], timing: Mapping[str, Any]) -> None: ...
     def evaluating(self, split: str, done: int, total: int) -> None: ...
     def evaluated(self, step: int, evaluation: Evaluation) -> None: ...

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from gatespace.config import dump_config
+from gatespace.config import TrainConfig, dump_config
 from gatespace.errors import GatespaceError, RunError
 from gatespace.evaluation import Evaluation, write
 from gatespace.evaluation.concerns import concerns, start_of
@@ -15,6 +16,7 @@ from gatespace.files import JsonLines, Mark
 from gatespace.plugins import provided, provider
 from gatespace.teacher.scores import TeacherAwayError
 from gatespace.training import checkpoint
+from gatespace.training.alarms import Alarm, AlarmError, Alarms
 from gatespace.training.job import Job
 from gatespace.training.trackers import Trackers, open_trackers
 
@@ -29,7 +31,12 @@ class Records:
         self._marks: dict[str, Mark] = {}
         """Where the logs were at the checkpoint."""
         self._trackers: Trackers
-        self.start = self._restore()
+        self._alarms: Alarms | None = None
+        self._evaluations: list[dict[str, Any]] = []
+        """Those on the way."""
+        self._best: Path | None = None
+        """The tensors after the step of the best of them, as the last checkpoint has them."""
+        self.start = self._saved = self._restore()
         """How many steps are done."""
 
     def __enter__(self) -> Self:
@@ -37,6 +44,10 @@ class Records:
         with job.processes.together():
             if self._writes:
                 self._logs = job.run.open_logs(self._marks)
+                self._evaluations = job.run.log("evaluations")
+                if isinstance(config, TrainConfig):
+                    self._alarms = Alarms(config, job.run.log("metrics"))
+        self._evaluations = job.processes.gather(self._evaluations)[0]
         names = config.trace.trackers if self._writes else ()
         self._trackers = open_trackers(
             names, job.run.path, dump_config(config), step=self.start, report=job.progress.note
@@ -58,9 +69,28 @@ class Records:
         metrics = lines["metrics"][0]
         self._trackers.log(done, metrics)
         self._job.progress.step(done, self._job.config.steps, metrics, lines["timings"][0])
+        for alarm in self._alarms.see(metrics) if self._alarms is not None else ():
+            self._append("alarms", alarm._asdict())
+            self._job.progress.warn(str(alarm))
+
+    @property
+    def best(self) -> int | None:
+        """The step of the best evaluation on the way, the first of equals; None where there was none."""
+        best = max(self._evaluations, key=lambda record: record["accuracy"], default=None)
+        return None if best is None else int(best["step"])
+
+    @property
+    def out_of_patience(self) -> bool:
+        """Whether the run ends here, because evaluations have not become better for long enough."""
+        patience, best = self._job.config.evaluation.patience, self.best
+        if patience is None or best is None:
+            return False
+        return sum(record["step"] > best for record in self._evaluations) >= patience
 
     def evaluate(self, done: int) -> None:
-        """Evaluate during training."""
+        """Evaluate during training, unless a run that resumes has done so."""
+        if any(record["step"] == done for record in self._evaluations):
+            return
         evaluation = self._job.evaluate(self._job.config.evaluation.split)
         metrics = evaluation.metrics
         record = {
@@ -74,8 +104,32 @@ class Records:
             "predicted": {row.label: row.predicted for row in metrics.per_label},
         }
         self._append("evaluations", record)
+        self._evaluations.append(record)
         self._trackers.log(done, {f"eval/{key}": record[key] for key in ("accuracy", "macro_f1", "parse_failures")})
         self._job.progress.evaluated(done, evaluation)
+
+    def stop_on_alarm(self, done: int) -> None:
+        """End the run, with a checkpoint, where an alarm is on that does so."""
+        job = self._job
+        if not isinstance(job.config, TrainConfig) or not job.config.alarms.stop_on:
+            return
+        on = self._alarms.on if self._alarms is not None else {}
+        own = [[*alarm] for name, alarm in on.items() if name in job.config.alarms.stop_on]
+        found = [Alarm(*values) for values in job.processes.gather(own)[0]]
+        if not found:
+            return
+        if done != self._saved:
+            self.checkpoint(done)
+        names = ", ".join(alarm.alarm for alarm in found)
+        error = AlarmError(
+            f"the run was ended after step {done} of {job.config.steps} by an alarm (alarms.stop_on): {names}",
+            got=" ".join(alarm.seen for alarm in found),
+            why=" ".join(alarm.helps for alarm in found),
+            instead="other settings in another output folder; or, to go on all the same, the same command without "
+            f"{names} in alarms.stop_on, which resumes after step {done}",
+        )
+        error.raised_by = 0
+        raise error
 
     def checkpoint(self, done: int) -> None:
         """Save everything that the next step depends on."""
@@ -87,7 +141,17 @@ class Records:
         with job.processes.together():
             if self._writes:
                 job.run.check_claim()
-                checkpoint.save(job.run.checkpoints, done, tensors, state, keep=job.config.checkpoint.keep)
+                checkpoint.save(
+                    job.run.checkpoints,
+                    done,
+                    tensors,
+                    state,
+                    keep=job.config.checkpoint.keep,
+                    best=None if self.best == done else self._best,
+                )
+        self._saved = done
+        if job.config.checkpoint.select == "best":
+            self._best = checkpoint.tensors_file(job.run.checkpoints, done, best=self.best != done)
 
     @contextmanager
     def failures(self, step: int) -> Iterator[None]:
@@ -122,28 +186,45 @@ class Records:
             failed.raised_by = error.raised_by
             raise failed from error
 
-    def finish(self) -> dict[str, Any]:
-        """Evaluate, save the model, write the summary; the run is done."""
+    def finish(self, done: int) -> dict[str, Any]:
+        """Evaluate, save the model, write the summary; the run is done after `done` steps."""
         job, config, run = self._job, self._job.config, self._job.run
+        chosen = self._choose(done)
         evaluations: dict[str, Evaluation] = {}
         for split in config.evaluation.final:
             evaluations[split] = evaluation = job.evaluate(split, probabilities=config.evaluation.probabilities)
             if self._writes:
                 run.check_claim()
                 write(evaluation, run.path)
-            job.progress.evaluated(config.steps, evaluation)
-            self._trackers.log(config.steps, {f"final/{split}/accuracy": evaluation.metrics.accuracy})
+            job.progress.evaluated(chosen, evaluation)
+            self._trackers.log(done, {f"final/{split}/accuracy": evaluation.metrics.accuracy})
         results = {split: evaluation.as_json() for split, evaluation in evaluations.items()}
-        summary = {"steps": config.steps, "evaluation": results, **job.summary(), **job.save_model()}
+        summary = {"steps": done, "evaluation": results, **job.summary(), **job.save_model()}
+        if done < config.steps or config.checkpoint.select == "best":
+            summary |= {"planned_steps": config.steps, "chosen_step": chosen}
         if self._writes:
             found = {split: evaluation.metrics for split, evaluation in evaluations.items()}
             start, steps = start_of(run.log("evaluations")), run.log("metrics")
-            summary["warnings"] = [str(one) for one in concerns(found, start=start, steps=steps)]
+            summary["warnings"] = [*map(str, concerns(found, start=start, steps=steps))]
+            if self._alarms is not None:
+                on = [alarm._asdict() for alarm in self._alarms.on.values()]
+                summary["alarms"] = [{**raised, "on": raised in on} for raised in run.log("alarms")]
+                summary["warnings"] += map(str, self._alarms.on.values())
             run.finish(summary)
             for name in provided("finishers"):
                 provider("finishers", name)(run)
             run.mark_done()
         return summary
+
+    def _choose(self, done: int) -> int:
+        """Give the model the weights that the run ends with; the step that they are from."""
+        job, best = self._job, self.best
+        if job.config.checkpoint.select == "last" or best is None or best == done:
+            return done
+        assert self._best is not None
+        job.optimizer.restore(checkpoint.tensors_of(self._best))
+        job.progress.note(f"the weights are those after step {best}, the best on {job.config.evaluation.split}")
+        return best
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         if self._writes:
@@ -167,5 +248,6 @@ class Records:
             job.optimizer.restore(found.tensors)
             self._marks = {name: Mark(**mark) for name, mark in found.state.pop("logs").items()}
             job.restore(found.state)
+            self._best = found.best if job.config.checkpoint.select == "best" else None
             job.progress.note(f"resuming from step {start} of {job.config.steps}")
         return start

@@ -18,10 +18,16 @@ from gatespace.training.memory import TELEMETRY
 from gatespace.training.optimizer import Update
 from gatespace.training.rollouts import MicroBatch
 from gatespace.training.token_records import due, token_record, top_tokens
-from gatespace.training.trace import Trace, kappa_share, kappa_squares
+from gatespace.training.trace import Trace, agreement, kappa_share, kappa_squares, repeated
 
 if TYPE_CHECKING:
     from gatespace.training.distill import Distillation
+
+
+_MEANS = ("nodes", "uncovered", "repeated_ngrams", "legal_answers")
+"""Numbers per response, or per prompt with expected rollouts, whose mean is logged."""
+_MAYBE = ("repeated_ngrams", "legal_answers", "student_entropy_nats", "teacher_entropy_nats", "top_k_overlap")
+"""Logged in every step; None where they were not measured."""
 
 
 class DistillationTrace:
@@ -41,6 +47,7 @@ class DistillationTrace:
         self._losses: list[float] = []
         self._sample: list[dict[str, Any]] = []
         self._kappa: float | None = None
+        self._agreement: dict[str, float] = {}
         self._trace.begin(self._step)
         self._before = self._counts()
 
@@ -58,7 +65,7 @@ class DistillationTrace:
     def record(self, update: Update, clock: Clock) -> dict[str, list[dict[str, Any]]]:
         """Log → its new lines, when the step is done in all processes."""
         samples = [(batch, row) for batch in self._seen for row in batch.samples]
-        own = {
+        own: dict[str, list[Any]] = {
             "lengths": [len(batch.rollout.responses[row]) for batch, row in samples],
             "ended": [batch.rollout.ended[row] for batch, row in samples],
             "log_probs": [
@@ -74,6 +81,10 @@ class DistillationTrace:
                 "nodes": [tree.nodes for tree in trees],
                 "uncovered": [tree.uncovered for tree in trees],
             }
+        else:
+            own["repeated_ngrams"] = [repeated(batch.rollout.responses[row]) for batch, row in samples]
+            if due(self._step, every=self._job.config.trace.tokens_every):
+                own["legal_answers"] = [self._label(batch.rollout.responses[row]) is not None for batch, row in samples]
         counts = {name: count - self._before[name] for name, count in self._counts().items()}
         processes = self._job.processes
         found = processes.gather((own, counts, self._trace.tokens() if processes.size > 1 else None))
@@ -81,13 +92,12 @@ class DistillationTrace:
             if rank != processes.rank:
                 self._trace.take(tokens)
         rows = {name: [value for one, _, _ in found for value in one[name]] for name in own}
-        more = {name: math.fsum(rows[name]) / len(rows[name]) for name in ("nodes", "uncovered") if name in rows}
+        means = {name: math.fsum(values) / len(values) for name, values in rows.items() if name in _MEANS}
+        self._trace.rollout(**{name: values for name, values in rows.items() if name not in means})
         objective = self._job.objective
         moving = {f"{objective.name}_{name}": value for name, value in objective.state().items()}
-        self._trace.rollout(**{name: values for name, values in rows.items() if name not in more})
-        metrics = self._trace.record(
-            grad_norm=update.grad_norm, lr=update.lr, kappa_share=self._kappa, **more, **moving
-        )
+        more: dict[str, Any] = {**dict.fromkeys(_MAYBE), **means, **self._agreement, **moving}
+        metrics = self._trace.record(grad_norm=update.grad_norm, lr=update.lr, kappa_share=self._kappa, **more)
         objective.advance(metrics["loss"], (self._step - 1) / self._job.config.steps)
         seconds = sum(clock.wall.values())
         timing = {
@@ -145,12 +155,15 @@ class DistillationTrace:
         student_top: list[list[tuple[int, float]]] = []
         teacher_top: list[list[tuple[int, float]]] = []
         squares: tuple[list[float], ...] = ([], [])
+        near: dict[str, list[float]] = {}
         at_once = max(1, TELEMETRY // (4 * job.vocab_size))
         for start in range(0, len(sampled), at_once):  # the logits of all would take gigabytes
             span = slice(start, min(start + at_once, len(sampled)))
             student, teacher = self._logits(batch, span)
             student_top += top_tokens(student)
             teacher_top += top_tokens(teacher)
+            for name, found in agreement(student, teacher, settings.top_k).items():
+                near.setdefault(name, []).extend(found)
             if gate is not None and not settings.shuffle:
                 inputs = LossInputs(
                     top_k=settings.top_k,
@@ -161,16 +174,18 @@ class DistillationTrace:
                     segment_ids=batch.segments[None, span].to(student.device) if job.objective.ahead() else None,
                     total_tokens=1.0,  # as for all of the tokens, however they are divided
                 )
-                found = kappa_squares(
+                parts = kappa_squares(
                     student, teacher, gate, inputs=inputs, support=settings.support, support_k=settings.support_k
                 )
-                for all_of, some in zip(squares, found, strict=True):
+                for all_of, some in zip(squares, parts, strict=True):
                     all_of += some
+        often = [1.0] * len(sampled)
         if batch.trees and batch.weights is not None:  # as often as each is met in the mean
             often = [weight for row in rows for weight in batch.weights[row]]
             squares = tuple([one * weight for one, weight in zip(some, often, strict=False)] for some in squares)
         starts = [0, *accumulate(len(responses[row]) for row in rows)]
         spans = [slice(starts[row], starts[row + 1]) for row in samples]
+        self._agreement = _means(near, often, spans)
         if gate is not None:  # 0 where λ is shuffled, and so a constant
             self._kappa = kappa_share([(squares[0][span], squares[1][span]) for span in spans])
         for sample, (row, span) in enumerate(zip(samples, spans, strict=True)):
@@ -230,6 +245,19 @@ class DistillationTrace:
         if cache is not None:
             counts |= {"cache_hits": cache.stats.hits, "cache_misses": cache.stats.misses}
         return counts
+
+
+def _means(values: Mapping[str, Sequence[float]], often: Sequence[float], spans: Sequence[slice]) -> dict[str, float]:
+    """The mean of each column over the tokens of the spans, each as often as it counts; none where there are none."""
+    count = math.fsum(weight for span in spans for weight in often[span])
+    return {
+        name: math.fsum(
+            value * weight for span in spans for value, weight in zip(column[span], often[span], strict=True)
+        )
+        / count
+        for name, column in values.items()
+        if count
+    }
 
 
 def _complete(values: Sequence[dict[str, list[float]]], batch: MicroBatch) -> None:

@@ -19,11 +19,14 @@ from gatespace.gating.coefficients import SATURATION, Gate
 from gatespace.gating.loss import LossInputs, LossOutput, distillation_loss
 from gatespace.gating.objectives import Gated
 from gatespace.gating.tokens import TeacherTopK
+from gatespace.gating.vocabulary import top_entries
 
-__all__ = ["BINS", "Trace", "kappa_share", "kappa_squares"]
+__all__ = ["BINS", "NGRAM", "Trace", "agreement", "kappa_share", "kappa_squares", "repeated"]
 
 BINS = 20
 """Bins of the λ histograms, of equal width over [0, 1]."""
+NGRAM = 4
+"""Tokens of the n-grams whose repetition is counted."""
 _COLUMNS = ("weight", "forward_kl", "reverse_kl", "h", "u", "gap", "tail_mass")
 _SPREAD = ("lam", "h", "u", "gap")
 _RUN = {
@@ -327,7 +330,57 @@ def kappa_squares(
         return squares(through.double() - gradient(True)), squares(through)
 
 
+@torch.no_grad()
+def agreement(student_logits: Tensor, teacher_logits: Tensor | TeacherTopK, top_k: int) -> dict[str, list[float]]:
+    """How sure both models are at each of N tokens, and how many of their likeliest tokens they have in common.
+
+    Entropies are in nats, at temperature 1. That of a `TeacherTopK` has one outcome for all that it does not name.
+
+    Args:
+        student_logits: (N, V).
+        teacher_logits: (N, V), or a `TeacherTopK` of (…, N, K).
+        top_k: The likeliest k tokens of each are compared, or as many as are known.
+
+    Examples:
+        >>> found = agreement(torch.tensor([[0.0, 0.0, -99.0]]), torch.tensor([[0.0, -99.0, 0.0]]), 2)
+        >>> found["top_k_overlap"], round(found["student_entropy_nats"][0], 4)
+        ([0.5], 0.6931)
+    """
+    k = min(top_k, student_logits.shape[-1])
+    if isinstance(teacher_logits, TeacherTopK):
+        known = teacher_logits.log_probs.reshape(-1, teacher_logits.log_probs.shape[-1]).double().exp()
+        order = known.argsort(dim=-1, descending=True, stable=True)
+        theirs = teacher_logits.ids.reshape(known.shape).gather(-1, order)[:, :k]
+        teacher = torch.cat([known, (1 - known.sum(-1, keepdim=True)).clamp(min=0)], -1)
+    else:
+        theirs, teacher = top_entries(teacher_logits, k)[1], teacher_logits.float().softmax(-1)
+    ours = top_entries(student_logits, theirs.shape[-1])[1]
+    common = (ours[:, :, None] == theirs[:, None, :]).any(-1)
+    return {
+        "student_entropy_nats": _entropy(student_logits.float().softmax(-1)),
+        "teacher_entropy_nats": _entropy(teacher),
+        "top_k_overlap": common.double().mean(-1).tolist(),
+    }
+
+
+def repeated(response: Sequence[int], n: int = NGRAM) -> float:
+    """The share of a response's n-grams that stand in it before; 0 of one that is shorter than n.
+
+    Examples:
+        >>> repeated([1, 2, 3, 4, 5]), repeated([7] * 7)
+        (0.0, 0.75)
+    """
+    grams = [tuple(response[start : start + n]) for start in range(len(response) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
 # ---------------------------------------------------------------------------------------------------- helpers
+
+
+def _entropy(probabilities: Tensor) -> list[float]:
+    """Of every row."""
+    found: list[float] = torch.special.entr(probabilities).sum(-1, dtype=torch.float64).tolist()
+    return found
 
 
 def _numbers(values: Tensor, keep: Tensor | None, dtype: torch.dtype) -> list[Any]:

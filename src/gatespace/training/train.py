@@ -41,7 +41,12 @@ def _run(job: Job) -> dict[str, Any]:
     with Records(job) as records:
         if records.start == 0 and config.evaluation.every:
             records.evaluate(0)
-        for step in range(records.start, config.steps):
+        done, best = records.start, config.checkpoint.select == "best"
+        if best and done == 0:  # the model as it is may stay the best
+            records.checkpoint(0)
+        while done < config.steps and not records.out_of_patience:
+            records.stop_on_alarm(done)
+            step = done
             clock = Clock(job.place.device)
             with records.failures(step):
                 trace.begin(step)
@@ -56,11 +61,12 @@ def _run(job: Job) -> dict[str, Any]:
                 lines = trace.record(update, clock)
             done = step + 1
             records.log(done, lines)
-            if _due(config.evaluation.every, done) and done < config.steps:
+            if best if done == config.steps else _due(config.evaluation.every, done):
                 records.evaluate(done)
-            if _due(config.checkpoint.every, done) or (config.checkpoint.every and done == config.steps):
+            needed = done == config.steps or records.out_of_patience or (best and records.best == done)
+            if _due(config.checkpoint.every, done) or (config.checkpoint.every and needed):
                 records.checkpoint(done)
-        return records.finish()
+        return records.finish(done)
 
 
 def _due(every: int, done: int) -> bool:

@@ -16,7 +16,7 @@ import pytest
 
 from gatespace.addons.pages.watch import Budget, Records, Tail, Watcher, check_watchable, thinned, watch_server
 from gatespace.errors import UsageError
-from gatespace.files import claim
+from gatespace.files import claim, encode
 from gatespace.runs import Base, RunFolder
 from tests.addons.pages.test_page import ask
 from tests.addons.pages.watched import begin, finish, lines, record, under_way
@@ -34,6 +34,23 @@ def rows(snapshot) -> dict[str, dict]:
 
 def states(snapshot) -> dict[str, str]:
     return {title: row["state"] for title, row in rows(snapshot).items()}
+
+
+def test_alarms_are_shown_while_they_are_in_the_log(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    lines(run.log_file("metrics"), record(1))
+    run.config_file.write_text("steps: 9\n")
+    looking = watcher(run.path)
+    assert looking.snapshot()["rows"][0]["alarms"] == []
+    first, second = (
+        {"step": step, "alarm": "legal", "value": 0.1, "threshold": 0.3, "seen": f"Step {step}.", "helps": "Less."}
+        for step in (4, 8)
+    )
+    lines(run.log_file("alarms"), first, second)
+    shown = [{"step": step, "alarm": "legal", "text": f"Step {step}. Less."} for step in (4, 8)]
+    assert looking.snapshot()["rows"][0]["alarms"] == shown
+    os.truncate(run.log_file("alarms"), len(encode(first)))  # resumed from an earlier checkpoint
+    assert looking.snapshot()["rows"][0]["alarms"] == shown[:1]
 
 
 def test_every_state(tmp_path):

@@ -125,7 +125,8 @@ def compare(one: Path, two: Path) -> None:
     assert len(ours) == len(theirs) == 4
     for left, right in zip(ours, theirs, strict=True):
         assert set(left) == set(right)
-        for name in set(left) - {"kappa_share", "lam_hist"}:  # κ is of the first rows of a process
+        of_some = {"kappa_share", "student_entropy_nats", "teacher_entropy_nats", "top_k_overlap"}
+        for name in set(left) - of_some - {"lam_hist"}:  # κ and others are of the first rows of a process
             expected = None if left[name] is None else pytest.approx(left[name], rel=2e-4, abs=2e-6)
             assert right[name] == expected, (left["step"], name)
     weights, others = (load_file(folder / "model" / "model.safetensors") for folder in (one, two))

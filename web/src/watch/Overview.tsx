@@ -100,6 +100,30 @@ export function Failures({ snapshot }: { snapshot: Snapshot }) {
   );
 }
 
+export function Alarms({ snapshot }: { snapshot: Snapshot }) {
+  const rows = snapshot.rows.filter((row) => row.alarms.length > 0);
+  if (rows.length === 0) return null;
+  return (
+    <section class="card alarms" aria-labelledby="alarms">
+      <h2 id="alarms">Alarms</h2>
+      <ul>
+        {rows.map((row) => (
+          <li key={row.id}>
+            <b>{row.title}</b>
+            {row.alarms.map(({ step, alarm, text }) => (
+              <p key={`${step} ${alarm}`}>
+                <b>{alarm}</b> <span class="muted">· step {step}</span>
+                <br />
+                {text}
+              </p>
+            ))}
+          </li>
+        ))}
+      </ul>
+    </section>
+  );
+}
+
 function local(when: string): string {
   const date = new Date(when);
   return Number.isNaN(date.getTime()) ? when : date.toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });

@@ -8,7 +8,7 @@ import { Choice } from "../shared/widgets.tsx";
 import "../shared/theme.css";
 import { Charts, type Line, named, Swatch } from "./Charts.tsx";
 import { Client, type Link } from "./client.ts";
-import { Connection, Failures, Nothing, Overview } from "./Overview.tsx";
+import { Alarms, Connection, Failures, Nothing, Overview } from "./Overview.tsx";
 import { Runs } from "./Runs.tsx";
 import { counted, merged, type Snapshot } from "./snapshot.ts";
 import { drawn, fromLink, Looks, type State, toLink } from "./state.ts";
@@ -56,6 +56,7 @@ function App() {
           <>
             <Overview snapshot={snapshot} />
             <Failures snapshot={snapshot} />
+            <Alarms snapshot={snapshot} />
             <Drawn snapshot={snapshot} rows={rows} slots={slots} />
             <Runs snapshot={snapshot} state={state} change={(change) => choices.set(change)} slots={slots} />
           </>

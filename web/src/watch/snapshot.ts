@@ -24,6 +24,8 @@ export interface Row {
   error: string;
   details: string;
   when: string;
+  /** Those that were raised, in order. */
+  alarms: { step: number | null; alarm: string; text: string }[];
 }
 
 export interface Curves {

@@ -338,6 +338,7 @@ class Watcher:
             "error": item.error[:_MOST_TEXT],
             "details": str(failure.get("details") or "")[-_MOST_TEXT:],
             "when": str(failure.get("when") or ""),
+            "alarms": records.alarms,
         }
 
     def _seconds_left(self, seen: _State) -> float | None:
@@ -478,15 +479,18 @@ class Records:
 
     def __init__(self, run: RunFolder) -> None:
         self._run = run
-        self._metrics, self._evaluations, self._timings = (
-            Tail(run.log_file(name)) for name in ("metrics", "evaluations", "timings")
+        self._metrics, self._evaluations, self._alarms, self._timings = (
+            Tail(run.log_file(name)) for name in ("metrics", "evaluations", "alarms", "timings")
         )
         self.steps, self.loss, self.lam = array("q"), array("d"), array("d")
         self.accuracies: dict[int, float] = {}
         """Step → accuracy on validation."""
         self.final: float | None = None
         """Accuracy on validation of a run that is done."""
+        self._final_step: int | None = None
         self._final_mark: Any = None
+        self.alarms: list[dict[str, Any]] = []
+        """Step and text of each that was raised."""
         self._pace: deque[float] = deque(maxlen=_RECENT)
         self.version = 0
         """`Watcher` version at which it changed last."""
@@ -520,6 +524,14 @@ class Records:
             # Test is for the end: what is seen on the way must not be what decides.
             if record.get("split") == "val" and isinstance(record.get("step"), int):
                 self.accuracies[record["step"]] = _number(record.get("accuracy"))
+        silent, alarms = self._alarms.read(budget)
+        if silent:
+            self.alarms = []
+        for record in alarms:
+            text = " ".join(str(record.get(key) or "") for key in ("seen", "helps"))[:_MOST_TEXT]
+            self.alarms.append(
+                {"step": plain(_number(record.get("step"))), "alarm": str(record.get("alarm")), "text": text}
+            )
         void, timings = self._timings.read(budget)
         if void:
             self._pace.clear()
@@ -535,10 +547,11 @@ class Records:
         mark = _mark(self._run.evaluation_file("val")) if done else None
         if mark == self._final_mark:
             return False
-        self.final, self._final_mark = None, mark
+        self.final, self._final_step, self._final_mark = None, None, mark
         if mark is not None:
             with suppress(OSError, ValueError, KeyError, TypeError):
                 self.final = float((self._run.evaluation("val") or {})["metrics"]["accuracy"])
+                self._final_step = (self._run.summary() or {}).get("chosen_step")
         return True
 
     def _add(self, record: dict[str, Any]) -> None:
@@ -553,7 +566,9 @@ class Records:
 
     def curves(self, steps: int, most: int = MOST_POINTS) -> dict[str, Any]:
         """The columns as JSON has them, thinned to at most `most` points; `steps` is how many the whole run has."""
-        accuracies = self.accuracies | ({} if self.final is None else {self.step or steps: self.final})
+        accuracies = self.accuracies | (
+            {} if self.final is None else {self._final_step or self.step or steps: self.final}
+        )
         evaluated = sorted(accuracies)
         return {
             "step": thinned(self.steps, most, last=True),

@@ -1,0 +1,196 @@
+"""Alarms: what the metrics of a run say when training collapses, and what usually helps.
+
+They are a function of the logged records alone, so that a run that was killed and resumed raises the same ones. Each
+compares the last steps with a threshold, and with as many steps before them: a student that has yet to learn the form
+of an answer is beyond most thresholds, and no alarm is raised while it gets better.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import fsum
+from typing import Any, NamedTuple
+
+from gatespace.config import TrainConfig
+from gatespace.config.sections import ALARMS
+from gatespace.errors import RunError
+
+CERTAIN = 0.05
+"""Nats. A teacher of less entropy knows the next token, and so may the student."""
+_SMALLER = "Usually a smaller learning rate helps, or warm-up steps"
+
+
+class AlarmError(RunError):
+    """A run has ended by an alarm of `alarms.stop_on`, with a checkpoint."""
+
+    exit_code = 3
+
+
+class Alarm(NamedTuple):
+    """An alarm that was raised, as alarms.jsonl has it."""
+
+    step: int
+    alarm: str
+    value: float
+    """Over the last steps."""
+    threshold: float
+    seen: str
+    helps: str
+
+    def __str__(self) -> str:
+        return f"alarm {self.alarm}: {self.seen} {self.helps}"
+
+
+class Alarms:
+    """Sees the records of metrics.jsonl, one after the other.
+
+    Args:
+        config: The run: its thresholds, and how often it measures what is not in every record.
+        records: Of the steps that are done, whose alarms were raised then.
+    """
+
+    def __init__(self, config: TrainConfig, records: Iterable[Mapping[str, Any]] = ()) -> None:
+        self._settings = config.alarms
+        self._spans = dict.fromkeys(ALARMS, self._settings.window)
+        for name, rule in _RULES.items():
+            if rule.sampled:  # a window without a measurement says nothing
+                self._spans[name] = max(self._spans[name], config.trace.tokens_every)
+        self._first: list[Mapping[str, Any]] = []
+        self._last: deque[Mapping[str, Any]] = deque(maxlen=2 * max(self._spans.values()))
+        self.on: dict[str, Alarm] = {}
+        """Raised, and beyond the threshold since."""
+        for record in records:
+            self.see(record)
+
+    def see(self, record: Mapping[str, Any]) -> list[Alarm]:
+        """The alarms that a step raises. One is raised again only after it was within its threshold."""
+        self._last.append(record)
+        if len(self._first) < self._settings.window:
+            self._first.append(record)
+        raised: list[Alarm] = []
+        for name, rule in _RULES.items():
+            limit: float | None = getattr(self._settings, name)
+            span, step = self._spans[name], record["step"]
+            if limit is None or step < 2 * span:
+                continue
+            now, before = (self._window(step - ago, span) for ago in (span, 2 * span))
+            first = _Window(self._first)
+            value, earlier = rule.value(now, first), rule.value(before, first)
+            if value is None or earlier is None:
+                continue
+            sign = 1 if rule.high else -1
+            if sign * value < sign * limit:
+                self.on.pop(name, None)
+            elif name not in self.on and sign * value >= sign * earlier:
+                seen = f"Steps {step - span + 1} to {step}: {rule.seen(value, now, first)}."
+                self.on[name] = Alarm(step, name, value, limit, seen, rule.helps)
+                raised.append(self.on[name])
+        return raised
+
+    def _window(self, after: int, span: int) -> _Window:
+        return _Window([record for record in self._last if after < record["step"] <= after + span])
+
+
+# ---------------------------------------------------------------------------------------------------- the rules
+
+
+class _Window(NamedTuple):
+    """Some steps."""
+
+    records: Sequence[Mapping[str, Any]]
+
+    def mean(self, name: str) -> float | None:
+        """Of a number, over the records that have it."""
+        values = [record[name] for record in self.records if record.get(name) is not None]
+        return fsum(values) / len(values) if values else None
+
+
+class _Rule(NamedTuple):
+    value: Callable[[_Window, _Window], float | None]
+    """Of the steps in a window, beside the run's first steps; None where it is not known."""
+    seen: Callable[[float, _Window, _Window], str]
+    """What is seen, in words, for the value of a window."""
+    helps: str
+    high: bool = True
+    """Whether it is large values that are wrong."""
+    sampled: bool = False
+    """Whether it is measured in some steps only, every `trace.tokens_every`."""
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _truncated(window: _Window, first: _Window) -> float | None:
+    """Of expected rollouts it is not known: what has left the tree has not ended in it."""
+    ended = window.mean("ended")
+    return None if ended is None or window.mean("uncovered") is not None else 1 - ended
+
+
+def _length(window: _Window, first: _Window) -> float | None:
+    """How many times longer than at first, or shorter, unless most responses did not end then."""
+    now, before, ended = window.mean("response_length"), first.mean("response_length"), first.mean("ended")
+    if not now or not before:
+        return None
+    return max(now / before, before / now) if ended is not None and ended >= 0.5 else now / before
+
+
+def _entropy(window: _Window, first: _Window) -> float | None:
+    student, teacher = window.mean("student_entropy_nats"), window.mean("teacher_entropy_nats")
+    return None if student is None or teacher is None or teacher < CERTAIN else student / teacher
+
+
+def _column(name: str) -> Callable[[_Window, _Window], float | None]:
+    return lambda window, first: window.mean(name)
+
+
+_RULES: Mapping[str, _Rule] = {
+    "truncated": _Rule(
+        _truncated,
+        lambda value, now, first: f"{_percent(value)} of the responses were cut off at rollout.max_new_tokens",
+        "Usually a larger rollout.max_new_tokens helps where right answers are that long. A student that has not "
+        "learned to end needs more steps, another learning rate, or right answers among its responses (rollout.from).",
+    ),
+    "length": _Rule(
+        _length,
+        lambda value, now, first: (
+            f"responses had {now.mean('response_length'):.1f} tokens, and {first.mean('response_length'):.1f} in the "
+            "first steps"
+        ),
+        f"{_SMALLER}. Where the teacher answers like that there is nothing to mend: alarms.length: null.",
+    ),
+    "entropy": _Rule(
+        _entropy,
+        lambda value, now, first: (
+            f"the student's entropy was {now.mean('student_entropy_nats'):.3g} nats, and the teacher's "
+            f"{now.mean('teacher_entropy_nats'):.3g} at the same tokens: it has settled on few responses"
+        ),
+        f"{_SMALLER}, or a gate of smaller λ: it is reverse KL that narrows a student.",
+        high=False,
+        sampled=True,
+    ),
+    "overlap": _Rule(
+        _column("top_k_overlap"),
+        lambda value, now, first: f"student and teacher had {_percent(value)} of their top tokens in common",
+        "A teacher teaches little about responses that it would never write. Usually it helps to begin with some right "
+        "answers or some of the teacher's (rollout.from), with a student that was taught the form of an answer, or "
+        "with a smaller learning rate. Both models need the same chat template.",
+        high=False,
+        sampled=True,
+    ),
+    "repeated": _Rule(
+        _column("repeated_ngrams"),
+        lambda value, now, first: f"{_percent(value)} of the 4-grams of a response stood in it before",
+        f"{_SMALLER}, or a smaller rollout.max_new_tokens: a teacher finds repetition probable once it has begun.",
+    ),
+    "legal": _Rule(
+        _column("legal_answers"),
+        lambda value, now, first: f"{_percent(value)} of the responses had a legal answer",
+        "The form of an answer is not learned, or was lost. Usually more steps help, a smaller learning rate, or some "
+        "right answers among the responses (rollout.from).",
+        high=False,
+        sampled=True,
+    ),
+}
+assert tuple(_RULES) == ALARMS
