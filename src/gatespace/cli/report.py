@@ -93,16 +93,18 @@ def _print_evidence(folder: Path, as_json: bool) -> None:
     from gatespace.cli.console import table
     from gatespace.evidence.analysis import analyse
     from gatespace.report.table import shown
+    from gatespace.report.view import View
     from gatespace.study.results import read_results
 
     results = read_results(folder)
-    found = analyse(results).comparisons
+    analysis = analyse(results)
+    found = analysis.comparisons
     if as_json:
         print_json({"study": results.name, "problems": results.problems, "comparisons": [*map(_plain, found)]})
         return
     out = console()
     numbers = ("seeds", "mean, pp", "from", "to", "p", "p, Holm", "p, BH")
-    title = f"{results.name}: accuracy on test, left minus right"
+    title = f"{results.name}: {View(results, analysis, {}).metric_name} on test, left minus right"
     rows = table(title, "task", "left", "right", *numbers, numbers=numbers)
     for one in found:
         if (pair := one.judged) is not None:

@@ -20,6 +20,7 @@ from gatespace.config import TeachConfig, TrainConfig, describe, dump_config, du
 from gatespace.config.base import Section
 from gatespace.errors import UsageError
 from gatespace.evaluation.concerns import of_teacher, start_of
+from gatespace.evaluation.metrics import metric_of
 from gatespace.plugins import load_plugins, provider
 from gatespace.runs import RunFolder
 from gatespace.training.processes import is_first
@@ -122,7 +123,8 @@ def _about_teacher(
     for split, before in start_of(on_the_way).items():
         ours, known = summary["evaluation"].get(split), theirs.get(split)
         if ours and known and all(ours[key] == known[key] for key in ("task_digest", "available")):
-            return [str(one) for one in of_teacher(split, known["metrics"]["accuracy"], before.accuracy)]
+            name, score = metric_of(known["metrics"])
+            return [str(one) for one in of_teacher(split, score, before.accuracy, name)]
     return []
 
 
@@ -131,7 +133,8 @@ def _next_command(config: TrainConfig | TeachConfig, folder: RunFolder) -> str:
     model = str(_short(folder.model))
     plugins = [word for plugin in config.plugins for word in ("--plugin", plugin)]
     if isinstance(config, TrainConfig):
-        return f"{shlex.join(['gatespace', 'predict', model, *plugins])} < texts.txt"
+        words = shlex.join(["gatespace", "predict", model, *plugins])
+        return f"{words} < texts.txt" if config.task.text is None else f"{words} rows.jsonl"
     words = ["gatespace", "train", "--teacher", model]
     if config.model != "smollm2":
         words += ["--student", config.model]
@@ -174,8 +177,8 @@ def _teacher_notes(config: TrainConfig) -> list[str]:
     if not isinstance(theirs, dict):
         return []
     notes = []
-    if (theirs.get("name"), theirs.get("table")) != (ours["name"], ours["table"]):
-        notes.append(f"the teacher was made for {theirs.get('name') or 'another table'}, which is not this run's task")
+    if any(theirs.get(key) != ours[key] for key in ("name", "table", "text")):
+        notes.append(f"the teacher was made for {theirs.get('name') or 'other data'}, which is not this run's task")
     elif [theirs.get(key) for key in ("split", "split_seed")] != [ours["split"], ours["split_seed"]]:
         notes.append("task.split is not the teacher's: it may have learned from rows that this run distils on")
     for key in ("brief", "prefill"):

@@ -53,13 +53,14 @@ LATER: Mapping[str, Any] = MappingProxyType(
         "engine.chunk_mb": None,
         "engine.share_prompt": True,
         "plugins": [],
+        "task.text": None,
     }
 )
 """Setting → the value with which runs are what they were before there was the setting; their identities stay too."""
 
 CONTENT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "task": ("task.name", "task.root", "task.table"),
+        "task": ("task.name", "task.root", "task.table", "task.text"),
         "student": ("pair.student", "pair.student_revision"),
         "teacher": ("pair.teacher", "pair.teacher_revision", "pair.teacher_quantization"),
         "model": ("model", "revision"),

@@ -30,6 +30,11 @@ _NEED_ALL = ("todi", "eopd", "akl", "jsd", "skl", "srkl", "abkd")
 """Published methods that sum over the whole vocabulary; a plugin's own method is left to its loss."""
 
 
+def _check_probabilities(task: TaskConfig, evaluation: EvaluationConfig) -> None:
+    if task.text is not None and evaluation.probabilities:
+        raise Fault("evaluation.probabilities", "only labels have probabilities, and task.text has none")
+
+
 class TrainConfig(Section):
     """On-policy distillation of a teacher into a student. Defaults are the paper's where the paper says."""
 
@@ -78,6 +83,14 @@ class TrainConfig(Section):
 
     output: Place = Path("runs/train")
     """The folder of the run."""
+
+    @model_validator(mode="after")
+    def _free_text_has_no_labels(self) -> TrainConfig:
+        if self.task.text is not None and self.objective.over_labels:
+            what = f"{self.objective.support} is over labels, and task.text has none"
+            raise Fault("objective.support", what, instead="full")
+        _check_probabilities(self.task, self.evaluation)
+        return self
 
     @model_validator(mode="after")
     def _services_only_score(self) -> TrainConfig:
@@ -150,7 +163,7 @@ class TrainConfig(Section):
 
 
 class TeachConfig(Section):
-    """Supervised fine-tuning on a task's gold labels, so that there is a teacher to learn from."""
+    """Supervised fine-tuning on a task's right responses, so that there is a teacher to learn from."""
 
     task: TaskConfig = TaskConfig()
     """Texts and labels, and how a model is prompted. Only the rows of `split.teacher` are learned from."""
@@ -198,3 +211,8 @@ class TeachConfig(Section):
 
     output: Place = Path("runs/teach")
     """The folder of the run, in which the teacher is written."""
+
+    @model_validator(mode="after")
+    def _free_text_has_no_labels(self) -> TeachConfig:
+        _check_probabilities(self.task, self.evaluation)
+        return self

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from gatespace.evaluation.metrics import metric_of
 from gatespace.evidence.accuracy import accuracy_interval
 from gatespace.evidence.records import ALL_TASKS, BlockClaim, Choice, ComparisonEvidence, Summary
 from gatespace.report.drawing import (
@@ -30,6 +31,7 @@ from gatespace.report.drawing import (
     short,
     width,
 )
+from gatespace.report.metric import chart_about
 from gatespace.report.reliability import reliability
 from gatespace.report.table import Column, Record, Table, count, lam, percent, shown, signed_pp, text
 from gatespace.report.tables import (
@@ -74,7 +76,7 @@ def all_charts(view: View) -> list[Chart]:
     for task in view.results.tasks:
         charts += [_against_lam(view, task), _lam(view, task), _curves(view, task), _confusion(view, task)]
         charts.append(reliability(view, task))
-    return [chart for chart in charts if chart.data.rows]
+    return [chart_about(chart, view.metric_name) for chart in charts if chart.data.rows]
 
 
 def _chart(
@@ -570,7 +572,7 @@ def _curves(view: View, task: str) -> Chart:
 def _checks(run: RunResult, start: Score | None) -> list[dict[str, Any]]:
     """Accuracy on validation in %, from the untouched student over what was evaluated on the way to the end."""
     found = {0: start.accuracy} if start is not None else {}
-    found |= {check["step"]: check["accuracy"] for check in run.evaluations() if check.get("split") == "val"}
+    found |= {check["step"]: metric_of(check)[1] for check in run.evaluations() if check.get("split") == "val"}
     if "val" in run.scores and run.cost is not None:
         found[run.cost.steps] = run.scores["val"].accuracy
     return [{"step": step, "accuracy": 100 * share} for step, share in found.items()]
@@ -639,7 +641,7 @@ def _confusion(view: View, task: str) -> Chart:
     columns = (
         text("model"), text("gold", "gold label"), text("predicted"), count("rows"), percent("share", "share, %")
     )  # fmt: skip
-    models = confusion_models(view, task)
+    models = confusion_models(view, task) if task in view.labelled() else []
     parts = []
     for model, scores in models:
         right = {gold: counts[gold] / max(sum(counts.values()), 1) for gold, counts in confusion(scores).items()}

@@ -247,6 +247,23 @@ class View:
         """Whether something of the plan is not there."""
         return self.counts["done"] < len(self.results.runs) or bool(self.results.problems)
 
+    def metric(self, task: str) -> str:
+        """What a task's responses are judged by."""
+        known = self.results.baselines.get(task)
+        scores = [*known.start.values(), *known.teacher.values()] if known is not None else []
+        scores += [score for run in self.results.done if run.spec.task == task for score in run.scores.values()]
+        return scores[0].metric if scores else "accuracy"
+
+    @cached_property
+    def metric_name(self) -> str:
+        """What all tasks are judged by; score where they differ."""
+        names = {self.metric(task) for task in self.results.tasks}
+        return names.pop() if len(names) == 1 else "score"
+
+    def labelled(self) -> list[str]:
+        """The tasks with labels."""
+        return [task for task in self.results.tasks if self.metric(task) == "accuracy"]
+
     # ------------------------------------------------------------------ comparisons
 
     def comparisons(self, axis: str, task: str | None = None, *, comparable: bool = True) -> list[ComparisonEvidence]:

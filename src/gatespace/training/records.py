@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from gatespace.config import dump_config
 from gatespace.errors import GatespaceError, RunError
-from gatespace.evaluation import Evaluation, write
+from gatespace.evaluation import Evaluation, Metrics, TextMetrics, write
 from gatespace.evaluation.concerns import concerns, start_of
 from gatespace.files import JsonLines, Mark
 from gatespace.plugins import provided, provider
@@ -63,18 +63,15 @@ class Records:
         """Evaluate during training."""
         evaluation = self._job.evaluate(self._job.config.evaluation.split)
         metrics = evaluation.metrics
-        record = {
-            "step": done,
-            "split": evaluation.split,
-            "count": metrics.count,
-            "accuracy": metrics.accuracy,
-            "balanced_accuracy": metrics.balanced_accuracy,
-            "macro_f1": metrics.macro_f1,
-            "parse_failures": metrics.parse_failures,
-            "predicted": {row.label: row.predicted for row in metrics.per_label},
-        }
+        record: dict[str, Any] = {"step": done, "split": evaluation.split}
+        if isinstance(metrics, TextMetrics):
+            record |= metrics.as_json()
+            shown = ("score", "truncated", "length")
+        else:
+            record |= _of_labels(metrics)
+            shown = ("accuracy", "macro_f1", "parse_failures")
         self._append("evaluations", record)
-        self._trackers.log(done, {f"eval/{key}": record[key] for key in ("accuracy", "macro_f1", "parse_failures")})
+        self._trackers.log(done, {f"eval/{key}": record[key] for key in shown})
         self._job.progress.evaluated(done, evaluation)
 
     def checkpoint(self, done: int) -> None:
@@ -132,7 +129,7 @@ class Records:
                 run.check_claim()
                 write(evaluation, run.path)
             job.progress.evaluated(config.steps, evaluation)
-            self._trackers.log(config.steps, {f"final/{split}/accuracy": evaluation.metrics.accuracy})
+            self._trackers.log(config.steps, {f"final/{split}/{evaluation.metrics.metric}": evaluation.metrics.score})
         results = {split: evaluation.as_json() for split, evaluation in evaluations.items()}
         summary = {"steps": config.steps, "evaluation": results, **job.summary(), **job.save_model()}
         if self._writes:
@@ -169,3 +166,15 @@ class Records:
             job.restore(found.state)
             job.progress.note(f"resuming from step {start} of {job.config.steps}")
         return start
+
+
+def _of_labels(metrics: Metrics) -> dict[str, Any]:
+    """What evaluations.jsonl says of predicted labels."""
+    return {
+        "count": metrics.count,
+        "accuracy": metrics.accuracy,
+        "balanced_accuracy": metrics.balanced_accuracy,
+        "macro_f1": metrics.macro_f1,
+        "parse_failures": metrics.parse_failures,
+        "predicted": {row.label: row.predicted for row in metrics.per_label},
+    }

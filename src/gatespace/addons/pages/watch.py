@@ -29,6 +29,7 @@ from urllib.parse import parse_qs, urlsplit
 from gatespace.addons.pages.explore import read_run
 from gatespace.addons.pages.page import Reply, loopback_server, render
 from gatespace.errors import GatespaceError, UsageError
+from gatespace.evaluation.metrics import metric_of
 from gatespace.models.cache_root import cache_root
 from gatespace.runs import RunFolder, StudyFolder
 from gatespace.study.outlook import Outlook, Work, outline, read_outlook
@@ -519,7 +520,7 @@ class Records:
         for record in evaluations:
             # Test is for the end: what is seen on the way must not be what decides.
             if record.get("split") == "val" and isinstance(record.get("step"), int):
-                self.accuracies[record["step"]] = _number(record.get("accuracy"))
+                self.accuracies[record["step"]] = _number(record.get("accuracy", record.get("score")))
         void, timings = self._timings.read(budget)
         if void:
             self._pace.clear()
@@ -538,7 +539,7 @@ class Records:
         self.final, self._final_mark = None, mark
         if mark is not None:
             with suppress(OSError, ValueError, KeyError, TypeError):
-                self.final = float((self._run.evaluation("val") or {})["metrics"]["accuracy"])
+                self.final = metric_of((self._run.evaluation("val") or {})["metrics"])[1]
         return True
 
     def _add(self, record: dict[str, Any]) -> None:
