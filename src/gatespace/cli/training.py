@@ -144,6 +144,9 @@ def _next_command(config: TrainConfig | TeachConfig, folder: RunFolder) -> str:
     learning = ["--lr", f"{config.optimizer.lr / 2:g}"]
     if config.model in TINY:
         learning = ["--lr", "0.003", "--batch-size", "24", "--set", "rollout.max_new_tokens=8"]
+    if config.task.text is not None:
+        cap = config.evaluation.max_new_tokens
+        learning += ["--set", f"rollout.max_new_tokens={cap}", "--set", f"evaluation.max_new_tokens={cap}"]
     return shlex.join([*words, *task_command(config.task), *learning, *plugins])
 
 

@@ -202,7 +202,8 @@ def _read(run: RunFolder) -> _Run:
         point = f"shuffled {label}" if config.objective.shuffle else label
     else:
         config = load_config(TeachConfig, run.config_file)
-        start, revision, teacher, gate, point = config.model, config.revision, "", None, "gold labels"
+        start, revision, teacher, gate = config.model, config.revision, "", None
+        point = "gold labels" if config.task.text is None else "right responses"
     table, text = config.task.table, config.task.text
     named = (table.name if table is not None else None) or (text.name if text is not None else None)
     return _Run(
