@@ -18,7 +18,20 @@ from gatespace.errors import GatespaceError, unknown_name
 from gatespace.plugins import provided
 from gatespace.training.processes import is_first
 
-_CORE = ("gate", "teach", "train", "evaluate", "predict", "init", "plan", "run", "status", "report", "doctor")
+_CORE = (
+    "gate",
+    "distill",
+    "teach",
+    "train",
+    "evaluate",
+    "predict",
+    "init",
+    "plan",
+    "run",
+    "status",
+    "report",
+    "doctor",
+)
 """Each is a function of the module of the same name. Add-ons and other packages have more."""
 
 
@@ -102,6 +115,7 @@ def _root(
 
     \b
     gatespace gate G5 H2 static:0.388               what these points do
+    gatespace distill rows.csv --teacher T --student S -o DIR   all in one
     gatespace teach --task tweeteval/emotion        make a teacher
     gatespace train --teacher runs/teach --gate G5  distil it into a student
     gatespace evaluate runs/train                   how often it is right

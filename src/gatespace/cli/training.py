@@ -38,7 +38,7 @@ def execute(
     device_memory: str | None = None,
 ) -> None:
     """Run the job of `config`, or with `dry_run` print what it would cost, on cards with `device_memory` too."""
-    config = _with_model_folders(config)
+    config = with_model_folders(config)
     if device_memory is not None and not dry_run:
         raise UsageError("--device-memory is a question about a run, not a setting of one", instead="with --dry-run")
     if dry_run:
@@ -165,7 +165,7 @@ def list_settings(cls: type[Section], *, as_json: bool) -> None:
         out.print(textwrap.fill(setting.doc, out.width, initial_indent="    ", subsequent_indent="    "))
 
 
-def _with_model_folders(config: Any) -> Any:
+def with_model_folders(config: Any) -> Any:
     """The configuration with the model's folder in place of a run's folder."""
     if isinstance(config, TrainConfig):
         pair = config.pair
