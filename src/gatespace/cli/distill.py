@@ -94,9 +94,9 @@ def distill(
     guess = guess_task(data, prompt=prompt, answer=answer, metric=metric)
     own = {"lr": 3e-3 if student in TINY else LR, "steps": steps or STEPS}
     usual = [
-        Flag("DATA", "task", {**guess.task, "split": None}),
-        Flag("", "evaluation.every", max(1, own["steps"] // 5)),
-        Flag("", "checkpoint.every", 20),
+        Flag("DATA", "task", {**guess.task, **_split(data, teacher)}),
+        Flag("--steps", "evaluation.every", max(1, own["steps"] // 5)),
+        Flag("--steps", "checkpoint.every", 20),
     ]
     flags = [
         *usual,
@@ -121,9 +121,9 @@ def distill(
         config = _with_cap(config, found, model, max_new_tokens)
         measured["student before"] = _measure(model, found, config, progress.generating)
         del model
-        measured["teacher"] = _measure(
-            _open(config, "teacher", found, progress.note), found, config, progress.generating
-        )
+        model = _open(config, "teacher", found, progress.note)
+        measured["teacher"] = _measure(model, found, config, progress.generating)
+        del model
         train_begun = time.monotonic()
         summary = train(config, progress)
         minutes = (time.monotonic() - train_begun) / 60
@@ -147,6 +147,17 @@ def distill(
         return
     _print(console(), result)
     print_warnings(result["warnings"])
+
+
+def _split(data: str, teacher: str) -> dict[str, Any]:
+    """All training rows give prompts, but for those that the teacher's own run has learned from."""
+    from gatespace.cli.found_model import model_folder, run_settings
+
+    theirs = run_settings(model_folder(teacher)).get("task")
+    own = (theirs.get("text") or theirs.get("table") or {}) if isinstance(theirs, dict) else {}
+    if isinstance(theirs, dict) and own.get("source") == data:
+        return {key: theirs[key] for key in ("split", "split_seed")}
+    return {"split": None}
 
 
 def _open(config: TrainConfig, role: str, data: Material, report: Callable[[str], None]) -> Model:

@@ -96,9 +96,8 @@ def _longest(rows: Sequence[Mapping[str, object]], columns: Sequence[str]) -> st
 
 
 def _metric(answers: Sequence[str]) -> str:
-    if answers and all(number_in(answer) is not None for answer in answers):
-        if all("####" in answer or len(answer.split()) == 1 for answer in answers):
-            return "number"
+    if answers and all(number_in(one) is not None and ("####" in one or len(one.split()) == 1) for one in answers):
+        return "number"
     if answers and median(len(answer.split()) for answer in answers) <= 3:
         return "exact"
     return "rouge_l" if importlib.util.find_spec("rouge_score") is not None else "token_f1"
