@@ -103,3 +103,13 @@ def tweeteval() -> Path:
         if place and (Path(place) / "hate" / "train_text.txt").is_file():
             return Path(place)
     pytest.skip(f"no TweetEval files in $GATESPACE_TWEETEVAL or {places[-1]}")
+
+
+@pytest.fixture(scope="session")
+def text_data() -> Path:
+    """The folder with E2E and GSM8K."""
+    places = [os.environ.get("GATESPACE_TEXT"), Path(__file__).resolve().parents[2] / "shared" / "text"]
+    for place in places:
+        if place and (Path(place) / "e2e" / "devset.csv").is_file():
+            return Path(place)
+    pytest.skip(f"no text-to-text data in $GATESPACE_TEXT or {places[-1]}")

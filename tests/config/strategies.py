@@ -36,7 +36,15 @@ tables = st.fixed_dictionaries(
     {"source": name | st.fixed_dictionaries({"train": name}, optional={"test": name}), "labels": labels},
     optional={"definitions": st.dictionaries(name, text, max_size=2), "name": st.none() | name, "question": name},
 )
+texts = st.one_of(
+    st.fixed_dictionaries({"source": name, "prompt": st.just("{a}: {b}"), "answer": name}, optional={"metric": name}),
+    st.fixed_dictionaries(
+        {"source": name, "messages": name},
+        optional={"stop": st.lists(name, max_size=2), "system": text, "thinking": st.booleans(), "also": st.just([])},
+    ),
+)
 tasks = st.one_of(
+    st.fixed_dictionaries({"text": texts}, optional={"prefill": text}),
     some(
         name=name,
         root=st.none() | path,

@@ -39,6 +39,24 @@ TASK: dict[str, Any] = {
     "task.table.carve_seed": 1,
     "task.table.name": "mails",
     "task.table.question": "Which?",
+    "task.text": {"source": "chats.jsonl", "messages": "messages"},
+    "task.text.source": "other.jsonl",
+    "task.text.prompt": "{question}",
+    "task.text.messages": "chat",
+    "task.text.answer": "reply",
+    "task.text.metric": "bleu",
+    "task.text.also": ["chrf"],
+    "task.text.columns": ["topic"],
+    "task.text.system": "Be brief.",
+    "task.text.stop": ["END"],
+    "task.text.thinking": True,
+    "task.text.max_prompt_tokens": 100,
+    "task.text.too_long": "truncate",
+    "task.text.group": False,
+    "task.text.carve.val": 0.2,
+    "task.text.carve.test": 0.1,
+    "task.text.carve_seed": 1,
+    "task.text.name": "chats",
     "task.prefill": "",
     "task.brief": True,
     "task.split": None,
@@ -166,6 +184,9 @@ OTHER = {
 # What has to be set as well, so that the value is allowed. It is in both of the compared configurations.
 BESIDE: dict[str, dict[str, Any]] = {
     "task.table.": {"task.table": {"source": "mails.csv", "labels": ["a", "b"]}},
+    "task.text.": {"task.text": {"source": "chats.jsonl", "messages": "messages"}},
+    "task.text.prompt": {"task.text": {"source": "chats.jsonl", "prompt": "{x}", "answer": "y"}},
+    "task.text.too_long": {"task.text.max_prompt_tokens": 100},
     "pair.lora.": {"pair.lora": {}},
     "rollout.expected.": {"rollout.expected": {}},
     "lora.": {"lora": {}},
@@ -192,7 +213,7 @@ def pair_of(cls: type[Any], path: str, value: Any) -> tuple[Any, Any]:
     if any(name in str(value) for name in ("vllm", "wandb")) and not (provided("samplers") and provided("trackers")):
         pytest.skip("the add-ons that have this are not there")
     data: dict[str, Any] = {"pair": {"teacher": "t"}} if cls is TrainConfig else {}
-    data["task"] = {} if path.startswith("task.table") else {"split": {"teacher": 0.6, "distill": 0.4}}
+    data["task"] = {} if path.startswith(("task.table", "task.text")) else {"split": {"teacher": 0.6, "distill": 0.4}}
     for start, settings in BESIDE.items():
         if path.startswith(start):
             for other, beside in settings.items():
@@ -263,8 +284,9 @@ def test_identity_is_stable() -> None:
 def test_content_stands_in_place_of_the_way_to_it(name: str, paths: tuple[str, ...]) -> None:
     for path in paths:
         before, after = pair_of(TrainConfig, path, COUNTED[TrainConfig][path])
-        if path == "task.table":  # its other settings are the same
-            after = after.model_copy(update={"task": after.task.model_copy(update={"split": before.task.split})})
+        if path in ("task.table", "task.text"):  # its other settings are the same
+            same = {"split": before.task.split, "prefill": before.task.prefill}
+            after = after.model_copy(update={"task": after.task.model_copy(update=same)})
         assert identity(before) != identity(after)
         assert identity(before, content={name: "x"}) == identity(after, content={name: "x"})
         assert identity(before, content={name: "x"}) != identity(before, content={name: "y"})

@@ -268,10 +268,9 @@ def test_hub_integers_go_by_their_names(tmp_path: Path, monkeypatch: pytest.Monk
             {"text": texts, "label": [i % 2 for i in range(len(texts))]}, features=features
         )
         rows.to_parquet(str(data / f"{split}.parquet"))
-    found = hub_splits(str(data), None, text_column="text", label_column="label", otherwise="")
-    assert found["test"].texts == ["x", "y"]
-    assert found["test"].labels == [0, 1]
-    assert found["test"].names == ("Spam", "not_spam")
+    found = hub_splits(str(data), None, ("text", "label"), otherwise="")
+    assert found["test"].columns == {"text": ["x", "y"], "label": [0, 1]}
+    assert found["test"].names == {"label": ("Spam", "not_spam")}
 
     load_dataset = datasets.load_dataset
     monkeypatch.setattr(datasets, "load_dataset", lambda name, config: load_dataset(str(tmp_path / name), config))

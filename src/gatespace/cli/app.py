@@ -19,7 +19,7 @@ from gatespace.plugins import provided
 from gatespace.training.processes import is_first
 
 _CORE = (
-    *("gate", "methods", "teach", "train", "evaluate", "predict", "init"),
+    *("gate", "methods", "distill", "teach", "train", "evaluate", "predict", "init"),
     *("plan", "run", "status", "report", "doctor"),
 )
 """Each is a function of the module of the same name. Add-ons and other packages have more."""
@@ -106,6 +106,7 @@ def _root(
     \b
     gatespace gate G5 H2 static:0.388               what these points do
     gatespace methods                               published methods
+    gatespace distill rows.csv --teacher T --student S -o DIR   all in one
     gatespace teach --task tweeteval/emotion        make a teacher
     gatespace train --teacher runs/teach --gate G5  distil it into a student
     gatespace evaluate runs/train                   how often it is right

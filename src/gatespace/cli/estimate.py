@@ -236,8 +236,9 @@ def _prompts(config: TrainConfig | TeachConfig, data: Material, models: dict[str
     evaluation, model = config.evaluation, next(iter(models.values()))
     encoder = encoder_for(data, model, (*evaluation.final, evaluation.split), share=config.engine.share_prefix)
     lengths = [len(encoder.suffix(row.text)) for row in data.rows]
-    gold = {label: len(encoder.gold(label, model.turn_end if end else None)) for label in data.prompt.labels}
-    right = sum(gold[row.label] for row in data.rows) / len(data.rows)
+    close = model.turn_end if end or not data.prompt.closes else None
+    gold = {one: len(encoder.gold(one, close)) for one in data.prompt.golds(data.rows)}
+    right = sum(gold[row.gold] for row in data.rows) / len(data.rows)
     on_the_way = -(-config.steps // evaluation.every) if evaluation.every else 0
     evaluated, responses = Range(0, 0), Range(0, 0)
     for split, often in [*((split, 1) for split in evaluation.final), (evaluation.split, on_the_way)]:

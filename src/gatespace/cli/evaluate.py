@@ -1,4 +1,4 @@
-"""`gatespace evaluate`: how often a model's greedy responses are right."""
+"""`gatespace evaluate`: how good a model's greedy responses are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from gatespace.cli import run_options as options
 from gatespace.cli.console import console, print_json, print_warnings, table
-from gatespace.evaluation.metrics import Metrics
+from gatespace.evaluation.metrics import Metrics, metric_of
 from gatespace.tasks.data import SPLITS
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def evaluate(
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Let a model label held-out texts, greedily, and count how often it is right.
+    """Let a model respond to held-out texts, greedily, and judge its responses.
 
     A model of `gatespace teach` or `train` is evaluated on the task and with
     the prompt of its run; options override both.
@@ -114,7 +114,8 @@ def evaluate(
     gatespace evaluate runs/train --samples 8 --temperature 0.7
     gatespace evaluate runs/train --sampler vllm=.venv-vllm/bin/python
 
-    A response without a legal label counts as wrong. Test rows whose text
+    Labels are counted right or wrong, and a response without a legal label
+    is wrong; free text is scored by the task's metric. Test rows whose text
     also occurs in train are counted; a second row of the table is without
     them.
 
@@ -203,14 +204,15 @@ def evaluate(
     out = console()
     out.print(f"{found.model.name} on {evaluation.task}", style="bold", soft_wrap=True)
     out.print(results_table({split: result}))
-    out.print(_labels_table(result["metrics"]))
+    if "per_label" in result["metrics"]:
+        out.print(_labels_table(result["metrics"]))
     if evaluation.calibration is not None:
         _print_calibration(out, evaluation.calibration)
     if (sampled := evaluation.sampled) is not None:
         spread = "" if sampled.sd is None else f", SD {sampled.sd:.4f} from one sample of all texts to another"
         out.print(
-            f"Sampled {sampled.samples} times at temperature {sampled.temperature:g}: accuracy {sampled.accuracy:.4f}"
-            f"{spread}; {sampled.no_label:.2%} without a label."
+            f"Sampled {sampled.samples} times at temperature {sampled.temperature:g}: {evaluation.metrics.metric} "
+            f"{sampled.accuracy:.4f}{spread}" + ("." if sampled.no_label is None else _without_label(sampled.no_label))
         )
     if limit is not None and limit < evaluation.available:
         out.print(f"Only the first {limit} of {evaluation.available} rows, which need not be like the rest.")
@@ -219,6 +221,10 @@ def evaluate(
     print_warnings(warnings)
     for path in written:
         out.print(f"wrote {path}", soft_wrap=True)
+
+
+def _without_label(share: float) -> str:
+    return f"; {share:.2%} without a label."
 
 
 def _print_calibration(out: Console, found: Calibration) -> None:
@@ -240,7 +246,10 @@ def results_table(evaluations: Mapping[str, Mapping[str, Any]], on_the_way: Sequ
 
     The lines of evaluations.jsonl give one more for the model before training.
     """
+    text = next((one["metrics"] for one in evaluations.values() if "score" in one["metrics"]), None)
     columns = ("rows", "accuracy", "best constant", "balanced", "macro-F1", "no label")
+    if text is not None:
+        columns = ("rows", text["metric"], *text["also"], *text["figures"], "tokens", "cut off")
     found = table("Results", "split", *columns, numbers=columns)
     for split in sorted(evaluations, key=SPLITS.index):
         evaluation = evaluations[split]
@@ -250,12 +259,21 @@ def results_table(evaluations: Mapping[str, Mapping[str, Any]], on_the_way: Sequ
             if (record["step"], record["split"]) == (0, split):
                 found.add_row(f"{shown}, before", *_cells(metrics, record), style="dim")
         found.add_row(shown, *_cells(metrics))
-        if evaluation["duplicates"] and "accuracy" in without:
+        if evaluation["duplicates"] and "count" in without:
             found.add_row(f"{split} without {evaluation['duplicates']} rows that are in train", *_cells(without))
     return found
 
 
 def _cells(metrics: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> list[str]:
+    if "score" in metrics:
+        given = before or metrics
+        shares = (given["score"], *given["also"].values(), *given["figures"].values())
+        return [
+            str(given["count"]),
+            *(f"{share:.4f}" for share in shares),
+            f"{given['length']:.1f}",
+            f"{given['truncated']:.1%}",
+        ]
     found = Metrics.from_json(metrics).as_json()  # an earlier release did not write all of it
     shown = {**(before or found), "best_constant": found["best_constant"]["accuracy"]}
     shares = [shown.get(name) for name in ("accuracy", "best_constant", "balanced_accuracy", "macro_f1")]
@@ -264,17 +282,18 @@ def _cells(metrics: Mapping[str, Any], before: Mapping[str, Any] | None = None) 
 
 
 def curve(evaluations: Mapping[str, Mapping[str, Any]], on_the_way: Sequence[Mapping[str, Any]], steps: int) -> str:
-    """Accuracy over steps in a line, as far as it was looked at: bars from 0 to 1, then some of the numbers."""
-    points = [(record["step"], record["accuracy"]) for record in on_the_way]
+    """The metric over steps in a line, as far as it was looked at: bars from 0 to 1, then some of the numbers."""
+    points = [(record["step"], metric_of(record)[1]) for record in on_the_way]
     split = on_the_way[0]["split"] if on_the_way else ""
     if split in evaluations:
-        points.append((steps, evaluations[split]["metrics"]["accuracy"]))
+        points.append((steps, metric_of(evaluations[split]["metrics"])[1]))
     if len(points) < 2:
         return ""
-    bars = "".join(_BARS[min(int(accuracy * len(_BARS)), len(_BARS) - 1)] for _, accuracy in points)
+    bars = "".join(_BARS[min(int(score * len(_BARS)), len(_BARS) - 1)] for _, score in points)
     some = points[:: -(-len(points) // _MOST_POINTS)]
     some += points[-1:] if some[-1] != points[-1] else []
-    return f"{split} accuracy by step  {bars}  " + ", ".join(f"{step}: {accuracy:.3f}" for step, accuracy in some)
+    name = metric_of(on_the_way[0])[0]
+    return f"{split} {name} by step  {bars}  " + ", ".join(f"{step}: {score:.3f}" for step, score in some)
 
 
 def _labels_table(metrics: Mapping[str, Any]) -> Table:

@@ -14,8 +14,10 @@ from gatespace.config.text import read_yaml
 from gatespace.errors import UsageError
 from gatespace.plugins import load_plugins
 from gatespace.runs import RunFolder
-from gatespace.tasks import Example, Prompt, Task
-from gatespace.tasks.configured import configured_prompt, load_configured_task
+from gatespace.tasks import AnyTask, Example, Task
+from gatespace.tasks.configured import configured_prompt, load_configured_task, text_prompt
+from gatespace.tasks.prompt import AnyPrompt
+from gatespace.tasks.text import Template, TextExample, TextTask
 from gatespace.tasks.tweeteval import VARIABLE
 from gatespace.tasks.tweeteval_labels import KNOWN
 
@@ -28,8 +30,8 @@ class Found:
     """A model, its task and its prompt."""
 
     model: Model
-    task: Task
-    prompt: Prompt
+    task: AnyTask
+    prompt: AnyPrompt
     max_new_tokens: int
     batch_size: int
 
@@ -65,6 +67,12 @@ class ModelOptions:
     max_new_tokens: int | None = None
     batch_size: int | None = None
     plugins: Sequence[str] = ()
+
+
+def task_section(name: str, options: ModelOptions) -> TaskConfig:
+    """The section `task` of the run that made the model, or of the given file, with the options set over it."""
+    settings = _read(options.config) if options.config is not None else run_settings(model_folder(name))
+    return _task_section(settings, options)
 
 
 def find(name: str, options: ModelOptions, *, report: Callable[[str], None], rows: bool = True) -> Found:
@@ -123,6 +131,8 @@ def _task_section(settings: dict[str, Any], options: ModelOptions) -> TaskConfig
             instead="--task tweeteval/emotion, or --config with a file that has a section task",
         )
     if task is not None and task != section.get("name"):
+        if section.pop("text", None) is not None:
+            section.pop("prefill", None)
         section |= {"name": task, "table": None, "root": section.get("root") if task.startswith("tweeteval/") else None}
     root = None if options.root is None else str(options.root)
     given = {"root": root, "brief": options.brief, "prefill": options.prefill}
@@ -144,12 +154,16 @@ def _about_plugins(error: UsageError, settings: dict[str, Any], options: ModelOp
     )
 
 
-def _without_rows(section: TaskConfig, model: str) -> Task | None:
-    """The task with one row in place of all, where its labels are known without its data."""
+def _without_rows(section: TaskConfig, model: str) -> AnyTask | None:
+    """The task with one row in place of all, where its labels or its prompt are known without its data."""
     from gatespace.models.load import TINY
 
     if model in TINY:  # made from the rows
         return None
+    if (text := section.text) is not None:
+        template = None if text.prompt is None else Template(text.prompt)
+        one = [TextExample("-", ("-",))]
+        return TextTask(text.name or "text", one, [], [], prompt=text_prompt(text), template=template)
     table, name = section.table, (section.name or "").removeprefix("tweeteval/")
     if table is not None:
         labels, definitions, question = table.labels, table.definitions, table.question

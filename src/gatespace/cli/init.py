@@ -12,7 +12,9 @@ from gatespace.errors import RunError, UsageError, unknown_name
 
 
 def init(
-    study: Annotated[str, typer.Argument(metavar="STUDY", help="demo, methods, smollm2, replication or paper.")] = "demo",
+    study: Annotated[
+        str, typer.Argument(metavar="STUDY", help="demo, methods, smollm2, replication or paper.")
+    ] = "demo",
     output: Annotated[
         Path | None,
         typer.Argument(metavar="FILE", show_default=False, help="Where to write it; else STUDY.yaml."),

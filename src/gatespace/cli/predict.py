@@ -1,4 +1,4 @@
-"""`gatespace predict`: a label for every line, batch by batch, so that the input may be larger than the memory."""
+"""`gatespace predict`: a label or a response for every line, in batches: the input may be larger than the memory."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, cast
 
 import typer
 
@@ -21,6 +21,7 @@ from gatespace.errors import UsageError
 if TYPE_CHECKING:
     from gatespace.cli.found_model import Found
     from gatespace.cli.progress import RunProgress
+    from gatespace.config import TextConfig
     from gatespace.evaluation.calibration import LabelProbabilities
     from gatespace.models.encode import Encoder
 
@@ -75,7 +76,7 @@ def predict(
         bool, typer.Option("--json", help="Print JSON lines: line, label, text, and the raw response.")
     ] = False,
 ) -> None:
-    """Label texts, one per line, with a trained model.
+    """Label texts, one per line, with a trained model; or respond to prompts.
 
     Prints one line per line: the label, a tab, the text. A text without a
     legal label in its response, or one too long for the model, has an empty
@@ -94,10 +95,15 @@ def predict(
     the model gives to the labels together. --threshold leaves texts without
     a label on which the model is not confident enough.
 
+    A model of a text task (task.text) responds: FILE has the columns of its
+    prompt template, or its conversations; lines of text are prompts where the
+    template has one column. Prints one response per line, with its own line
+    breaks as spaces; JSON has it as it is.
+
     With --output nothing is lost when the command is stopped: what is done
     lies beside the output, and the same command resumes.
     """
-    from gatespace.cli.found_model import ModelOptions, find
+    from gatespace.cli.found_model import ModelOptions, find, task_section
     from gatespace.cli.prediction_file import check_output
     from gatespace.cli.progress import RunProgress
 
@@ -117,7 +123,13 @@ def predict(
         check_output(output)
     with RunProgress(quiet=quiet or output is None, job="predict") as progress, ExitStack() as stack:
         note = progress.note if output is not None else RunProgress(quiet=quiet).note
-        lines, total = _lines(file, field, stack, note)
+        text = task_section(model, asked).text
+        if text is not None and (probabilities or threshold is not None):
+            raise UsageError("only labels have probabilities", got=f"{model}, whose responses are free text")
+        if text is None:
+            lines, total = _lines(file, field, stack, note)
+        else:
+            lines, total = _prompts(text, file, field, stack, note)
         found = find(model, asked, report=note, rows=False)
         labeller = Labeller(found, probabilities=probabilities or threshold is not None, threshold=threshold)
         if output is not None:
@@ -173,7 +185,7 @@ def _write(labeller: Labeller, lines: Iterator[Line], total: int | None, output:
                 done += len(batch)
                 if total is not None:
                     progress.generating(done, total)
-            file.finish(labeller.found.prompt.labels if labeller.probabilities else None)
+            file.finish(labeller.found.prompt.labels if labeller.probabilities else None, labeller.said)
         except KeyboardInterrupt as interrupt:
             progress.close()
             left = f": the labels of {done} texts are in {file.path}, and the same command resumes"
@@ -195,10 +207,12 @@ class Line:
     likely: LabelProbabilities | None = None
     scored: bool = False
     """Whether labels are scored, and nothing is generated."""
+    said: str = "label"
+    """What `label` is: a label, or a response in free text."""
 
     def record(self) -> dict[str, Any]:
         """What JSON says of it."""
-        found: dict[str, Any] = {"line": self.number, "label": self.label, "text": self.text}
+        found: dict[str, Any] = {"line": self.number, self.said: self.label, "text": self.text}
         if not self.scored:
             return found | {"raw": self.raw}
         names = ("confidence", "margin", "mass", "probabilities")
@@ -208,6 +222,8 @@ class Line:
         """What is printed of it; a text of several lines is put on one."""
         if as_json:
             return json.dumps(self.record(), ensure_ascii=False)
+        if self.said == "response":
+            return " ".join((self.label or "").splitlines())
         cells = [self.label or ""]
         if self.scored:
             cells.append("" if self.likely is None else f"{self.likely.confidence:.4f}")
@@ -225,6 +241,7 @@ class Labeller:
 
     def __init__(self, found: Found, *, probabilities: bool, threshold: float | None) -> None:
         self.found, self.probabilities, self.threshold = found, probabilities, threshold
+        self.said = "label" if found.prompt.labels else "response"
         self._texts = self._too_long = self._unlabelled = 0
 
     def recipe(self) -> dict[str, Any]:
@@ -233,7 +250,7 @@ class Labeller:
         return {
             "model": found.model.fingerprint(),
             "tokenizer": found.model.tokenizer_digest(),
-            "prompt": [prompt.fixed, prompt.labels, prompt.prefill],
+            "prompt": [*astuple(cast("Any", prompt))],
             "device": str(found.model.device),
             "batch_size": found.batch_size,
             "how": ["probabilities", self.threshold] if self.probabilities else ["greedy", found.max_new_tokens],
@@ -244,7 +261,7 @@ class Labeller:
         from gatespace.models.encode import Encoder
 
         for line in lines:
-            line.scored = self.probabilities
+            line.scored, line.said = self.probabilities, self.said
         asked = [line for line in lines if line.text.strip()]
         if not asked:
             return
@@ -286,7 +303,7 @@ class Labeller:
             tried = record["confidence" if self.probabilities else "raw"] is not None
             self._texts += 1
             self._too_long += not tried
-            self._unlabelled += tried and record["label"] is None
+            self._unlabelled += tried and record[self.said] is None
 
     def notes(self) -> Iterator[str]:
         """What is said at the end of texts without a label."""
@@ -338,6 +355,44 @@ def _lines(
         return _read_lines(stream, str(file), field), total
     except OSError as error:
         raise UsageError(f"{file} cannot be read", why=error.strerror or str(error)) from None
+
+
+def _prompts(
+    text: TextConfig, file: Path, field: str | None, stack: ExitStack, note: Callable[[str], None]
+) -> tuple[Iterator[Line], int | None]:
+    """The prompts of a text task: from rows with its columns, or from lines where it has a single column."""
+    from gatespace.tasks.table import read_rows
+    from gatespace.tasks.text import Template, row_text
+
+    template = None if text.prompt is None else Template(text.prompt)
+    columns = (text.messages or "",) if template is None else template.columns
+    if field is not None and len(columns) > 1:
+        raise UsageError("--field: the prompt has several columns", got=", ".join(columns), instead="without it")
+    if file.suffix.lower() in (*_TABLES, *_JSON_LINES):
+        notes: list[str] = []
+        given = list(
+            read_rows(file, columns if field is None else (field,), notes, settings="--field names the column")
+        )
+        for one in notes:
+            note(one)
+        cells = [(where, row if row is None or field is None else {columns[0]: row[field]}) for where, row in given]
+        texts = ["" if row is None else row_text(where, row, template, text.messages) for where, row in cells]
+        return (Line(number, one) for number, one in enumerate(texts, start=1)), len(texts)
+    if len(columns) > 1:
+        raise UsageError(
+            "the prompt has several columns, and lines of text have one",
+            got=", ".join(columns),
+            instead="a .jsonl, .csv, .tsv or .parquet file with these columns",
+        )
+    lines, total = _lines(file, field, stack, note)
+
+    def filled() -> Iterator[Line]:
+        for line in lines:
+            cell = {columns[0]: line.text}
+            where = f"{file}:{line.number}"
+            yield Line(line.number, row_text(where, cell, template, text.messages) if line.text.strip() else "")
+
+    return filled(), total
 
 
 def _read_lines(stream: BinaryIO, name: str, field: str | None) -> Iterator[Line]:

@@ -84,18 +84,19 @@ class PredictionFile(Closing):
         except OSError as error:
             raise RunError(f"{self.path} cannot be written", got=error.strerror or error) from error
 
-    def finish(self, labels: Sequence[str] | None) -> None:
+    def finish(self, labels: Sequence[str] | None, said: str = "label") -> None:
         """All predictions are there: give the file its form and its name.
 
         Args:
             labels: Those with a column of their own in CSV; None: no probabilities.
+            said: The key of what was predicted.
         """
         os.fsync(self._file.fileno())
         if self.output.suffix == ".csv":
             table = self.path.with_suffix(".csv.tmp")
             self._file.seek(0)
             with table.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-                _write_csv(csv.writer(file), (json.loads(line) for line in self._file), labels)
+                _write_csv(csv.writer(file), (json.loads(line) for line in self._file), labels, said)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(table, self.output)
@@ -109,8 +110,8 @@ class PredictionFile(Closing):
         self._file.close()
 
 
-def _write_csv(writer: Any, records: Iterable[Mapping[str, Any]], labels: Sequence[str] | None) -> None:
-    columns = ["line", "label", "text", *(["raw"] if labels is None else ["confidence", "margin", "mass"])]
+def _write_csv(writer: Any, records: Iterable[Mapping[str, Any]], labels: Sequence[str] | None, said: str) -> None:
+    columns = ["line", said, "text", *(["raw"] if labels is None else ["confidence", "margin", "mass"])]
     writer.writerow([*columns, *(f"p_{label}" for label in labels or ())])
     for record in records:
         shares = record.get("probabilities") or {}

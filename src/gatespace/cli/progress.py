@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from gatespace.cli.console import console
+from gatespace.evaluation.text import TextMetrics
 from gatespace.files import Closing
 
 if TYPE_CHECKING:
@@ -99,7 +100,13 @@ class RunProgress(Closing):
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """An evaluation is done."""
         found = evaluation.metrics
-        self._accuracy = f"{evaluation.split} {found.accuracy:.3f}"
+        self._accuracy = f"{evaluation.split} {found.score:.3f}"
+        if isinstance(found, TextMetrics):
+            self._print(
+                f"after step {step}: {evaluation.split} {found.metric} {found.score:.3f}, "
+                f"{found.length:.0f} tokens per response, {found.truncated:.1%} cut off"
+            )
+            return
         failed = f", {found.parse_failures} of {found.count} without a label" if found.parse_failures else ""
         self._print(
             f"after step {step}: {evaluation.split} accuracy {found.accuracy:.3f} "

@@ -95,17 +95,19 @@ def _print_evidence(folder: Path, as_json: bool) -> None:
     from gatespace.evidence.analysis import analyse
     from gatespace.report.findings import looks_text
     from gatespace.report.table import shown
+    from gatespace.report.view import View
     from gatespace.study.results import look_at
 
     results = look_at(folder)
-    found = analyse(results).comparisons
+    analysis = analyse(results)
+    found = analysis.comparisons
     if as_json:
         parts = {"study": results.name, "problems": results.problems, "looks": len(results.looks)}
         print_json({**parts, "comparisons": [*map(_plain, found)]})
         return
     out = console()
     numbers = ("seeds", "mean, pp", "from", "to", "p", "p, Holm", "p, BH")
-    title = f"{results.name}: accuracy on test, left minus right"
+    title = f"{results.name}: {View(results, analysis, {}).metric_name} on test, left minus right"
     rows = table(title, "task", "left", "right", *numbers, numbers=numbers)
     for one in found:
         if (pair := one.judged) is not None:

@@ -140,9 +140,11 @@ def task_command(task: TaskConfig) -> list[str]:
             words += ["--task" if key == "name" else "--root", str(value)]
         elif key == "brief":
             words.append("--brief")
-        elif task.table is not None and key == "table":
-            given = task.table.model_dump(mode="json", exclude_defaults=True)
-            words += ["--set", f"task.table={json.dumps(given, ensure_ascii=False)}"]
+        elif key in ("table", "text"):
+            given = getattr(task, key).model_dump(mode="json", exclude_defaults=True)
+            words += ["--set", f"task.{key}={json.dumps(given, ensure_ascii=False)}"]
+        elif key == "prefill" and task.text is not None and not value:
+            continue  # as it is for free text
         else:
             words += ["--set", f"task.{key}={json.dumps(value, ensure_ascii=False)}"]
     return words
@@ -152,7 +154,8 @@ def _overrides(flag: Flag) -> list[str]:
     """The override of an option, after those that undo what would contradict it in the file."""
     before: list[str] = []
     if flag.path == "task.name":
-        before = ["task.table=null"] if flag.value.startswith("tweeteval/") else ["task.table=null", "task.root=null"]
+        before = ["task.table=null", "task.text=null"]
+        before += [] if flag.value.startswith("tweeteval/") else ["task.root=null"]
     elif flag.path == "objective.gate":
         before = ["objective.method=gated", "objective.params={}"]
     elif flag.path == "objective.method" and flag.value != "gated":

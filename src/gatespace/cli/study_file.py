@@ -23,7 +23,9 @@ MANY_RUNS = 10_000
 Study = Annotated[
     str,
     typer.Argument(
-        metavar="STUDY", show_default=False, help="The name of a shipped study (`gatespace init --help`); a file; or a study's folder."
+        metavar="STUDY",
+        show_default=False,
+        help="The name of a shipped study (`gatespace init --help`); a file; or a study's folder.",
     ),
 ]
 Sets = Annotated[

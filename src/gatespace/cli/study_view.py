@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from gatespace.cli.console import console
 from gatespace.cli.progress import duration
+from gatespace.evaluation.metrics import metric_of
 from gatespace.files import Closing
 
 if TYPE_CHECKING:
@@ -110,10 +111,10 @@ def status_table(outlook: Outlook) -> Table:
 
 
 def validation(work: Work) -> float | None:
-    """Accuracy on validation, where it was evaluated."""
+    """Accuracy on validation, or the mean score of free text, where it was evaluated."""
     summary = work.folder.summary() if work.run is not None else None
     found = work.folder.evaluation("val") if summary is None else summary["evaluation"]["val"]
-    return None if found is None else float(found["metrics"]["accuracy"])
+    return None if found is None else metric_of(found["metrics"])[1]
 
 
 def _table(outlook: Outlook, work: Iterable[Work]) -> Table:

@@ -20,6 +20,7 @@ from gatespace.config import TeachConfig, TrainConfig, describe, dump_config, du
 from gatespace.config.base import Section
 from gatespace.errors import UsageError
 from gatespace.evaluation.concerns import of_teacher, start_of
+from gatespace.evaluation.metrics import metric_of
 from gatespace.plugins import load_plugins, provider
 from gatespace.runs import RunFolder
 from gatespace.training.processes import is_first
@@ -37,7 +38,7 @@ def execute(
     device_memory: str | None = None,
 ) -> None:
     """Run the job of `config`, or with `dry_run` print what it would cost, on cards with `device_memory` too."""
-    config = _with_model_folders(config)
+    config = with_model_folders(config)
     if device_memory is not None and not dry_run:
         raise UsageError("--device-memory is a question about a run, not a setting of one", instead="with --dry-run")
     if dry_run:
@@ -129,7 +130,8 @@ def _about_teacher(
     for split, before in start_of(on_the_way).items():
         ours, known = summary["evaluation"].get(split), theirs.get(split)
         if ours and known and all(ours[key] == known[key] for key in ("task_digest", "available")):
-            return [str(one) for one in of_teacher(split, known["metrics"]["accuracy"], before.accuracy)]
+            name, score = metric_of(known["metrics"])
+            return [str(one) for one in of_teacher(split, score, before.accuracy, name)]
     return []
 
 
@@ -138,7 +140,8 @@ def _next_command(config: TrainConfig | TeachConfig, folder: RunFolder) -> str:
     model = str(_short(folder.model))
     plugins = [word for plugin in config.plugins for word in ("--plugin", plugin)]
     if isinstance(config, TrainConfig):
-        return f"{shlex.join(['gatespace', 'predict', model, *plugins])} < texts.txt"
+        words = shlex.join(["gatespace", "predict", model, *plugins])
+        return f"{words} < texts.txt" if config.task.text is None else f"{words} rows.jsonl"
     words = ["gatespace", "train", "--teacher", model]
     if config.model != "smollm2":
         words += ["--student", config.model]
@@ -148,6 +151,9 @@ def _next_command(config: TrainConfig | TeachConfig, folder: RunFolder) -> str:
     learning = ["--lr", f"{config.optimizer.lr / 2:g}"]
     if config.model in TINY:
         learning = ["--lr", "0.003", "--batch-size", "24", "--set", "rollout.max_new_tokens=8"]
+    if config.task.text is not None:
+        cap = config.evaluation.max_new_tokens
+        learning += ["--set", f"rollout.max_new_tokens={cap}", "--set", f"evaluation.max_new_tokens={cap}"]
     return shlex.join([*words, *task_command(config.task), *learning, *plugins])
 
 
@@ -166,7 +172,7 @@ def list_settings(cls: type[Section], *, as_json: bool) -> None:
         out.print(textwrap.fill(setting.doc, out.width, initial_indent="    ", subsequent_indent="    "))
 
 
-def _with_model_folders(config: Any) -> Any:
+def with_model_folders(config: Any) -> Any:
     """The configuration with the model's folder in place of a run's folder."""
     if isinstance(config, TrainConfig):
         pair = config.pair
@@ -181,8 +187,8 @@ def _teacher_notes(config: TrainConfig) -> list[str]:
     if not isinstance(theirs, dict):
         return []
     notes = []
-    if (theirs.get("name"), theirs.get("table")) != (ours["name"], ours["table"]):
-        notes.append(f"the teacher was made for {theirs.get('name') or 'another table'}, which is not this run's task")
+    if any(theirs.get(key) != ours[key] for key in ("name", "table", "text")):
+        notes.append(f"the teacher was made for {theirs.get('name') or 'other data'}, which is not this run's task")
     elif [theirs.get(key) for key in ("split", "split_seed")] != [ours["split"], ours["split_seed"]]:
         notes.append("task.split is not the teacher's: it may have learned from rows that this run distils on")
     for key in ("brief", "prefill"):

@@ -28,7 +28,7 @@ from gatespace.config.sections import (
     TraceConfig,
 )
 from gatespace.config.study import StudyConfig
-from gatespace.config.task import CarveConfig, SplitConfig, TableConfig, TaskConfig
+from gatespace.config.task import CarveConfig, SplitConfig, TableConfig, TaskConfig, TextConfig
 
 __all__ = [
     "CarveConfig",
@@ -51,6 +51,7 @@ __all__ = [
     "TeachOptimizerConfig",
     "TeachTraceConfig",
     "TeacherConfig",
+    "TextConfig",
     "TraceConfig",
     "TrainConfig",
     "describe",

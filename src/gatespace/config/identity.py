@@ -60,6 +60,7 @@ LATER: Mapping[str, Any] = MappingProxyType(
         "evaluation.patience": None,
         "checkpoint.select": "last",
         "plugins": [],
+        "task.text": None,
     }
 )
 """Setting → the value with which runs are what they were before there was the setting; their identities stay too."""
@@ -71,7 +72,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 CONTENT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "task": ("task.name", "task.root", "task.table"),
+        "task": ("task.name", "task.root", "task.table", "task.text"),
         "student": ("pair.student", "pair.student_revision"),
         "teacher": ("pair.teacher", "pair.teacher_revision", "pair.teacher_quantization"),
         "model": ("model", "revision"),

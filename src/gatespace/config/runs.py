@@ -32,6 +32,11 @@ _NEED_ALL = ("todi", "eopd", "akl", "jsd", "skl", "srkl", "abkd", "student_top_k
 """Published methods that sum over the whole vocabulary; a plugin's own method is left to its loss."""
 
 
+def _check_probabilities(task: TaskConfig, evaluation: EvaluationConfig) -> None:
+    if task.text is not None and evaluation.probabilities:
+        raise Fault("evaluation.probabilities", "only labels have probabilities, and task.text has none")
+
+
 class TrainConfig(Section):
     """On-policy distillation of a teacher into a student. Defaults are the paper's where the paper says."""
 
@@ -94,6 +99,14 @@ class TrainConfig(Section):
         for name in ("entropy", "overlap", "legal"):
             if name in self.alarms.stop_on and not self.trace.tokens_every:
                 raise Fault("alarms.stop_on", f"{name} is measured every trace.tokens_every steps, which is 0")
+        return self
+
+    @model_validator(mode="after")
+    def _free_text_has_no_labels(self) -> TrainConfig:
+        if self.task.text is not None and self.objective.over_labels:
+            what = f"{self.objective.support} is over labels, and task.text has none"
+            raise Fault("objective.support", what, instead="full")
+        _check_probabilities(self.task, self.evaluation)
         return self
 
     @model_validator(mode="after")
@@ -166,7 +179,7 @@ class TrainConfig(Section):
 
 
 class TeachConfig(Section):
-    """Supervised fine-tuning on a task's gold labels, so that there is a teacher to learn from."""
+    """Supervised fine-tuning on a task's right responses, so that there is a teacher to learn from."""
 
     task: TaskConfig = TaskConfig()
     """Texts and labels, and how a model is prompted. Only the rows of `split.teacher` are learned from."""
@@ -218,4 +231,9 @@ class TeachConfig(Section):
     @model_validator(mode="after")
     def _chooses_on_validation(self) -> TeachConfig:
         choose_on_validation(self.evaluation, self.checkpoint)
+        return self
+
+    @model_validator(mode="after")
+    def _free_text_has_no_labels(self) -> TeachConfig:
+        _check_probabilities(self.task, self.evaluation)
         return self

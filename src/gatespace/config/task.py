@@ -1,14 +1,14 @@
-"""The section `task`: where texts and labels come from, how the model is prompted, and whose rows are whose."""
+"""The section `task`: where rows come from, how the model is prompted, how it is judged, and whose rows are whose."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from gatespace.config.base import SPLITS, Fault, Name, Place, Section, Seed, Share, Switch, Text
+from gatespace.config.base import SPLITS, Count, Fault, Name, Place, Section, Seed, Share, Switch, Text
 
 
 class CarveConfig(Section):
@@ -87,6 +87,74 @@ class TableConfig(Section):
     """What the prompt asks about a text."""
 
 
+class TextConfig(Section):
+    """Your own data whose responses are free text."""
+
+    source: Annotated[str | dict[str, str], BeforeValidator(_source)]
+    """A file (.jsonl, .csv, .tsv, .parquet; its rows are train), a folder with train, val and test files, a mapping of
+    split to file, or a Hub dataset as `owner/name` or `owner/name:config`."""
+
+    prompt: Name | None = None
+    """The user's turn, with columns in braces: "Describe: {mr}". A brace itself is written twice."""
+
+    messages: Name | None = None
+    """In place of `prompt`: the column of a conversation, a list of {role, content} as TRL and OpenAI write it."""
+
+    answer: Name | None = None
+    """The column of the right response: a text, or a list of texts that are all right. null: the last turn of
+    `messages`."""
+
+    metric: Name = "exact"
+    """How a response is compared with the references, of which the best counts: exact, contains, regex (the reference
+    is a regular expression), number (the last one, or that after ####), token_f1, rouge_l, bleu, chrf (the last three
+    need the extra `text`), or one that a plugin registers. Validation picks by it, and reports are about it."""
+
+    also: tuple[Name, ...] = ()
+    """Further metrics that evaluations state."""
+
+    columns: tuple[Name, ...] = ()
+    """Further columns that a plugin's metric looks at."""
+
+    system: Text = ""
+    """A turn of the system before all others; "" for none."""
+
+    stop: tuple[Name, ...] = ()
+    """Texts at which a response ends, beside the end of the turn; they are no part of it."""
+
+    thinking: Switch = False
+    """Let a model that can think before it responds do so; what it thinks is trained on and not judged."""
+
+    max_prompt_tokens: Count | None = None
+    """The longest prompt, in tokens; null: as long as prompt and response fit into the context window."""
+
+    too_long: Literal["refuse", "truncate"] = "refuse"
+    """What happens to a longer prompt: refuse is an error, truncate cuts the end of its longest turn."""
+
+    group: Switch = True
+    """Make rows with the same prompt one row with the references of all. A teacher learns each of them."""
+
+    carve: CarveConfig = CarveConfig()
+    """Shares of train that become val and test where the data has none."""
+
+    carve_seed: Seed = 0
+    """The seed of that choice. The run's seed has no part in it, so that all seeds are tested on the same rows."""
+
+    name: Name | None = None
+    """The name of the task in reports; null: made from the source."""
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> TextConfig:
+        if self.prompt is None and self.messages is None:
+            raise Fault("prompt", "a text task has a prompt or messages", instead='e.g. "Describe: {mr}"')
+        if self.prompt is not None and self.messages is not None:
+            raise Fault("messages", "a text task has a prompt or messages, not both")
+        if self.prompt is not None and self.answer is None:
+            raise Fault("answer", "which column has the right response?")
+        if self.too_long == "truncate" and self.max_prompt_tokens is None:
+            raise Fault("too_long", "truncate needs max_prompt_tokens")
+        return self
+
+
 class SplitConfig(Section):
     """Which share of the training rows the teacher learns from, and which share gives the prompts of distillation.
 
@@ -113,21 +181,25 @@ class SplitConfig(Section):
 
 
 class TaskConfig(Section):
-    """Texts to be given one label each, and how a model is prompted for it."""
+    """Texts to be given one label each, or prompts for free text, and how a model is prompted."""
 
     name: Name | None = "tweeteval/emotion"
     """A task by name: tweeteval/emotion, tweeteval/hate, tweeteval/offensive, any other of TweetEval, synthetic, or
-    one that a plugin registers; null where `table` says what the data is."""
+    one that a plugin registers; null where `table` or `text` says what the data is."""
 
     root: Place | None = None
     """The folder of TweetEval's files; null: $GATESPACE_TWEETEVAL, then the Hugging Face Hub."""
 
     table: TableConfig | None = None
-    """Data of one's own, in place of a name."""
+    """Labelled data of one's own, in place of a name."""
+
+    text: TextConfig | None = None
+    """Data of one's own whose responses are free text, in place of a name."""
 
     prefill: Text = '{"label": "'
     """How the assistant's turn begins, so that the first decoded token is the first token of a label and u says
-    something about the text. "" leaves all of the answer to the model; u is then near 0 for every text."""
+    something about the text. "" leaves all of the answer to the model; u is then near 0 for every text. It is "" for
+    free text, unless it is set."""
 
     brief: Switch = False
     """Show the labels only, without instructions: for models that are trained from nothing."""
@@ -141,12 +213,20 @@ class TaskConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _a_table_needs_no_name(cls, data: object) -> object:
-        if isinstance(data, Mapping) and data.get("table") is not None and "name" not in data:
-            return {**data, "name": None}
-        return data
+        if not isinstance(data, Mapping):
+            return data
+        usual: dict[str, object] = {} if data.get("text") is None else {"name": None, "prefill": ""}
+        if data.get("table") is not None:
+            usual |= {"name": None}
+        return {**usual, **data}
 
     @model_validator(mode="after")
     def _one_source(self) -> TaskConfig:
+        if self.text is not None:
+            for field in ("name", "table", "root", "brief"):
+                if getattr(self, field):
+                    raise Fault(field, "has no meaning beside task.text, which says what the data is", instead="null")
+            return self
         if self.table is None and self.name is None:
             raise Fault("name", "a task has a name or a table", instead="e.g. tweeteval/emotion")
         if self.table is not None and self.name is not None:

@@ -1,10 +1,11 @@
-"""Evaluation: greedy answers to held-out texts, and how often they are right."""
+"""Evaluation: greedy responses to held-out rows, and how good they are."""
 
 from __future__ import annotations
 
 from gatespace.evaluation.calibration import Calibration, LabelProbabilities, calibrate
 from gatespace.evaluation.evaluate import Evaluation, Prediction, evaluate, write
 from gatespace.evaluation.metrics import LabelRow, Metrics, measure
+from gatespace.evaluation.text import TextMetrics, TextPrediction
 
 __all__ = [
     "Calibration",
@@ -13,6 +14,8 @@ __all__ = [
     "LabelRow",
     "Metrics",
     "Prediction",
+    "TextMetrics",
+    "TextPrediction",
     "calibrate",
     "evaluate",
     "measure",

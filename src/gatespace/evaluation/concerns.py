@@ -10,11 +10,14 @@ from statistics import fmean, variance
 from typing import Any, NamedTuple
 
 from gatespace.evaluation.metrics import Metrics
+from gatespace.evaluation.text import TextMetrics
 from gatespace.tasks.data import SPLITS
 
 ONE_ANSWER = 0.9
 """From this share of the texts on, one label for them is no classification, unless the texts are of one label too."""
 NO_LABEL = 0.5
+CUT_OFF = 0.5
+"""From this share of the responses on, the cap ends them and not the model."""
 SAME = 0.01
 """Answers are the same if neither accuracy nor any share of a label has moved by more."""
 HUGE_RATE = 0.1
@@ -36,19 +39,26 @@ class Concern(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """What a model answered to a split, as far as it is compared: the accuracy, and label → share of the texts."""
+    """What a model answered to a split, as far as it is compared: the accuracy, and label → share of the texts.
+
+    Of free text, the mean score, and the mean length of a response in place of shares.
+    """
 
     accuracy: float
     given: Mapping[str, float]
 
     @classmethod
-    def of(cls, metrics: Metrics) -> Answers:
+    def of(cls, metrics: Metrics | TextMetrics) -> Answers:
         """From an evaluation."""
+        if isinstance(metrics, TextMetrics):
+            return cls(metrics.score, {"length": metrics.length})
         return cls(metrics.accuracy, {row.label: row.predicted / metrics.count for row in metrics.per_label})
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Answers:
         """From a line of evaluations.jsonl."""
+        if "score" in record:
+            return cls(record["score"], {"length": record["length"]})
         given = {label: rows / record["count"] for label, rows in record.get("predicted", {}).items()}
         return cls(record["accuracy"], given)
 
@@ -61,7 +71,7 @@ class Answers(NamedTuple):
 
 
 def concerns(
-    evaluations: Mapping[str, Metrics],
+    evaluations: Mapping[str, Metrics | TextMetrics],
     *,
     start: Mapping[str, Answers] | None = None,
     steps: Sequence[Mapping[str, Any]] = (),
@@ -77,11 +87,11 @@ def concerns(
     gained = False
     for split in sorted(evaluations, key=SPLITS.index):
         metrics = evaluations[split]
-        for concern in _evaluation(split, metrics):
+        for concern in _responses(split, metrics) if isinstance(metrics, TextMetrics) else _evaluation(split, metrics):
             found.setdefault(concern.kind, concern)
         if (before := (start or {}).get(split)) is not None:
-            gained |= metrics.accuracy > before.accuracy + SAME
-            for concern in _against_start(split, Answers.of(metrics), before):
+            gained |= metrics.score > before.accuracy + SAME
+            for concern in _against_start(split, Answers.of(metrics), before, metrics.metric):
                 found.setdefault(concern.kind, concern)
     for concern in _training(steps, gained=gained, in_doubt=bool(found)):
         found.setdefault(concern.kind, concern)
@@ -95,14 +105,17 @@ def start_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Answers]:
     return {record["split"]: Answers.from_record(record) for record in records if record["step"] == 0}
 
 
-def of_teacher(split: str, teacher: float, start: float) -> list[Concern]:
-    """Whether a teacher knows more than the student has known without it, by their accuracies."""
+def of_teacher(split: str, teacher: float, start: float, metric: str = "accuracy") -> list[Concern]:
+    """Whether a teacher knows more than the student has known without it, by what their metric has come to."""
     if teacher > start:
         return []
+    seen = f"On {split} the teacher is right in {_percent(teacher)}, and the untouched student in {_percent(start)}."
+    if metric != "accuracy":
+        seen = f"On {split} the teacher has {metric} {teacher:.3f}, and the untouched student {start:.3f}."
     return [
         Concern(
             "teacher no better than the student",
-            f"On {split} the teacher is right in {_percent(teacher)}, and the untouched student in {_percent(start)}.",
+            seen,
             "There is little to learn from it: teach it longer or on more rows, or take another teacher.",
         )
     ]
@@ -134,18 +147,28 @@ def _evaluation(split: str, metrics: Metrics) -> Iterator[Concern]:
         )
 
 
-def _against_start(split: str, now: Answers, before: Answers) -> Iterator[Concern]:
+def _responses(split: str, metrics: TextMetrics) -> Iterator[Concern]:
+    if metrics.truncated >= CUT_OFF:
+        yield Concern(
+            "cut off",
+            f"{_percent(metrics.truncated)} of the responses on {split} are ended by evaluation.max_new_tokens.",
+            "Usually a larger cap helps, task.text.stop, or a teacher that ends its own responses.",
+        )
+
+
+def _against_start(split: str, now: Answers, before: Answers, metric: str) -> Iterator[Concern]:
+    name = metric if metric != "accuracy" else "Accuracy"
     if now.same(before):
         yield Concern(
             "nothing learned",
-            f"The answers on {split} are those of before training: accuracy {_percent(before.accuracy)} then, "
+            f"The answers on {split} are those of before training: {metric} {_percent(before.accuracy)} then, "
             f"{_percent(now.accuracy)} now.",
             _TOO_SMALL,
         )
     elif now.accuracy < before.accuracy:
         yield Concern(
             "below the start",
-            f"Accuracy on {split} is {_percent(now.accuracy)}, below the {_percent(before.accuracy)} before training.",
+            f"{name} on {split} is {_percent(now.accuracy)}, below the {_percent(before.accuracy)} before training.",
             "Usually a smaller learning rate helps, or a teacher that is better than that.",
         )
 

@@ -1,4 +1,4 @@
-"""A model's greedy answers to the texts of a split, what they are worth, and both as files.
+"""A model's greedy responses to the rows of a split, what they are worth, and both as files.
 
 Importing this needs no torch: reading results does not need what made them.
 """
@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 from gatespace.errors import UsageError
 from gatespace.evaluation.calibration import Calibration, LabelProbabilities, calibrate
 from gatespace.evaluation.metrics import Metrics, measure
+from gatespace.evaluation.text import TextMetrics, TextPrediction, measure_text
 from gatespace.files import atomic_write
-from gatespace.tasks.data import Task
-from gatespace.tasks.prompt import Prompt
+from gatespace.tasks.data import AnyTask, Task
+from gatespace.tasks.prompt import AnyPrompt
+from gatespace.tasks.text import TextTask
 
 if TYPE_CHECKING:
     from gatespace.models.encode import Encoder
@@ -59,6 +61,14 @@ class Prediction:
 
 
 _ASKED = ("probabilities", "mass", "samples")
+AnyPrediction = Prediction | TextPrediction
+
+
+def _judged(row: AnyPrediction) -> list[float]:
+    """The scores of sampled responses."""
+    if isinstance(row, TextPrediction):
+        return [*(row.samples or ())]
+    return [float(label == row.gold) for label in row.samples or ()]
 
 
 @dataclass(frozen=True)
@@ -69,9 +79,9 @@ class Sampled:
         samples: Of every text.
         temperature: Of sampling.
         seed: Of the random streams.
-        accuracy: The mean over texts and samples.
-        sd: Standard deviation of the accuracy from one sample of all texts to another; None of one sample.
-        no_label: The share of answers without a legal label.
+        accuracy: The mean over texts and samples; of free text, of the scores.
+        sd: Standard deviation of the mean from one sample of all texts to another; None of one sample.
+        no_label: The share of answers without a legal label; None of free text.
     """
 
     samples: int
@@ -79,17 +89,15 @@ class Sampled:
     seed: int
     accuracy: float
     sd: float | None
-    no_label: float
+    no_label: float | None
 
     @classmethod
-    def of(cls, predictions: Sequence[Prediction], draws: Draws) -> Sampled:
+    def of(cls, predictions: Sequence[AnyPrediction], draws: Draws) -> Sampled:
         """Counted over predictions."""
-        labels = [row.samples or () for row in predictions]
-        right = [
-            fmean(found[k] == row.gold for row, found in zip(predictions, labels, strict=True))
-            for k in range(draws.count)
-        ]
-        missing = fmean(label is None for found in labels for label in found)
+        found = [_judged(row) for row in predictions]
+        right = [fmean(scores[k] for scores in found) for k in range(draws.count)]
+        labels = [label for row in predictions if isinstance(row, Prediction) for label in row.samples or ()]
+        missing = fmean(label is None for label in labels) if labels else None
         sd = stdev(right) if len(right) > 1 else None
         return cls(draws.count, draws.temperature, draws.seed, fmean(right), sd, missing)
 
@@ -117,10 +125,10 @@ class Evaluation:
     split: str
     available: int
     max_new_tokens: int
-    metrics: Metrics
+    metrics: Metrics | TextMetrics
     duplicates: int
-    without_duplicates: Metrics | None
-    predictions: list[Prediction]
+    without_duplicates: Metrics | TextMetrics | None
+    predictions: Sequence[AnyPrediction]
     calibration: Calibration | None = None
     sampled: Sampled | None = None
 
@@ -152,8 +160,8 @@ class Evaluation:
 
 def evaluate(
     model: Model,
-    task: Task,
-    prompt: Prompt,
+    task: AnyTask,
+    prompt: AnyPrompt,
     *,
     split: str = "test",
     limit: int | None = None,
@@ -166,12 +174,12 @@ def evaluate(
     probabilities: bool = False,
     draws: Draws | None = None,
 ) -> Evaluation:
-    """Let a model label the texts of a split, greedily, and compare with the gold labels.
+    """Let a model respond to the rows of a split, greedily, and judge its responses.
 
     Args:
         model: The model.
-        task: Gives the rows, and the labels.
-        prompt: Asks for a label and reads the answer.
+        task: Gives the rows, and judges.
+        prompt: Asks, and reads the answer.
         split: ``train``, ``val`` or ``test``.
         limit: Only the first so many rows. The first rows of a split need not be like the rest.
         max_new_tokens: The cap on an answer.
@@ -181,7 +189,7 @@ def evaluate(
         writer: Answers in place of the model, with its weights; a vLLM server, for one. Where two tokens are equally
             probable but for rounding, its answer may be another one.
         share: Divides texts among processes that all evaluate the same model; None: there are no others.
-        probabilities: Look up the probability of every label too, and what these are worth.
+        probabilities: Look up the probability of every label too, and what these are worth; of labels only.
         draws: Sample answers too, which share the pass over their prompt, and count how often these are right.
     """
     if limit is not None and limit < 1:
@@ -191,12 +199,14 @@ def evaluate(
     available = task.rows(split)
     if not available:
         raise UsageError(f"{task.name} has no {split} rows to evaluate on", got=task.source or None)
-    if prompt.labels != task.labels:
+    if isinstance(task, Task) and prompt.labels != task.labels:
         raise UsageError(
             "the prompt asks for other labels than the task has",
             got=f"{', '.join(prompt.labels)}; {task.name} has {', '.join(task.labels)}",
             instead="Prompt.of(task)",
         )
+    if probabilities and not isinstance(task, Task):
+        raise UsageError("only labels have probabilities", got=f"{task.name}, whose responses are free text")
     if encoder is not None and encoder.prompt != prompt:
         raise UsageError("the encoder was made for another prompt", instead="encoder=None")
 
@@ -206,6 +216,8 @@ def evaluate(
     rows = available[:limit]
     texts = [row.text for row in rows]
     known_encoder = encoder or Encoder(prompt, model.tokenizer, texts)
+    if not prompt.closes:
+        known_encoder.check(rows, model.window, max_new_tokens)
 
     def answered(some: Sequence[str]) -> list[Answer]:
         return greedy(
@@ -221,21 +233,10 @@ def evaluate(
         )
 
     answers = answered(texts) if share is None else share(texts, answered)
-    likely = [LabelProbabilities.of(task.labels, one.labels) for one in answers if one.labels is not None]
-    predictions = [
-        Prediction(index, row.text, row.label, prompt.parse(answer.text), answer.text, answer.ended)
-        for index, (row, answer) in enumerate(zip(rows, answers, strict=True))
-    ]
-    if likely:
-        known_labels = zip(predictions, likely, strict=True)
-        predictions = [replace(one, probabilities=of.probabilities, mass=of.mass) for one, of in known_labels]
-    if draws is not None:
-        predictions = [
-            replace(one, samples=tuple(prompt.parse(text) for text in answer.samples))
-            for one, answer in zip(predictions, answers, strict=True)
-        ]
+    likely = [LabelProbabilities.of(prompt.labels, one.labels) for one in answers if one.labels is not None]
+    predictions = _predictions(task, prompt, rows, answers, likely, sampled=draws is not None)
     held_against_train = split == "test"
-    known = {index for index in task.test_in_train if index < len(rows)} if held_against_train else set()
+    known: set[int] = {index for index in task.test_in_train if index < len(rows)} if held_against_train else set()
     fresh = [row for row in predictions if row.index not in known]
     return Evaluation(
         task=task.name,
@@ -247,7 +248,7 @@ def evaluate(
         duplicates=len(known),
         without_duplicates=_measured(fresh, task) if held_against_train and fresh else None,
         predictions=predictions,
-        calibration=calibrate([row.label for row in rows], likely) if likely else None,
+        calibration=calibrate([row.gold for row in rows], likely) if likely else None,
         sampled=None if draws is None else Sampled.of(predictions, draws),
     )
 
@@ -267,6 +268,50 @@ def write(evaluation: Evaluation, folder: str | Path) -> tuple[Path, Path]:
     return predictions, summary
 
 
-def _measured(predictions: list[Prediction], task: Task) -> Metrics:
+def _predictions(
+    task: AnyTask,
+    prompt: AnyPrompt,
+    rows: Sequence[Any],
+    answers: Sequence[Answer],
+    likely: Sequence[LabelProbabilities],
+    *,
+    sampled: bool,
+) -> Sequence[AnyPrediction]:
+    pairs = list(enumerate(zip(rows, answers, strict=True)))
+    if isinstance(task, TextTask):
+        responses = [prompt.parse(answer.text) or "" for answer in answers]
+        return [
+            TextPrediction(
+                index=index,
+                text=row.text,
+                references=row.references,
+                raw=answer.text,
+                response=responses[index],
+                score=task.judge(row, responses[index]),
+                also=task.judge_all(row, responses[index]),
+                tokens=len(answer.ids),
+                ended=answer.ended,
+                samples=tuple(task.judge(row, prompt.parse(one)) for one in answer.samples) if sampled else None,
+            )
+            for index, (row, answer) in pairs
+        ]
+    found = [
+        Prediction(index, row.text, row.gold, prompt.parse(answer.text), answer.text, answer.ended)
+        for index, (row, answer) in pairs
+    ]
+    if likely:
+        known = zip(found, likely, strict=True)
+        found = [replace(one, probabilities=of.probabilities, mass=of.mass) for one, of in known]
+    if sampled:
+        found = [
+            replace(one, samples=tuple(prompt.parse(text) for text in answer.samples))
+            for one, answer in zip(found, answers, strict=True)
+        ]
+    return found
+
+
+def _measured(predictions: Sequence[Any], task: AnyTask) -> Metrics | TextMetrics:
+    if not isinstance(task, Task):
+        return measure_text(task.metric, predictions)
     gold = [row.gold for row in predictions]
     return measure(gold, [row.label for row in predictions], task.labels)

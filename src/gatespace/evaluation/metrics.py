@@ -71,6 +71,13 @@ class Metrics:
     per_label: list[LabelRow]
     confusion: dict[str, dict[str, int]]
 
+    metric = "accuracy"
+
+    @property
+    def score(self) -> float:
+        """What the task's metric has come to, as in `TextMetrics`."""
+        return self.accuracy
+
     def as_json(self) -> dict[str, Any]:
         """Plain lists, dictionaries and numbers."""
         # asdict would give the baseline, a named tuple, as a list
@@ -80,6 +87,18 @@ class Metrics:
     def from_json(cls, record: Mapping[str, Any]) -> Metrics:
         """From what `as_json` gave, of an earlier release too: all of it follows from the labels' rows."""
         return _of([LabelRow(**row) for row in record["per_label"]], record["confusion"])
+
+
+def metric_of(record: Mapping[str, Any]) -> tuple[str, float]:
+    """Name and value of the metric that an evaluation is about, from the JSON of its metrics or evaluations.jsonl.
+
+    Examples:
+        >>> metric_of({"accuracy": 0.5, "count": 2}), metric_of({"metric": "bleu", "score": 0.25})
+        (('accuracy', 0.5), ('bleu', 0.25))
+    """
+    if "score" in record:
+        return record["metric"], record["score"]
+    return "accuracy", record["accuracy"]
 
 
 def measure(gold: Sequence[str], predicted: Sequence[str | None], labels: Sequence[str]) -> Metrics:

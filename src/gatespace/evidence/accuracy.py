@@ -27,8 +27,8 @@ def accuracy_interval(scores: Sequence[Score]) -> tuple[float, float] | None:
     return max(0.0, fmean(shares) - reach), min(1.0, fmean(shares) + reach)
 
 
-def wilson(correct: int, count: int, *, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Wilson's interval of a share.
+def wilson(correct: float, count: int, *, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """Wilson's interval of a share. Of a mean of scores from 0 to 1 it is too wide, as these vary less.
 
     Examples:
         >>> [round(end, 3) for end in wilson(9, 20)]

@@ -133,7 +133,7 @@ def _percent(run: RunResult) -> float:
 
 
 class _Examples:
-    """Which examples every run has right, loaded once; and one resampler per task and number of examples."""
+    """By how much every run has each example right, loaded once; one resampler per task and number of examples."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, Any] = {}
@@ -151,8 +151,11 @@ class _Examples:
             if one is None or other is None or one.size != other.size:
                 continue
             task = left.spec.task
-            tests.append((seed, mcnemar(one, other)))
-            differences.append(one.astype(np.int8) - other.astype(np.int8))
+            if one.dtype == bool:
+                tests.append((seed, mcnemar(one, other)))
+                differences.append(one.astype(np.int8) - other.astype(np.int8))
+            else:  # scores of free text are no right and wrong
+                differences.append(one - other)
         if not differences or len({row.size for row in differences}) > 1:
             return tuple(tests), None
         return tuple(tests), self._resampler(task, differences[0].size).interval(np.stack(differences))
@@ -160,9 +163,10 @@ class _Examples:
     def _correct(self, run: RunResult) -> Any:
         """Row by row; None where the predictions are not there, or not those that were scored."""
         if run.spec.id not in self._loaded:
-            rows = np.array([row.gold == row.label for row in run.predictions(SPLIT)], dtype=bool)
             score = run.scores[SPLIT]
-            fits = rows.size == score.count and int(rows.sum()) == score.correct
+            kind = bool if score.text is None else float
+            rows = np.array([row.right for row in run.predictions(SPLIT)], dtype=kind)
+            fits = rows.size == score.count and abs(float(rows.sum()) - score.correct) < 1e-6
             self._loaded[run.spec.id] = rows if fits else None
         return self._loaded[run.spec.id]
 
@@ -304,14 +308,21 @@ def _baseline(task: str, results: StudyResults, done: _Done) -> BaselineEvidence
         best_constant=any_score.best_constant if any_score else None,
         best_constant_label=any_score.best_constant_label if any_score else None,
         trained=trained,
-        trained_macro_f1=fmean(score.macro_f1 for score in family) if family else None,
+        trained_macro_f1=_mean_of([score.macro_f1 for score in family]),
         runs=len(family),
         gain=gain,
-        below_best_constant=sum(score.accuracy < score.best_constant for score in scores),
+        below_best_constant=sum(
+            score.best_constant is not None and score.accuracy < score.best_constant for score in scores
+        ),
         done=len(scores),
         rows=any_score.count if any_score else None,
         duplicates=any_score.duplicates if any_score else None,
     )
+
+
+def _mean_of(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def _below_start(

@@ -7,13 +7,13 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from gatespace.errors import RunError
-from gatespace.tasks import Prompt
-from gatespace.tasks.prompt import shared_length
+from gatespace.errors import RunError, UsageError
+from gatespace.tasks.data import AnyExample
+from gatespace.tasks.prompt import AnyPrompt, shared_length
 
 _KEPT = 2
 """How many pairs of prompt and tokenizer leave their renderings to later encoders of the process."""
-_kept: OrderedDict[tuple[Prompt, str], dict[str, list[int]]] = OrderedDict()
+_kept: OrderedDict[tuple[AnyPrompt, str], dict[str, list[int]]] = OrderedDict()
 
 
 class Encoder:
@@ -22,11 +22,11 @@ class Encoder:
     Args:
         prompt: The prompt of the task.
         tokenizer: A model's tokenizer, with its chat template.
-        texts: Every text that will be classified; what all their prompts begin with is the shared prefix.
+        texts: The text of every row that will be prompted; what all their prompts begin with is the shared prefix.
         share: False: the prefix is empty, and each prompt is whole.
     """
 
-    def __init__(self, prompt: Prompt, tokenizer: Any, texts: Iterable[str], *, share: bool = True) -> None:
+    def __init__(self, prompt: AnyPrompt, tokenizer: Any, texts: Iterable[str], *, share: bool = True) -> None:
         self.prompt = prompt
         self.tokenizer = tokenizer
         known = _renderings(prompt, tokenizer)
@@ -34,7 +34,9 @@ class Encoder:
             if text not in known:
                 known[text] = prompt.render(tokenizer, text)
         self._rendered = {text: known[text] for text in texts}
-        self.prefix: list[int] = prompt.prefix(tokenizer) if share else []
+        self._golds: dict[str, list[int]] = {}
+        start = prompt.prefix(tokenizer) if share else []
+        self.prefix: list[int] = next(iter(self._rendered.values()), []) if start is None else start
         for ids in self._rendered.values():
             # One token at least is a row's own: it is where the first token of the response is predicted.
             self.prefix = self.prefix[: shared_length(self.prefix, ids[:-1])]
@@ -54,10 +56,35 @@ class Encoder:
             self._rendered[text] = ids
         return ids[len(self.prefix) :]
 
-    def gold(self, label: str, end: int | None = None) -> list[int]:
-        """The right response, and the id that ends it where one is given."""
-        ids = self.tokenizer.encode(self.prompt.gold_response(label), add_special_tokens=False)
-        return [*ids, *([] if end is None else [end])]
+    def gold(self, gold: str, end: int | None = None) -> list[int]:
+        """The right response (of a label, or of a reference), and the id that ends it where one is given."""
+        if gold not in self._golds:
+            response = self.prompt.gold_response(gold)
+            self._golds[gold] = list(self.tokenizer.encode(response, add_special_tokens=False))
+        return [*self._golds[gold], *([] if end is None else [end])]
+
+    def longest_gold(self, rows: Iterable[AnyExample], end: int | None = None) -> int:
+        """Tokens of the longest right response to one of `rows`."""
+        return max(len(self.gold(gold, end)) for gold in self.prompt.golds(rows))
+
+    def check(self, rows: Iterable[AnyExample], window: int | None = None, new_tokens: int = 0) -> None:
+        """Raise where a prompt is longer than wished, or leaves no room for a response in the context window."""
+        most = self.prompt.max_prompt_tokens
+        for row in rows:
+            length = len(self.prefix) + len(self.suffix(row.text))
+            where = row.where or repr(row.text[:80])
+            if most is not None and length > most:
+                raise UsageError(
+                    f"{where}: the prompt is longer than task.text.max_prompt_tokens",
+                    got=f"{length} tokens, of {most}",
+                    instead="a larger max_prompt_tokens, or too_long: truncate",
+                )
+            if window is not None and length + new_tokens > window:
+                raise UsageError(
+                    f"{where}: prompt and response do not fit into the context window",
+                    got=f"{length} tokens of the prompt and {new_tokens} of a response, of {window}",
+                    instead="a smaller max_new_tokens, or task.text.max_prompt_tokens with too_long: truncate",
+                )
 
     def decode(self, ids: Sequence[int]) -> str:
         """A response as text, without the tokens that end it."""
@@ -66,10 +93,11 @@ class Encoder:
 
     def closed(self, ids: Sequence[int]) -> bool:
         """Whether the response is complete: nothing that is generated after it counts."""
-        return self.prompt.closed(self.decode(ids))
+        tail = self.prompt.tail
+        return tail != 0 and self.prompt.closed(self.decode(ids if tail is None else ids[-tail:]))
 
 
-def _renderings(prompt: Prompt, tokenizer: Any) -> dict[str, list[int]]:
+def _renderings(prompt: AnyPrompt, tokenizer: Any) -> dict[str, list[int]]:
     """Text → ids, as encoders before this one have rendered them with the same prompt and an equal tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:  # what it does is not known by its content

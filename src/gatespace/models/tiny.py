@@ -20,7 +20,7 @@ from gatespace.errors import UsageError, missing_extra
 from gatespace.models.cache_root import cache_root, new_folder, read_record, write_record
 from gatespace.models.hub import without_progress_bars
 from gatespace.seeding import stream
-from gatespace.tasks import Prompt, Task
+from gatespace.tasks import AnyTask, Prompt, Task
 
 END_OF_TEXT, START, END = SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -67,7 +67,7 @@ class TinyPair(NamedTuple):
 
 
 def build_tiny(
-    task: Task,
+    task: AnyTask,
     folder: Path | None = None,
     *,
     seed: int = 0,
@@ -78,7 +78,7 @@ def build_tiny(
     """Build the pair for a task, or find it built: the same arguments give the same files, byte for byte.
 
     Args:
-        task: The tokenizer is trained on its train texts, its prompt and its labels.
+        task: The tokenizer is trained on its train texts, its prompt and its right responses.
         folder: Gets the folders `student` and `teacher`. None: a folder of its own in the user's cache.
         seed: Of the weights.
         vocab_size: The most tokens the tokenizer may have; few different words make fewer.
@@ -125,14 +125,18 @@ def _transformers() -> Any:
     return transformers
 
 
-def _corpus(task: Task) -> Iterator[str]:
+def _corpus(task: AnyTask) -> Iterator[str]:
+    if not isinstance(task, Task):
+        yield "system\nuser\nassistant\n"
+        yield from (part for row in task.lessons(task.rows("train")) for part in (row.text, row.gold))
+        return
     for brief in (True, False):
         prompt = Prompt.of(task, brief=brief)
         yield from (prompt.fixed, *(prompt.prefill + prompt.gold_response(label) for label in task.labels))
     yield from ("system\nuser\nassistant\n", *(row.text for row in task.train))
 
 
-def _tokenizer(transformers: Any, task: Task, vocab_size: int) -> Any:
+def _tokenizer(transformers: Any, task: AnyTask, vocab_size: int) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     backend = Tokenizer(models.BPE())

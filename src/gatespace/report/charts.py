@@ -31,6 +31,7 @@ from gatespace.report.drawing import (
     short,
     width,
 )
+from gatespace.report.metric import chart_about
 from gatespace.report.reliability import reliability
 from gatespace.report.table import Column, Record, Table, count, lam, percent, shown, signed_pp, text
 from gatespace.report.tables import (
@@ -75,7 +76,7 @@ def all_charts(view: View) -> list[Chart]:
     for task in view.results.tasks:
         charts += [_against_lam(view, task), _lam(view, task), _curves(view, task), _confusion(view, task)]
         charts.append(reliability(view, task))
-    return [chart for chart in charts if chart.data.rows]
+    return [chart_about(chart, view.metric_name) for chart in charts if chart.data.rows]
 
 
 def _chart(
@@ -636,7 +637,7 @@ def _confusion(view: View, task: str) -> Chart:
     columns = (
         text("model"), text("gold", "gold label"), text("predicted"), count("rows"), percent("share", "share, %")
     )  # fmt: skip
-    models = confusion_models(view, task)
+    models = confusion_models(view, task) if task in view.labelled() else []
     parts = []
     for model, scores in models:
         right = {gold: counts[gold] / max(sum(counts.values()), 1) for gold, counts in confusion(scores).items()}

@@ -156,7 +156,7 @@ def _below_start(view: View) -> Iterator[str]:
 
 def _alike(view: View) -> Iterator[str]:
     """Tasks on which most runs have one and the same accuracy, as where all are right on every text."""
-    for task in view.results.tasks:
+    for task in view.labelled():
         runs = [run for run in view.results.done if run.spec.task == task and "test" in run.scores]
         points = {run.spec.point for run in runs}
         if len(points) < 2 or len(runs) < 2 * len(points):
@@ -369,8 +369,8 @@ def _limits(view: View) -> list[str]:
     for task, known in view.analysis.baselines.items():
         if known.duplicates:
             found.append(
-                f"{task}: {known.duplicates} of {known.rows} test texts also stand in train; accuracy without them is "
-                "in a table."
+                f"{task}: {known.duplicates} of {known.rows} test texts also stand in train; {view.metric(task)} "
+                "without them is in a table."
             )
     return found
 

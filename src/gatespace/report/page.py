@@ -212,7 +212,7 @@ def _sections(view: View, tables: Mapping[str, Table], drawn: Sequence[Rendered]
         )
     found += [
         section("replication", "Replication on fresh seeds", ["replication", "secondary"]),
-        section("points", "Points", ["baselines", "best-observed", "points", "per-seed", "anova"]),
+        section("points", "Points", ["baselines", "responses", "best-observed", "points", "per-seed", "anova"]),
         section("lambda", "λ: where the gates are", ["lambda"], ["against-lambda-", "lambda-"]),
         section("training", "Training", [], ["curves-"]),
         section("errors", "Errors", ["wrong-texts", "confusion", "duplicates", "examples"], ["confusion-"]),

@@ -9,11 +9,13 @@ from statistics import fmean, median
 from typing import Any
 
 from gatespace.evaluation.calibration import BINS, TARGETS
+from gatespace.evaluation.text import TextMetrics
 from gatespace.evidence.accuracy import accuracy_interval
 from gatespace.evidence.paired import seeds_needed, summarise
 from gatespace.evidence.records import ALL_TASKS, Detectable, GroupEvidence, Paired
 from gatespace.gating.coefficients import Gate, NotApplicable
 from gatespace.report.beside import beside_tables
+from gatespace.report.metric import table_about
 from gatespace.report.table import (
     CSV_ONLY,
     FILES_ONLY,
@@ -56,18 +58,20 @@ def file_tables(view: View) -> list[Table]:
         _groups, _wins,
     )  # fmt: skip
     claimed = (_d_on_g2, _replication, _best, _anova, _power, _examples, _not_applicable)
-    optional = [table for table in (*beside_tables(view), _calibration(view), _secondary(view)) if table.rows]
-    return [
+    further = (*beside_tables(view), _responses(view), _calibration(view), _secondary(view))
+    optional = [table for table in further if table.rows]
+    found = [
         *(build(view) for build in measured),
         *optional,
         *(_comparisons(view, axis) for axis in view.axes),
         *(build(view) for build in claimed),
     ]
+    return [table_about(table, view.metric_name) for table in found]
 
 
 def page_tables(view: View) -> list[Table]:
     """The tables that are on the page only: seconds belong to one machine and moment, an error may name a path."""
-    return [_cost(view), _failures(view)]
+    return [table_about(table, view.metric_name) for table in (_cost(view), _failures(view))]
 
 
 Builder = Callable[[View], Table]
@@ -150,7 +154,7 @@ def point_records(view: View, task: str, *kinds: str) -> Iterator[dict[str, Any]
             task=task, point=point, kind=KINDS[kind], seeds=len(shares), accuracy=mean, sd=_sd_pp(shares),
             low=low, high=high, each=shares, runs=_ids(*runs),
             gate=None if gate is None or kind in ("static", "twin") else str(gate),
-            macro_f1=mean_of([score.macro_f1 for score in scores.values()]),
+            macro_f1=mean_of([score.macro_f1 for score in scores.values() if score.macro_f1 is not None]),
             val_accuracy=mean_of([score.accuracy for score in view.sweep(task, point, "val").values()]),
             lam=mean_of([run.lam_stats.mean for run in runs if run.lam_stats is not None]),
             above_start=_difference(mean, beside.start), above_constant=_difference(mean, beside.best_constant),
@@ -270,7 +274,7 @@ def confusion_records(view: View, task: str) -> Iterator[Record]:
     "(none): no legal label in the answer.",
 )  # fmt: skip
 def _confusion(view: View) -> Iterator[Record]:
-    for task in view.results.tasks:
+    for task in view.labelled():
         yield from confusion_records(view, task)
 
 
@@ -305,11 +309,48 @@ def _calibration(view: View) -> Iterator[Record]:
                 yield _row(task=task, model=model, seeds=None if model in beside else len(found), **means)
 
 
+def _responses(view: View) -> Table:
+    """Free text: its length, how much of it was cut off, and every metric that its evaluations state."""
+    records: list[Record] = []
+    names: dict[str, None] = {}
+    for task in view.results.tasks:
+        baseline = view.results.baselines.get(task)
+        beside = {} if baseline is None else {"start": baseline.start, "teacher": baseline.teacher}
+        models = {model: [scores["test"]] for model, scores in beside.items() if "test" in scores}
+        models |= {point: [*view.scores(task, point).values()] for point in view.points(task)}
+        for model, scores in models.items():
+            found = [score.text for score in scores if score.text is not None]
+            if not found:
+                continue
+            metrics = {name: fmean({**one.also, **one.figures}[name] for one in found) for name in _further(found[0])}
+            names |= dict.fromkeys(metrics)
+            records.append(
+                _row(
+                    task=task, model=model, seeds=None if model in beside else len(found), judged_by=found[0].metric,
+                    score=fmean(one.score for one in found), length=fmean(one.length for one in found),
+                    truncated=fmean(one.truncated for one in found), **metrics,
+                )
+            )  # fmt: skip
+    columns = (
+        TASK, text("model", "point"), SEEDS, text("judged_by", "judged by"), percent("score", "mean score, %"),
+        *(percent(name, f"{name}, %") for name in names), pp("length", "tokens"), percent("truncated", "cut off, %"),
+    )  # fmt: skip
+    return Table.of(
+        "responses", "Responses in free text on the test split", columns, records, stub=2,
+        note="Means over seeds. Cut off: ended by evaluation.max_new_tokens. A corpus figure is of the whole split and "
+        "no mean of its responses' scores.",
+    )  # fmt: skip
+
+
+def _further(found: TextMetrics) -> list[str]:
+    return [*found.also, *found.figures]
+
+
 def _wrong_texts(view: View) -> Table:
     """Texts that the point chosen on validation has wrong at most of its seeds, with what the models predicted."""
     records: list[Record] = []
     counts = []
-    for task in view.results.tasks:
+    for task in view.labelled():
         chosen, baseline = view.analysis.selection[task].chosen, view.results.baselines.get(task)
         if isinstance(chosen, NotApplicable) or baseline is None:
             continue
@@ -376,7 +417,10 @@ def _cut(text: str, most: int = 400) -> str:
 def _runs(view: View) -> Iterator[Record]:
     for run in view.ordered:
         val, mean = _get(run.scores.get("val"), "accuracy"), _get(run.lam_stats, "mean")
-        spec, score = _cells(run.spec), _cells(run.scores.get("test"))
+        found = run.scores.get("test")
+        spec, score = _cells(run.spec), _cells(found)
+        if found is not None and found.text is not None:
+            score["correct"] = None  # a sum of scores
         yield _row(spec, score, state=run.state, val_accuracy=val, lam=mean, runs=_ids(run))
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from statistics import fmean, stdev
 from typing import NamedTuple, Protocol
 
+from gatespace.evaluation.metrics import metric_of
 from gatespace.evidence.records import ComparisonEvidence, StudyAnalysis, Summary
 from gatespace.gating.coefficients import Gate
 from gatespace.plugins import provided, provider
@@ -214,7 +215,7 @@ class View:
         """Step → accuracy on validation, from the untouched student over what was evaluated on the way to the end."""
         known = self.results.baselines.get(run.spec.task)
         found = {0: known.start["val"].accuracy} if known is not None and "val" in known.start else {}
-        found |= {check["step"]: check["accuracy"] for check in run.evaluations() if check.get("split") == "val"}
+        found |= {check["step"]: metric_of(check)[1] for check in run.evaluations() if check.get("split") == "val"}
         if "val" in run.scores and run.cost is not None:
             found[run.chosen_step or run.cost.steps] = run.scores["val"].accuracy
         return dict(sorted(found.items()))
@@ -255,6 +256,23 @@ class View:
     def is_partial(self) -> bool:
         """Whether something of the plan is not there."""
         return self.counts["done"] < len(self.results.runs) or bool(self.results.problems)
+
+    def metric(self, task: str) -> str:
+        """What a task's responses are judged by."""
+        known = self.results.baselines.get(task)
+        scores = [*known.start.values(), *known.teacher.values()] if known is not None else []
+        scores += [score for run in self.results.done if run.spec.task == task for score in run.scores.values()]
+        return scores[0].metric if scores else "accuracy"
+
+    @cached_property
+    def metric_name(self) -> str:
+        """What all tasks are judged by; score where they differ."""
+        names = {self.metric(task) for task in self.results.tasks}
+        return names.pop() if len(names) == 1 else "score"
+
+    def labelled(self) -> list[str]:
+        """The tasks with labels."""
+        return [task for task in self.results.tasks if self.metric(task) == "accuracy"]
 
     # ------------------------------------------------------------------ comparisons
 

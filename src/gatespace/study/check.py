@@ -17,7 +17,7 @@ from gatespace.models import Model, check_pair
 from gatespace.models.load import SMOLLM2, TINY, hub_name
 from gatespace.plugins import load_plugins, provided
 from gatespace.study.plan import ROLES, teach_config, train_config
-from gatespace.tasks import Task
+from gatespace.tasks.data import AnyTask
 from gatespace.training.fit import check_fit, check_top_k
 from gatespace.training.setup import encoder_for, material, outline_model
 
@@ -76,7 +76,7 @@ def _check_runs(study: StudyConfig, config: TrainConfig) -> list[str]:
 
 
 def _outline(
-    name: str, setting: str, role: str, task: Task, revision: str | None, trust_remote_code: bool
+    name: str, setting: str, role: str, task: AnyTask, revision: str | None, trust_remote_code: bool
 ) -> Model | None:
     """The model without its weights; None where it is not on this machine."""
     if is_address(name):

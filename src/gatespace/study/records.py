@@ -11,6 +11,7 @@ from gatespace.config.study import StudyConfig
 from gatespace.evaluation.calibration import Calibration
 from gatespace.evaluation.concerns import Concern
 from gatespace.evaluation.metrics import Metrics
+from gatespace.evaluation.text import TextMetrics
 from gatespace.runs import Base, RunFolder, State
 
 Kind = Literal["point", "restriction", "static", "twin", "control", "published"]
@@ -75,27 +76,31 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Subset:
-    """Accuracy on a part of a split."""
+    """Accuracy on a part of a split, or the mean score of free text."""
 
-    correct: int
+    correct: float
     count: int
     accuracy: float
-    macro_f1: float
+    macro_f1: float | None
 
 
 @dataclass(frozen=True)
 class Score:
-    """How well a model did on a split. `best_constant` is the accuracy of giving its most frequent label to all."""
+    """How well a model did on a split. `best_constant` is the accuracy of giving its most frequent label to all.
+
+    Of free text `accuracy` is the mean score by `metric`, `correct` the sum of the scores, and what is about labels is
+    None or empty.
+    """
 
     split: str
     accuracy: float
-    correct: int
+    correct: float
     count: int
-    balanced_accuracy: float
-    macro_f1: float
-    parse_failures: int
-    best_constant: float
-    best_constant_label: str
+    balanced_accuracy: float | None
+    macro_f1: float | None
+    parse_failures: int | None
+    best_constant: float | None
+    best_constant_label: str | None
     labels: tuple[str, ...]
     confusion: Mapping[str, Mapping[str, int]]
     """Gold label → predicted label → rows; what a row lacks to its label's support had no legal label."""
@@ -105,16 +110,23 @@ class Score:
     without_duplicates: Subset | None = None
     calibration: Calibration | None = None
     """Of the probabilities of labels, where the study asks for them."""
+    metric: str = "accuracy"
+    text: TextMetrics | None = None
+    """What an evaluation of free text found."""
 
     @property
-    def metrics(self) -> Metrics:
+    def metrics(self) -> Metrics | TextMetrics:
         """As the evaluation had them."""
+        if self.text is not None:
+            return self.text
         return Metrics.from_json({"per_label": self.per_label, "confusion": self.confusion})
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Score:
         """From what an evaluation wrote."""
         metrics, clean = record["metrics"], record["without_duplicates"]
+        if "score" in metrics:
+            return cls._of_text(record)
         whole = Metrics.from_json(metrics)  # an earlier release did not write all of it
         subset = None
         if "accuracy" in clean:
@@ -135,6 +147,31 @@ class Score:
             duplicates=record["duplicates"],
             without_duplicates=subset,
             calibration=Calibration.from_json(record["calibration"]) if "calibration" in record else None,
+        )
+
+    @classmethod
+    def _of_text(cls, record: Mapping[str, Any]) -> Score:
+        whole, clean = TextMetrics.from_json(record["metrics"]), record["without_duplicates"]
+        subset = None
+        if "score" in clean:
+            subset = Subset(clean["score"] * clean["count"], clean["count"], clean["score"], None)
+        return cls(
+            split=record["split"],
+            accuracy=whole.score,
+            correct=whole.score * whole.count,
+            count=whole.count,
+            balanced_accuracy=None,
+            macro_f1=None,
+            parse_failures=None,
+            best_constant=None,
+            best_constant_label=None,
+            labels=(),
+            confusion={},
+            per_label=(),
+            duplicates=record["duplicates"],
+            without_duplicates=subset,
+            metric=whole.metric,
+            text=whole,
         )
 
 
@@ -170,16 +207,30 @@ class Cost:
 
 
 class Predicted(NamedTuple):
-    """One row of a split; `label` is None where the response had no legal one."""
+    """One row of a split; `label` is None where the response had no legal one.
+
+    Of free text `gold` is the first reference, `label` the response, and `score` by how much it is right.
+    """
 
     gold: str
     label: str | None
     text: str = ""
+    score: float | None = None
+
+    @property
+    def right(self) -> float:
+        """1 where the label is right, 0 where it is not; of free text its score."""
+        return float(self.gold == self.label) if self.score is None else self.score
 
 
 def predictions(folder: Path, split: str) -> list[Predicted]:
     """What a run or a baseline predicted for every row of a split, in the order of the rows."""
-    return [Predicted(row["gold"], row["label"], row.get("text", "")) for row in RunFolder(folder).predictions(split)]
+    return [
+        Predicted(row["references"][0], row["response"], row["text"], row["score"])
+        if "references" in row
+        else Predicted(row["gold"], row["label"], row.get("text", ""))
+        for row in RunFolder(folder).predictions(split)
+    ]
 
 
 @dataclass(frozen=True)

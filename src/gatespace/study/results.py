@@ -184,7 +184,8 @@ def _warnings(
         found = concerns({split: score.metrics for split, score in known.teacher.items()})
         about = [concern._replace(seen=f"The teacher: {concern.seen}") for concern in found]
         if (split := "test") in known.start and split in known.teacher:
-            about += of_teacher(split, known.teacher[split].accuracy, known.start[split].accuracy)
+            teacher, start = known.teacher[split], known.start[split]
+            about += of_teacher(split, teacher.accuracy, start.accuracy, start.metric)
         yield task, about
     for result in runs.values():
         if result.state == "done":

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from math import fsum
 
 from gatespace.config import StudyConfig
+from gatespace.evaluation.metrics import metric_of
 from gatespace.runs import Base, State, StudyFolder
 from gatespace.study.engines import Engine
 from gatespace.study.outlook import Outlook, Work, blocked, outline
@@ -135,7 +136,7 @@ class _Runner:
         for point in dict.fromkeys(run.point for run in runs):
             own = [run for run in runs if run.point == point and run.seed in self.config.seeds]
             summaries = [self.folder.run(run.id).summary() for run in own]
-            values = [found["evaluation"]["val"]["metrics"]["accuracy"] for found in summaries if found is not None]
+            values = [metric_of(found["evaluation"]["val"]["metrics"])[1] for found in summaries if found is not None]
             if len(values) == len(own):
                 means[point] = fsum(values) / len(values)
         return means

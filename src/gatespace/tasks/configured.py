@@ -5,22 +5,41 @@ Not among the names of `gatespace.tasks`, so that tasks can be used without the 
 
 from __future__ import annotations
 
-from gatespace.config import TaskConfig, in_setting
+from dataclasses import replace
+
+from gatespace.config import TaskConfig, TextConfig, in_setting
 from gatespace.errors import UsageError
-from gatespace.tasks.data import Example, Task, split_rows
+from gatespace.tasks.data import AnyExample, AnyTask, Task, split_rows
 from gatespace.tasks.load import load_task
-from gatespace.tasks.prompt import Prompt
+from gatespace.tasks.prompt import AnyPrompt, Prompt
 from gatespace.tasks.table import load_table
+from gatespace.tasks.text import TextPrompt, TextTask, load_text
 
 
-def load_configured_task(config: TaskConfig, *, path: str = "task") -> Task:
+def load_configured_task(config: TaskConfig, *, path: str = "task") -> AnyTask:
     """The task with all its rows.
 
     Args:
         config: The section `task`.
         path: Where that section stands, for errors.
     """
-    table = config.table
+    table, text = config.table, config.text
+    if text is not None:
+        with in_setting(f"{path}.text"):
+            return load_text(
+                text.source,
+                prompt=text.prompt,
+                messages=text.messages,
+                answer=text.answer,
+                metric=text.metric,
+                also=text.also,
+                columns=text.columns,
+                group=text.group,
+                how=text_prompt(text),
+                split=text.carve.shares(),
+                seed=text.carve_seed,
+                name=text.name,
+            )
     if table is None:
         assert config.name is not None  # a section has a name or a table
         with in_setting(f"{path}.name" if config.root is None else path):
@@ -39,19 +58,35 @@ def load_configured_task(config: TaskConfig, *, path: str = "task") -> Task:
         )
 
 
-def configured_prompt(config: TaskConfig, task: Task, *, path: str = "task") -> Prompt:
+def text_prompt(text: TextConfig) -> TextPrompt:
+    """How rows of a text task become prompts, but for the prefill."""
+    return TextPrompt(
+        conversations=text.messages is not None,
+        system=text.system,
+        stop=text.stop,
+        thinking=text.thinking,
+        max_prompt_tokens=text.max_prompt_tokens,
+        too_long=text.too_long,
+    )
+
+
+def configured_prompt(config: TaskConfig, task: AnyTask, *, path: str = "task") -> AnyPrompt:
     """The prompt of `task`, as the section asks for it."""
+    if isinstance(task, TextTask):
+        return replace(task.prompt, prefill=config.prefill if config.text is not None else task.prompt.prefill)
+    assert isinstance(task, Task)
     with in_setting(f"{path}.prefill"):
         return Prompt.of(task, config.prefill, brief=config.brief)
 
 
-def configured_rows(config: TaskConfig, task: Task, part: str, *, path: str = "task") -> list[Example]:
+def configured_rows(config: TaskConfig, task: AnyTask, part: str, *, path: str = "task") -> list[AnyExample]:
     """The training rows of one part: ``teacher`` to make a teacher from, ``distill`` to distil on.
 
     Without a split each part is all of train.
     """
+    rows: list[AnyExample] = task.rows("train")
     if config.split is None:
-        return task.train
+        return task.lessons(rows) if part == "teacher" else rows
     shares = config.split.shares()
     if part not in shares:
         raise UsageError(
@@ -60,4 +95,5 @@ def configured_rows(config: TaskConfig, task: Task, part: str, *, path: str = "t
             instead="teacher: 0.6, distill: 0.4; or split: null, all rows for both",
         )
     with in_setting(f"{path}.split"):
-        return split_rows(task.train, shares, config.split_seed)[part]
+        found = split_rows(rows, shares, config.split_seed)[part]
+    return task.lessons(found) if part == "teacher" else found

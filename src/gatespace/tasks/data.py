@@ -1,14 +1,15 @@
-"""A classification task as a value: labels, what they mean, and three lists of examples."""
+"""What every task is (`AnyTask`), and a classification task as a value: labels, what they mean, and examples."""
 
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from gatespace.errors import UsageError, unknown_name
 from gatespace.seeding import permutation
@@ -17,12 +18,98 @@ from gatespace.tasks.parser import label_key
 SPLITS = ("train", "val", "test")
 
 
+class AnyExample(Protocol):
+    """A row of a task."""
+
+    @property
+    def text(self) -> str:
+        """What tells its prompt apart from others; the task's prompt makes messages of it."""
+        ...
+
+    @property
+    def gold(self) -> str:
+        """What the task's prompt makes a right response of."""
+        ...
+
+    @property
+    def where(self) -> str:
+        """Where the row was read, for errors; "" where that is not known."""
+        ...
+
+
+Row = TypeVar("Row", bound=AnyExample)
+
+
+class AnyTask(ABC):
+    """The port behind which tasks are: rows of three splits, and how a response is judged.
+
+    `Task` has labels; `gatespace.tasks.text.TextTask` has references, with which responses are compared.
+    """
+
+    name: str
+    source: str
+    """Where the rows come from."""
+    notes: tuple[str, ...]
+    """What a user should know of how they were read."""
+    metric: str
+    """What the mean of `judge` over a split is called."""
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """A hash of all that a run can see of this task, wherever the rows were loaded from."""
+
+    @abstractmethod
+    def judge(self, row: Any, response: str | None) -> float:
+        """How good a parsed response is, from 0 to 1; None is one that could not be parsed."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One line: sizes, and what a user should know of the rows."""
+
+    def rows(self, split: str) -> list[Any]:
+        """The examples of ``train``, ``val`` or ``test``."""
+        if split not in SPLITS:
+            raise unknown_name("split", split, SPLITS)
+        rows: list[Any] = getattr(self, split)
+        return rows
+
+    def lessons(self, rows: Sequence[Any]) -> list[Any]:
+        """The rows that a teacher learns `rows` from: one for every right response."""
+        return list(rows)
+
+    @cached_property
+    def test_in_train(self) -> tuple[int, ...]:
+        """Indices of the test rows whose text also stands, character for character, in train."""
+        known = {row.text for row in self.rows("train")}
+        return tuple(index for index, row in enumerate(self.rows("test")) if row.text in known)
+
+
+def digest_of(parts: Iterable[str], person: bytes) -> str:
+    """A hash of texts and of where each ends."""
+    state = hashlib.blake2b(digest_size=16, person=person)
+    for part in parts:
+        body = part.encode("utf-8", "surrogatepass")
+        state.update(str(len(body)).encode("ascii") + b":" + body)
+    return state.hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class Example:
     """A text and its gold label."""
 
     text: str
     label: str
+
+    @property
+    def gold(self) -> str:
+        """The label."""
+        return self.label
+
+    @property
+    def where(self) -> str:
+        """Not known: the row's text says which one it is."""
+        return ""
 
 
 class Baseline(NamedTuple):
@@ -33,7 +120,7 @@ class Baseline(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Task:
+class Task(AnyTask):
     """Texts to be given one label each.
 
     Args:
@@ -60,6 +147,8 @@ class Task:
     source: str = ""
     notes: tuple[str, ...] = ()
 
+    metric = "accuracy"
+
     def __post_init__(self) -> None:
         check_labels(self.labels, self.definitions)
         legal = set(self.labels)
@@ -76,16 +165,11 @@ class Task:
 
     def rows(self, split: str) -> list[Example]:
         """The examples of ``train``, ``val`` or ``test``."""
-        if split not in SPLITS:
-            raise unknown_name("split", split, SPLITS)
-        rows: list[Example] = getattr(self, split)
-        return rows
+        return super().rows(split)
 
-    @cached_property
-    def test_in_train(self) -> tuple[int, ...]:
-        """Indices of the test rows whose text also stands, character for character, in train."""
-        known = {row.text for row in self.train}
-        return tuple(index for index, row in enumerate(self.test) if row.text in known)
+    def judge(self, row: Example, response: str | None) -> float:
+        """1 for the right label, 0 for any other and for none."""
+        return float(response == row.label)
 
     @cached_property
     def digest(self) -> str:
@@ -94,11 +178,7 @@ class Task:
         for split in SPLITS:
             parts.append(f"{split} {len(self.rows(split))}")
             parts.extend(part for row in self.rows(split) for part in (row.text, row.label))
-        state = hashlib.blake2b(digest_size=16, person=b"gatespace.task.1")
-        for part in parts:
-            body = part.encode("utf-8", "surrogatepass")
-            state.update(str(len(body)).encode("ascii") + b":" + body)
-        return state.hexdigest()
+        return digest_of(parts, b"gatespace.task.1")
 
     def best_constant(self, split: str = "test") -> Baseline:
         """The most frequent label of `split`, and the accuracy of giving it to every text."""
@@ -156,8 +236,8 @@ def check_labels(labels: Sequence[str], definitions: Mapping[str, str]) -> None:
 
 
 def split_rows(
-    examples: Sequence[Example], fractions: Mapping[str, float], seed: int, *, stratify: bool = False
-) -> dict[str, list[Example]]:
+    examples: Sequence[Row], fractions: Mapping[str, float], seed: int, *, stratify: bool = False
+) -> dict[str, list[Row]]:
     """Divide rows into named parts that have no text in common.
 
     Rows with the same text (but for white space at its ends) stay together, because a teacher that has learnt a row
@@ -168,7 +248,7 @@ def split_rows(
         fractions: Part → share of the rows, e.g. ``{"teacher": 0.6, "distill": 0.4}``. Shares that sum to less than 1
             leave rows unused.
         seed: The same rows, fractions and seed give the same parts.
-        stratify: Divide the rows of each label separately, so that all parts have the same mix of labels.
+        stratify: Divide the rows of each right response (label) separately, so that all parts have the same mix.
 
     Examples:
         >>> rows = [Example(f"text {i}", "ab"[i % 2]) for i in range(10)]
@@ -182,7 +262,7 @@ def split_rows(
         groups.setdefault(row.text.strip(), []).append(index)
     strata: dict[str, list[list[int]]] = {}
     for group in groups.values():
-        strata.setdefault(examples[group[0]].label if stratify else "", []).append(group)
+        strata.setdefault(examples[group[0]].gold if stratify else "", []).append(group)
 
     chosen: dict[str, list[int]] = {part: [] for part in fractions}
     for stratum, members in strata.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,24 @@ EXTRA = "tasks"
 SPLIT_NAMES = {"train": "train", "validation": "val", "valid": "val", "val": "val", "dev": "val", "test": "test"}
 
 
+LABEL_COLUMNS = "text_column and label_column of task.table name the columns"
+
+
 @dataclass(frozen=True)
 class HubSplit:
-    """The two columns of one split, and the names of integer labels where the dataset has them."""
+    """Some columns of one split, and for a column of integers with names, the names."""
 
-    texts: list[Any]
-    labels: list[Any]
-    names: tuple[str, ...] | None
+    columns: dict[str, list[Any]]
+    names: dict[str, tuple[str, ...]]
+
+    def cells(self) -> Iterator[dict[str, Any]]:
+        """Row by row; an integer that has a name is given as the name."""
+        for row in zip(*self.columns.values(), strict=True):
+            yield {column: self._named(column, value) for column, value in zip(self.columns, row, strict=True)}
+
+    def _named(self, column: str, value: Any) -> Any:
+        names = self.names.get(column, ())
+        return names[value] if isinstance(value, int) and 0 <= value < len(names) else value
 
 
 def optional_module(name: str, *, feature: str, otherwise: str = "") -> Any:
@@ -33,7 +44,7 @@ def optional_module(name: str, *, feature: str, otherwise: str = "") -> Any:
 
 
 def hub_splits(
-    name: str, config: str | None, *, text_column: str, label_column: str, otherwise: str
+    name: str, config: str | None, columns: Sequence[str], *, otherwise: str, settings: str = LABEL_COLUMNS
 ) -> dict[str, HubSplit]:
     """All splits of a Hub dataset that are named like train, val or test."""
     datasets = optional_module("datasets", feature=f"loading {name} from the Hugging Face Hub", otherwise=otherwise)
@@ -53,10 +64,11 @@ def hub_splits(
         if ours is None or ours in found:
             continue
         rows = loaded[split]
-        for column in (text_column, label_column):
-            check_column(column, rows.column_names, where=f"{shown}, split {split}")
-        names = getattr(rows.features[label_column], "names", None)
-        found[ours] = HubSplit(list(rows[text_column]), list(rows[label_column]), tuple(names) if names else None)
+        for column in columns:
+            check_column(column, rows.column_names, where=f"{shown}, split {split}", instead=settings)
+        named = {column: getattr(rows.features[column], "names", None) for column in columns}
+        names = {column: tuple(known) for column, known in named.items() if known}
+        found[ours] = HubSplit({column: list(rows[column]) for column in columns}, names)
     if "train" not in found:
         raise UsageError(f"{shown} has no split named train", got=", ".join(map(str, loaded)))
     return found
@@ -67,7 +79,7 @@ def check_column(
     columns: Iterable[str],
     *,
     where: str,
-    instead: str = "text_column and label_column of task.table name the columns",
+    instead: str = LABEL_COLUMNS,
 ) -> None:
     """Raise if `column` is not among `columns`."""
     present = list(columns)

@@ -7,12 +7,13 @@ values are computed once, are as many as can be.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from gatespace.errors import UsageError
-from gatespace.tasks.data import Task
+from gatespace.tasks.data import AnyExample, Task
 from gatespace.tasks.parser import parse_label
 
 PREFILL = '{"label": "'
@@ -30,9 +31,83 @@ class Tokenizer(Protocol):
         ...
 
 
+class AnyPrompt(ABC):
+    """The port behind which prompts are: what a model is shown of a row, where its response ends, what it says.
+
+    A prompt is a value: two that are equal ask the same.
+    """
+
+    prefill: str
+    """How the assistant's turn begins; "" leaves all of it to the model."""
+    labels: tuple[str, ...]
+    """The legal labels; none where a response is free text."""
+    thinking: bool = False
+    """Whether a model that can think before it responds does so."""
+    closes: ClassVar[bool]
+    """Whether a right response is complete by itself, before the token that ends the turn."""
+    max_prompt_tokens: int | None = None
+    """Most tokens of a prompt; None: any number."""
+    tail: int | None = None
+    """`closed` can be told by this many last tokens of a response; None: by all of it."""
+
+    @abstractmethod
+    def messages(self, text: str, special_tokens: Sequence[str] = ()) -> list[dict[str, str]]:
+        """The chat for a row's text, in which no special token of the model is spelled by a text."""
+
+    @abstractmethod
+    def plain(self, messages: Sequence[dict[str, str]]) -> str:
+        """The chat and the prefill for a model without a chat template."""
+
+    @abstractmethod
+    def prefix(self, tokenizer: Tokenizer) -> list[int] | None:
+        """The tokens that the prompts of all texts begin with; None: known only by the texts."""
+
+    @abstractmethod
+    def golds(self, rows: Iterable[AnyExample]) -> list[str]:
+        """All that a right response to one of `rows` can be made of."""
+
+    @abstractmethod
+    def gold_response(self, gold: str) -> str:
+        """The right response after the prefill."""
+
+    @abstractmethod
+    def closed(self, response: str) -> bool:
+        """Whether nothing that is generated after this response counts."""
+
+    @abstractmethod
+    def parse(self, response: str) -> str | None:
+        """What a response says, to be judged by the task; None where it says nothing legal."""
+
+    def render(self, tokenizer: Tokenizer, text: str) -> list[int]:
+        """The token ids that the model continues: chat template, messages, prefill."""
+        return self.encode(tokenizer, self.messages(text, getattr(tokenizer, "all_special_tokens", ())))
+
+    def encode(self, tokenizer: Tokenizer, messages: Sequence[dict[str, str]]) -> list[int]:
+        """The token ids of messages and prefill."""
+        chat: Any = tokenizer
+        template = _template(getattr(chat, "chat_template", None))
+        if template is None:
+            ids = list(tokenizer.encode(self.plain(messages)))
+            # Some tokenizers close what they encode, and nothing can be continued after an end.
+            closed = len(ids) > 1 and ids[-1] == getattr(chat, "eos_token_id", None)
+            return ids[:-1] if closed else ids
+        options = {"enable_thinking": self.thinking} if "enable_thinking" in template else {}
+        try:
+            opened: str = chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        except Exception as error:  # a template is a program in a sandbox, and may raise anything
+            raise UsageError(
+                "the model's chat template cannot be used",
+                got=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+                why="it comes with the tokenizer, and transformers runs it in a sandbox",
+                instead=f"a model whose template takes {_turns(messages)}; or correct chat_template.jinja beside it",
+            ) from None
+        # The template has written the special tokens already.
+        return list(tokenizer.encode(opened + self.prefill, add_special_tokens=False))
+
+
 @dataclass(frozen=True)
-class Prompt:
-    """The prompt of a task.
+class Prompt(AnyPrompt):
+    """The prompt of a task with labels.
 
     Args:
         fixed: What stands before every text.
@@ -43,6 +118,8 @@ class Prompt:
     fixed: str
     labels: tuple[str, ...]
     prefill: str = PREFILL
+
+    closes = True
 
     def __post_init__(self) -> None:
         for label in self.labels:
@@ -88,33 +165,13 @@ class Prompt:
         )
         return cls(fixed, task.labels, prefill)
 
-    def messages(self, text: str) -> list[dict[str, str]]:
+    def messages(self, text: str, special_tokens: Sequence[str] = ()) -> list[dict[str, str]]:
         """The chat for `text`: one turn of the user."""
-        return [{"role": "user", "content": self.fixed + text.strip()}]
+        return [{"role": "user", "content": self.fixed + harmless(text, special_tokens).strip()}]
 
-    def render(self, tokenizer: Tokenizer, text: str) -> list[int]:
-        """The token ids that the model continues: chat template (thinking disabled), text, prefill."""
-        chat: Any = tokenizer
-        messages = self.messages(_harmless(text, getattr(chat, "all_special_tokens", ())))
-        template = _template(getattr(chat, "chat_template", None))
-        if template is None:
-            plain = f"{messages[0]['content']}\n\nAnswer: {self.prefill}".rstrip(" ")
-            ids = list(tokenizer.encode(plain))
-            # Some tokenizers close what they encode, and nothing can be continued after an end.
-            closed = len(ids) > 1 and ids[-1] == getattr(chat, "eos_token_id", None)
-            return ids[:-1] if closed else ids
-        options = {"enable_thinking": False} if "enable_thinking" in template else {}
-        try:
-            opened: str = chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-        except Exception as error:  # a template is a program in a sandbox, and may raise anything
-            raise UsageError(
-                "the model's chat template cannot be used",
-                got=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-                why="it comes with the tokenizer, and transformers runs it in a sandbox",
-                instead="a model whose template takes one turn of a user; or correct chat_template.jinja beside it",
-            ) from None
-        # The template has written the special tokens already.
-        return list(tokenizer.encode(opened + self.prefill, add_special_tokens=False))
+    def plain(self, messages: Sequence[dict[str, str]]) -> str:
+        """The turn, and where the answer begins."""
+        return f"{messages[0]['content']}\n\nAnswer: {self.prefill}".rstrip(" ")
 
     def prefix(self, tokenizer: Tokenizer, texts: Iterable[str] = ()) -> list[int]:
         """The longest token prefix that the renderings of different texts have in common.
@@ -128,11 +185,15 @@ class Prompt:
             shared = ids if shared is None else shared[: shared_length(shared, ids)]
         return shared or []
 
-    def gold_response(self, label: str) -> str:
+    def golds(self, rows: Iterable[AnyExample]) -> list[str]:
+        """The labels, whichever `rows` have."""
+        return [*self.labels]
+
+    def gold_response(self, gold: str) -> str:
         """The right response after the prefill, e.g. ``hate"}``."""
-        if label not in self.labels:
-            raise UsageError("not a label of this prompt", got=repr(label), instead=", ".join(self.labels))
-        return _answer(label).removeprefix(self.prefill)
+        if gold not in self.labels:
+            raise UsageError("not a label of this prompt", got=repr(gold), instead=", ".join(self.labels))
+        return _answer(gold).removeprefix(self.prefill)
 
     def closed(self, response: str) -> bool:
         """Whether the JSON object is complete."""
@@ -161,8 +222,12 @@ def _template(template: object) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def _harmless(text: str, special_tokens: Sequence[str]) -> str:
-    # A tweet that spells the end of a turn must not end the turn.
+def _turns(messages: Sequence[dict[str, str]]) -> str:
+    return f"turns of {', '.join(turn['role'] for turn in messages)}" if len(messages) > 1 else "one turn of a user"
+
+
+def harmless(text: str, special_tokens: Sequence[str]) -> str:
+    """The text with a space in every special token that it spells: it must not end the turn."""
     for token in special_tokens:
         if len(token) > 2:
             text = text.replace(token, f"{token[0]} {token[1:]}")

@@ -18,7 +18,8 @@ from typing import NamedTuple
 from gatespace.errors import UsageError, unknown_name
 from gatespace.seeding import stream
 from gatespace.tasks.data import SPLITS, Example, Task, check_labels, split_rows
-from gatespace.tasks.hub import SPLIT_NAMES, check_column, hub_splits, optional_module
+from gatespace.tasks.data import Row as AnyRow
+from gatespace.tasks.hub import LABEL_COLUMNS, SPLIT_NAMES, check_column, hub_splits, optional_module
 from gatespace.tasks.parser import label_key
 
 CARVED: Mapping[str, float] = MappingProxyType({"val": 0.1, "test": 0.2})
@@ -29,6 +30,10 @@ _HUB_NAME = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[\w.-]+))?
 
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+Rows = Iterator[tuple[str, Mapping[str, object] | None]]
+"""Where a row stands, and its cells; None where all of them are empty."""
 
 
 class _Row(NamedTuple):
@@ -74,7 +79,7 @@ def load_table(
     """
     check_labels(labels, definitions)
     notes: list[str] = []
-    found, shown = _read(source, text_column, label_column, notes)
+    found, shown = read_source(source, (text_column, label_column), notes)
     legal = tuple(labels)
     readings = _label_reader(legal)
     rows: dict[str, list[Example]] = {}
@@ -82,7 +87,8 @@ def load_table(
     for part, given in found.items():
         rows[part] = []
         dropped[part] = 0
-        for row in given:
+        for where, cells in given:
+            row = _Row(where, None, None) if cells is None else _Row(where, cells[text_column], cells[label_column])
             example = None if row.is_empty else _example(row, readings, text_column, label_column, legal)
             if example is not None and example.text.strip():
                 rows[part].append(example)
@@ -92,7 +98,7 @@ def load_table(
             raise UsageError(f"{shown} has no rows with text for {part}")
         if dropped[part]:
             notes.append(f"{shown}: rows of {part} without a text, which are left out: {dropped[part]}")
-    _carve(rows, split, seed)
+    carve(rows, split, seed)
     return Task(
         name=name or shown,
         labels=legal,
@@ -118,7 +124,8 @@ def read_texts(path: Path, column: str, notes: list[str]) -> Iterator[str]:
         yield text or ""
 
 
-def _carve(rows: dict[str, list[Example]], split: Mapping[str, float], seed: int) -> None:
+def carve(rows: dict[str, list[AnyRow]], split: Mapping[str, float], seed: int) -> None:
+    """Give val and test their shares of the training rows where they have none; arguments as in `load_table`."""
     for part in split:
         if part not in ("val", "test"):
             raise unknown_name("split to carve from train", part, ("val", "test"))
@@ -190,9 +197,21 @@ def _example(
 # ---------------------------------------------------------------------------------------------------- sources
 
 
-def _read(
-    source: str | Path | Mapping[str, str | Path], text_column: str, label_column: str, notes: list[str]
-) -> tuple[dict[str, Iterator[_Row]], str]:
+def read_source(
+    source: str | Path | Mapping[str, str | Path],
+    columns: Sequence[str],
+    notes: list[str],
+    *,
+    settings: str = LABEL_COLUMNS,
+) -> tuple[dict[str, Rows], str]:
+    """Split → its rows, all of which have `columns`; and the source as it is shown to a user.
+
+    Args:
+        source: As in `load_table`.
+        columns: Have to be there; a file's rows may have more.
+        notes: Gets what is odd about a file.
+        settings: Which settings name the columns, for errors.
+    """
     if isinstance(source, Mapping):
         files = {split: Path(path).expanduser() for split, path in source.items()}
         for split in files:
@@ -208,11 +227,11 @@ def _read(
         elif path.is_file() or path.suffix.lower() in _READERS:
             files = {"train": path}
         elif hub := _HUB_NAME.fullmatch(str(source)):
-            return _from_hub(hub["name"], hub["config"], text_column, label_column), str(source)
+            return _from_hub(hub["name"], hub["config"], columns, settings), str(source)
         else:
             raise UsageError("neither a file, a folder nor the name of a Hub dataset", got=repr(str(source)))
         shown = str(path)
-    return {split: _rows_of(path, text_column, label_column, notes) for split, path in files.items()}, shown
+    return {split: read_rows(path, columns, notes, settings=settings) for split, path in files.items()}, shown
 
 
 def _files_of(folder: Path) -> dict[str, Path]:
@@ -233,21 +252,13 @@ def _files_of(folder: Path) -> dict[str, Path]:
     return files
 
 
-def _from_hub(name: str, config: str | None, text_column: str, label_column: str) -> dict[str, Iterator[_Row]]:
-    splits = hub_splits(
-        name,
-        config,
-        text_column=text_column,
-        label_column=label_column,
-        otherwise="download it and give the path of the file",
-    )
+def _from_hub(name: str, config: str | None, columns: Sequence[str], settings: str) -> dict[str, Rows]:
+    splits = hub_splits(name, config, columns, otherwise="download it and give the path of the file", settings=settings)
 
-    def rows(split: str) -> Iterator[_Row]:
-        texts, labels, names = splits[split].texts, splits[split].labels, splits[split].names
-        for number, (text, label) in enumerate(zip(texts, labels, strict=True), start=1):
-            # By name, because the order of the user's list need not be that of the dataset.
-            named = names[label] if names and isinstance(label, int) and 0 <= label < len(names) else label
-            yield _Row(f"{name}, {split} row {number}", text, named)
+    def rows(split: str) -> Rows:
+        # By name, because the order of the user's list of labels need not be that of the dataset.
+        for number, cells in enumerate(splits[split].cells(), start=1):
+            yield f"{name}, {split} row {number}", cells
 
     return {split: rows(split) for split in splits}
 
@@ -255,23 +266,19 @@ def _from_hub(name: str, config: str | None, text_column: str, label_column: str
 # ---------------------------------------------------------------------------------------------------- files
 
 
-def _rows_of(path: Path, text_column: str, label_column: str, notes: list[str]) -> Iterator[_Row]:
+def read_rows(path: Path, columns: Sequence[str], notes: list[str], *, settings: str = LABEL_COLUMNS) -> Rows:
+    """The rows of a file, all of which have `columns`."""
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise UsageError(f"{path} has an ending that is not known", instead=f"one of {', '.join(_READERS)}")
     if not path.is_file():
         why = "" if path.is_absolute() else "it is looked for from the folder in which the command runs"
         raise UsageError("no such file", got=path, why=why)
-    columns = (text_column, label_column)
     for where, row in reader(path, columns, notes):
         if row is not None:
             for column in columns:
-                check_column(column, row, where=where)
-        yield _Row(where, None, None) if row is None else _Row(where, row[text_column], row[label_column])
-
-
-_Rows = Iterator[tuple[str, Mapping[str, object] | None]]
-"""Where a row stands, and its cells; None where all of them are empty."""
+                check_column(column, row, where=where, instead=settings)
+        yield where, row
 
 
 def _decoded(path: Path) -> str:
@@ -306,7 +313,7 @@ def _convert(path: Path, encoding: str) -> str:
     return f"save it as UTF-8, e.g. iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > {shlex.quote(str(new))}"
 
 
-def _jsonl(path: Path, wanted: Sequence[str], notes: list[str]) -> _Rows:
+def _jsonl(path: Path, wanted: Sequence[str], notes: list[str]) -> Rows:
     for number, line in enumerate(_decoded(path).split("\n"), start=1):
         if not line.strip():
             continue
@@ -331,7 +338,7 @@ def _delimiter(content: str, wanted: Sequence[str], usual: str) -> str:
     return usual
 
 
-def _separated(path: Path, wanted: Sequence[str], notes: list[str], usual: str) -> _Rows:
+def _separated(path: Path, wanted: Sequence[str], notes: list[str], usual: str) -> Rows:
     content = _decoded(path)
     delimiter = _delimiter(content, wanted, usual)
     if delimiter != usual:
@@ -366,7 +373,7 @@ def _separated(path: Path, wanted: Sequence[str], notes: list[str], usual: str) 
         yield where, dict(zip(columns, cells, strict=True))
 
 
-def _parquet(path: Path, wanted: Sequence[str], notes: list[str]) -> _Rows:
+def _parquet(path: Path, wanted: Sequence[str], notes: list[str]) -> Rows:
     parquet = optional_module("pyarrow.parquet", feature="reading Parquet", otherwise="give JSONL or CSV")
     try:
         rows = parquet.read_table(path).to_pylist()
@@ -376,7 +383,7 @@ def _parquet(path: Path, wanted: Sequence[str], notes: list[str]) -> _Rows:
         yield f"{path}, row {number}", row
 
 
-_READERS: dict[str, Callable[[Path, Sequence[str], list[str]], _Rows]] = {
+_READERS: dict[str, Callable[[Path, Sequence[str], list[str]], Rows]] = {
     ".jsonl": _jsonl,
     ".ndjson": _jsonl,
     ".csv": partial(_separated, usual=","),

@@ -152,8 +152,7 @@ def _from_hub(name: str) -> Task:
     splits = hub_splits(
         HUB_NAME,
         name.replace("/", "_"),
-        text_column="text",
-        label_column="label",
+        ("text", "label"),
         otherwise=f"give root= or set ${VARIABLE} to a TweetEval folder (git clone https://github.com/{_REPOSITORY})",
     )
     rows: dict[str, list[Example]] = {}
@@ -162,7 +161,7 @@ def _from_hub(name: str) -> Task:
         if split not in splits:
             raise UsageError(f"{HUB_NAME} has no split {split} of {name}", got=", ".join(splits))
         # By position: the Hub's integers are TweetEval's, its names are not (non-hate, and bare emoji).
-        pairs = list(zip(splits[split].texts, splits[split].labels, strict=True))
+        pairs = list(zip(*splits[split].columns.values(), strict=True))
         for number, (text, integer) in enumerate(pairs, start=1):
             if not isinstance(text, str) or integer not in range(len(labels)):
                 raise UsageError(f"{HUB_NAME}, {name}, {split} row {number} is bad", got=f"{text!r}, {integer!r}")

@@ -9,7 +9,7 @@ from itertools import groupby
 from gatespace.errors import UsageError
 from gatespace.models.encode import Encoder
 from gatespace.seeding import permutation
-from gatespace.tasks import Example
+from gatespace.tasks.data import AnyExample
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Row:
 
     index: int
     """Its place among the rows that are trained on."""
-    example: Example
+    example: AnyExample
     prompt: list[int]
     """The prompt after the shared prefix."""
 
@@ -26,7 +26,7 @@ class Row:
 class Batches:
     """Endless passes over the rows, each in a random order of its own."""
 
-    def __init__(self, examples: Sequence[Example], encoder: Encoder, *, batch_size: int, seed: int) -> None:
+    def __init__(self, examples: Sequence[AnyExample], encoder: Encoder, *, batch_size: int, seed: int) -> None:
         if not examples:
             raise UsageError("there are no rows to train on")
         self._rows = [Row(i, example, encoder.suffix(example.text)) for i, example in enumerate(examples)]

@@ -12,7 +12,7 @@ from gatespace.config import ObjectiveConfig, TeachConfig, TrainConfig
 from gatespace.errors import UsageError
 from gatespace.models import Model
 from gatespace.models.encode import Encoder
-from gatespace.tasks import Example
+from gatespace.tasks.data import AnyExample
 from gatespace.training.setup import Material
 
 _MUCH = 16
@@ -24,7 +24,7 @@ class Demand(NamedTuple):
 
     setting: str
     """Where the length of the responses is set; "" where it is that of the right ones."""
-    rows: Sequence[Example]
+    rows: Sequence[AnyExample]
     new_tokens: int
     models: dict[str, Model]
     """Setting → model whose context window has to hold both."""
@@ -40,7 +40,7 @@ def check_fit(config: TrainConfig | TeachConfig, data: Material, encoder: Encode
         models: By setting: `model`, or `student` and, where it is in this process, `teacher`.
     """
     learner = models.get("model") or models["student"]
-    longest = max(len(encoder.gold(label, learner.turn_end)) for label in data.prompt.labels)
+    longest = encoder.longest_gold(data.rows, learner.turn_end)
     splits = dict.fromkeys((*config.evaluation.final, config.evaluation.split))
     held_out = [row for split in splits for row in data.task.rows(split)[: config.evaluation.limit]]
     named = {name if name == "model" else f"pair.{name}": model for name, model in models.items()}
@@ -55,7 +55,13 @@ def check_fit(config: TrainConfig | TeachConfig, data: Material, encoder: Encode
         demands.append(Demand("", data.rows, longest, named))
     notes = list(data.task.notes)
     for demand in demands:
+        encoder.check(demand.rows)
         _check_window(demand, encoder, longest)
+        if not data.prompt.closes and demand.new_tokens < longest:
+            notes.append(
+                f"{demand.setting} is {demand.new_tokens}, and the longest right response has {longest} tokens: such a "
+                "response is cut"
+            )
         if demand.new_tokens > _MUCH * longest:
             notes.append(
                 f"{demand.setting} is {demand.new_tokens}, and the longest right response has {longest} tokens: one "
@@ -89,11 +95,12 @@ def _check_window(demand: Demand, encoder: Encoder, right: int) -> None:
             continue
         room = model.window - longest
         over = sum(length + new > model.window for length in lengths)
+        where = demand.rows[lengths.index(longest)].where
         instead = f"{setting}: {room} or less" if room >= right else ""
         raise UsageError(
             f"{setting + ': ' if setting else ''}prompt and response do not fit into the context window of {role}",
-            got=f"{longest} tokens of the longest prompt and {new} of a response, of {model.window} ({model.name}); "
-            f"{over} of {len(lengths)} prompts are too long for it",
+            got=f"{longest} tokens of the longest prompt{where and f' ({where})'} and {new} of a response, of "
+            f"{model.window} ({model.name}); {over} of {len(lengths)} prompts are too long for it",
             why="a model's numbers mean nothing beyond the positions that it was made for",
             instead=instead or "shorter texts, or a model with a longer context window",
         )

@@ -106,7 +106,7 @@ class Job(ABC):
         here = torch.empty(0, device=place.device).device  # with its number
         with self.processes.together():
             if free_bytes(here) is not None:
-                right = max(len(self.encoder.gold(label, learner.turn_end)) for label in self.data.prompt.labels)
+                right = self.encoder.longest_gold(self.data.rows, learner.turn_end)
                 work = Work.of(self.config, self.encoder, [row.text for row in self.data.rows], right)
                 plan = Plan(self.config, place.dtype, here.type, self.sizes, None, learner.vocab_size, work)
                 if teacher is not None:

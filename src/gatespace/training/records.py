@@ -10,8 +10,9 @@ from typing import Any, Self
 
 from gatespace.config import TrainConfig, dump_config
 from gatespace.errors import GatespaceError, RunError
-from gatespace.evaluation import Evaluation, write
+from gatespace.evaluation import Evaluation, Metrics, TextMetrics, write
 from gatespace.evaluation.concerns import concerns, start_of
+from gatespace.evaluation.metrics import metric_of
 from gatespace.files import JsonLines, Mark
 from gatespace.plugins import provided, provider
 from gatespace.teacher.scores import TeacherAwayError
@@ -76,7 +77,7 @@ class Records:
     @property
     def best(self) -> int | None:
         """The step of the best evaluation on the way, the first of equals; None where there was none."""
-        best = max(self._evaluations, key=lambda record: record["accuracy"], default=None)
+        best = max(self._evaluations, key=lambda record: metric_of(record)[1], default=None)
         return None if best is None else int(best["step"])
 
     @property
@@ -93,19 +94,16 @@ class Records:
             return
         evaluation = self._job.evaluate(self._job.config.evaluation.split)
         metrics = evaluation.metrics
-        record = {
-            "step": done,
-            "split": evaluation.split,
-            "count": metrics.count,
-            "accuracy": metrics.accuracy,
-            "balanced_accuracy": metrics.balanced_accuracy,
-            "macro_f1": metrics.macro_f1,
-            "parse_failures": metrics.parse_failures,
-            "predicted": {row.label: row.predicted for row in metrics.per_label},
-        }
+        record: dict[str, Any] = {"step": done, "split": evaluation.split}
+        if isinstance(metrics, TextMetrics):
+            record |= metrics.as_json()
+            shown = ("score", "truncated", "length")
+        else:
+            record |= _of_labels(metrics)
+            shown = ("accuracy", "macro_f1", "parse_failures")
         self._append("evaluations", record)
         self._evaluations.append(record)
-        self._trackers.log(done, {f"eval/{key}": record[key] for key in ("accuracy", "macro_f1", "parse_failures")})
+        self._trackers.log(done, {f"eval/{key}": record[key] for key in shown})
         self._job.progress.evaluated(done, evaluation)
 
     def stop_on_alarm(self, done: int) -> None:
@@ -197,7 +195,7 @@ class Records:
                 run.check_claim()
                 write(evaluation, run.path)
             job.progress.evaluated(chosen, evaluation)
-            self._trackers.log(done, {f"final/{split}/accuracy": evaluation.metrics.accuracy})
+            self._trackers.log(done, {f"final/{split}/{evaluation.metrics.metric}": evaluation.metrics.score})
         results = {split: evaluation.as_json() for split, evaluation in evaluations.items()}
         summary = {"steps": done, "evaluation": results, **job.summary(), **job.save_model()}
         if done < config.steps or config.checkpoint.select == "best":
@@ -251,3 +249,15 @@ class Records:
             self._best = found.best if job.config.checkpoint.select == "best" else None
             job.progress.note(f"resuming from step {start} of {job.config.steps}")
         return start
+
+
+def _of_labels(metrics: Metrics) -> dict[str, Any]:
+    """What evaluations.jsonl says of predicted labels."""
+    return {
+        "count": metrics.count,
+        "accuracy": metrics.accuracy,
+        "balanced_accuracy": metrics.balanced_accuracy,
+        "macro_f1": metrics.macro_f1,
+        "parse_failures": metrics.parse_failures,
+        "predicted": {row.label: row.predicted for row in metrics.per_label},
+    }

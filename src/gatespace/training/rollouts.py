@@ -276,7 +276,7 @@ class OnPolicy:
             if not chosen:
                 continue
             if source == "gold":
-                found = self._gold([batch.rows[i].example.label for i in chosen])
+                found = self._gold([batch.rows[i].example.gold for i in chosen])
             else:
                 found = self._sample(source, step, batch, chosen, forward)
             for i, ids, log_probs, ended in zip(chosen, found.responses, found.log_probs, found.ended, strict=True):
@@ -287,12 +287,17 @@ class OnPolicy:
     def _stop(self, body: Body) -> Callable[[list[int]], bool]:
         """Whether a response that `body` writes is at its end."""
         ends = set(body.model.end_ids)
-        closed = self.encoder.closed if self.settings.stop == "json" else lambda ids: False
+        closed = self.encoder.closed if self._until_closed else lambda ids: False
         return lambda ids: ids[-1] in ends or closed(ids)
 
-    def _gold(self, labels: list[str]) -> Rollout:
-        end = None if self.settings.stop == "json" else self.student.model.turn_end
-        gold = [self.encoder.gold(label, end) for label in labels]
+    @property
+    def _until_closed(self) -> bool:
+        """Whether a response ends where the prompt calls it closed; stop strings of free text always end it."""
+        return self.settings.stop == "json" or not self.encoder.prompt.closes
+
+    def _gold(self, golds: list[str]) -> Rollout:
+        end = None if self.settings.stop == "json" and self.encoder.prompt.closes else self.student.model.turn_end
+        gold = [self.encoder.gold(one, end) for one in golds]
         fits = [len(ids) <= self.settings.max_new_tokens for ids in gold]
         return Rollout(gold, [[0.0] * len(ids) for ids in gold], fits)
 

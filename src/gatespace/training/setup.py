@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +17,9 @@ from gatespace.models import Model, build_tiny, load_model, with_lora
 from gatespace.models.encode import Encoder
 from gatespace.models.load import TINY, located
 from gatespace.seeding import stream
-from gatespace.tasks import Example, Prompt, Task
 from gatespace.tasks.configured import configured_prompt, configured_rows, load_configured_task
+from gatespace.tasks.data import AnyExample, AnyTask
+from gatespace.tasks.prompt import AnyPrompt
 from gatespace.training.processes import ONE, Processes
 
 
@@ -39,9 +40,9 @@ class Placement:
 class Material:
     """A task with its prompt and the rows to train on."""
 
-    task: Task
-    prompt: Prompt
-    rows: list[Example]
+    task: AnyTask
+    prompt: AnyPrompt
+    rows: Sequence[AnyExample]
 
 
 def placement(engine: TeachEngineConfig, processes: Processes = ONE) -> Placement:
@@ -111,7 +112,7 @@ def open_model(
     setting: str,
     *,
     role: str,
-    task: Task,
+    task: AnyTask,
     device: str,
     dtype: torch.dtype = torch.float32,
     revision: str | None = None,
@@ -158,7 +159,7 @@ def outline_model(
     setting: str,
     *,
     role: str,
-    task: Task,
+    task: AnyTask,
     revision: str | None = None,
     trust_remote_code: bool = False,
     weights: bool = True,
@@ -182,7 +183,7 @@ def outline_model(
     return Model(network, tokenizer, name, source or where)
 
 
-def _built(name: str, role: str, task: Task) -> str:
+def _built(name: str, role: str, task: AnyTask) -> str:
     """The folder of a tiny model, built for the task in the size of its role; any other name as it is."""
     if name not in TINY:
         return name

@@ -108,6 +108,7 @@ class Supervised(Job):
         config = self.config
         self._batches = Batches(self.data.rows, self.encoder, batch_size=config.batch_size, seed=config.seed)
         self._micro_tokens = micro_tokens(self.sizes, config.engine, len(self.encoder.prefix))
+        self._longest = self.encoder.longest_gold(self.data.rows, self.model.turn_end)
         self._rows: list[Row] = []
         self.trace = SupervisedTrace(self.processes)
 
@@ -115,16 +116,15 @@ class Supervised(Job):
     def micro_batches(self, step: int, clock: Clock) -> Iterator[Iterator[list[Row]]]:
         """The rows of this process, divided."""
         self._rows = rows = self._batches.at(step)
-        longest = max(len(self._gold(label)) for label in self.encoder.prompt.labels)
         shares = [[rows[i] for i in share] for share in self.processes.shares(len(rows))]
-        parts = [micro_batches(share, self._micro_tokens, longest) for share in shares]
+        parts = [micro_batches(share, self._micro_tokens, self._longest) for share in shares]
         own = parts[self.processes.rank]
         with self.processes.update(self.body, len(own), max(map(len, parts))):
             yield iter(own)
 
     def loss(self, step: int, batch: list[Row]) -> SupervisedOutput:
         """Cross-entropy of the gold responses."""
-        responses = [self._gold(row.example.label) for row in batch]
+        responses = [self._gold(row.example.gold) for row in batch]
         hidden = response_states(
             self.body, [row.prompt for row in batch], [[ids] for ids in responses], prefix=self.encoder.prefix
         )
@@ -139,8 +139,8 @@ class Supervised(Job):
 
     def evidence(self) -> dict[str, Any]:
         """The rows of the step."""
-        rows = [{"index": row.index, "text": row.example.text, "gold": row.example.label} for row in self._rows]
+        rows = [{"index": row.index, "text": row.example.text, "gold": row.example.gold} for row in self._rows]
         return {"rows": rows}
 
-    def _gold(self, label: str) -> list[int]:
-        return self.encoder.gold(label, self.model.turn_end)
+    def _gold(self, gold: str) -> list[int]:
+        return self.encoder.gold(gold, self.model.turn_end)

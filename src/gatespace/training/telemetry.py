@@ -117,7 +117,7 @@ class DistillationTrace:
                 {
                     "index": batch.rows[row].index,
                     "text": batch.rows[row].example.text,
-                    "gold": batch.rows[row].example.label,
+                    "gold": batch.rows[row].example.gold,
                     # The last micro-batch may not have got as far as responses.
                     "response": self._text(batch.rollout.responses[row] if batch.rollout.responses else []),
                 }
@@ -218,7 +218,7 @@ class DistillationTrace:
             step=self._step,
             row=sample,
             text=example.text,
-            gold=example.label,
+            gold=example.gold,
             label=self._label(ids),
             response=ids,
             ended=batch.rollout.ended[row],

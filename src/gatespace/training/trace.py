@@ -19,7 +19,7 @@ from gatespace.gating.coefficients import SATURATION, Gate
 from gatespace.gating.loss import LossInputs, LossOutput, distillation_loss
 from gatespace.gating.objectives import Gated
 from gatespace.gating.tokens import TeacherTopK
-from gatespace.gating.vocabulary import top_entries
+from gatespace.gating.vocabulary import among, top_entries
 
 __all__ = ["BINS", "NGRAM", "Trace", "agreement", "kappa_share", "kappa_squares", "repeated"]
 
@@ -355,11 +355,10 @@ def agreement(student_logits: Tensor, teacher_logits: Tensor | TeacherTopK, top_
     else:
         theirs, teacher = top_entries(teacher_logits, k)[1], teacher_logits.float().softmax(-1)
     ours = top_entries(student_logits, theirs.shape[-1])[1]
-    common = (ours[:, :, None] == theirs[:, None, :]).any(-1)
     return {
         "student_entropy_nats": _entropy(student_logits.float().softmax(-1)),
         "teacher_entropy_nats": _entropy(teacher),
-        "top_k_overlap": common.double().mean(-1).tolist(),
+        "top_k_overlap": among(ours, theirs).double().mean(-1).tolist(),
     }
 
 

@@ -29,6 +29,7 @@ from urllib.parse import parse_qs, urlsplit
 from gatespace.addons.pages.explore import read_run
 from gatespace.addons.pages.page import Reply, loopback_server, render
 from gatespace.errors import GatespaceError, UsageError
+from gatespace.evaluation.metrics import metric_of
 from gatespace.models.cache_root import cache_root
 from gatespace.runs import RunFolder, StudyFolder
 from gatespace.study.outlook import Outlook, Work, outline, read_outlook
@@ -523,7 +524,7 @@ class Records:
         for record in evaluations:
             # Test is for the end: what is seen on the way must not be what decides.
             if record.get("split") == "val" and isinstance(record.get("step"), int):
-                self.accuracies[record["step"]] = _number(record.get("accuracy"))
+                self.accuracies[record["step"]] = _number(record.get("accuracy", record.get("score")))
         silent, alarms = self._alarms.read(budget)
         if silent:
             self.alarms = []
@@ -550,7 +551,7 @@ class Records:
         self.final, self._final_step, self._final_mark = None, None, mark
         if mark is not None:
             with suppress(OSError, ValueError, KeyError, TypeError):
-                self.final = float((self._run.evaluation("val") or {})["metrics"]["accuracy"])
+                self.final = metric_of((self._run.evaluation("val") or {})["metrics"])[1]
                 self._final_step = (self._run.summary() or {}).get("chosen_step")
         return True
 

@@ -191,7 +191,7 @@ def _read(run: RunFolder) -> _Run:
             if "per_label" in part and "best_constant" not in part:
                 part.update(Metrics.from_json(part).as_json())
     order = sorted(evaluations, key=lambda split: _SPLITS.index(split) if split in _SPLITS else len(_SPLITS))
-    first = evaluations[order[0]]["metrics"]["per_label"] if order else ()
+    first = evaluations[order[0]]["metrics"].get("per_label", ()) if order else ()
     source = str(read_record(run.model).get("source", ""))
     config: TrainConfig | TeachConfig
     if "teacher" in content:
@@ -202,8 +202,10 @@ def _read(run: RunFolder) -> _Run:
         point = f"shuffled {label}" if config.objective.shuffle else label
     else:
         config = load_config(TeachConfig, run.config_file)
-        start, revision, teacher, gate, point = config.model, config.revision, "", None, "gold labels"
-    table = config.task.table
+        start, revision, teacher, gate = config.model, config.revision, "", None
+        point = "gold labels" if config.task.text is None else "right responses"
+    table, text = config.task.table, config.task.text
+    named = (table.name if table is not None else None) or (text.name if text is not None else None)
     return _Run(
         config=config,
         identity=own["identity"],
@@ -212,7 +214,7 @@ def _read(run: RunFolder) -> _Run:
         environment=environment,
         evaluations={split: evaluations[split] for split in order},
         labels=tuple(row["label"] for row in first),
-        task=config.task.name or (table.name if table is not None else None) or "a table of texts",
+        task=config.task.name or named or "a table of texts",
         hub_data=_hub_data(config.task),
         start=start,
         source=source,

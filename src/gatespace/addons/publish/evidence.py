@@ -87,6 +87,8 @@ def _accuracy(view: View, run: RunResult) -> list[str]:
     text = (
         f"{point} on {task}: {_percent(scores[seed].accuracy)} of the test texts are right at this model's seed {seed}"
     )
+    if (metric := scores[seed].metric) != "accuracy":
+        text = f"{point} on {task}: {metric} {_percent(scores[seed].accuracy)} on test at this model's seed {seed}"
     spread = sd_of(shares)
     if spread is not None:
         seeds = f"{len(shares)} seeds ({', '.join(map(str, scores))})"
@@ -110,7 +112,7 @@ def _chosen(view: View, run: RunResult) -> list[str]:
     ):
         is_it = chosen.label == run.spec.point
         found.append(
-            "It is the point of the family with the best mean accuracy on validation."
+            f"It is the point of the family with the best mean {view.metric(run.spec.task)} on validation."
             if is_it
             else f"It is not the point of the family that is best on validation, which is {chosen.label}."
         )

@@ -1,0 +1,248 @@
+"""`gatespace distill`: from a table, a teacher and a student to a distilled model and one table of what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gatespace.cli import run_options as options
+from gatespace.cli.run_options import Flag
+
+if TYPE_CHECKING:
+    from gatespace.config import TrainConfig
+    from gatespace.evaluation import Evaluation
+    from gatespace.models import Model
+    from gatespace.training.setup import Material
+
+STEPS, BATCH_SIZE, LR = 60, 24, 5e-5
+"""As measured with SmolLM2-135M on emotion (docs/smollm2.md)."""
+_MOST_TOKENS = 512
+_SPARE_TOKENS = 8
+
+
+def distill(
+    data: Annotated[
+        str,
+        typer.Argument(metavar="DATA", show_default=False, help="A .jsonl, .csv, .tsv or .parquet file, or a folder."),
+    ],
+    teacher: Annotated[
+        str, typer.Option(metavar="MODEL", show_default=False, help="A model or run folder, smollm2, or a Hub name.")
+    ],
+    student: Annotated[
+        str, typer.Option(metavar="MODEL", show_default=False, help="A model or run folder, smollm2, or a Hub name.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", show_default=False, help="The run; its model is DIR/model.")
+    ],
+    prompt: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", show_default=False, help='The prompt, with columns in braces: "Describe: {mr}".'),
+    ] = None,
+    answer: Annotated[
+        str | None, typer.Option(metavar="NAME", show_default=False, help="The column of the right responses.")
+    ] = None,
+    metric: Annotated[
+        str | None, typer.Option(metavar="NAME", show_default=False, help="How responses are judged, e.g. rouge_l.")
+    ] = None,
+    gate: Annotated[str | None, typer.Option(metavar="POINT", show_default="G5", help="The gate.")] = None,
+    steps: options.Steps = None,
+    batch_size: options.BatchSize = None,
+    lr: options.LearningRate = None,
+    seed: options.Seed = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, show_default="the longest right response", help="The longest response."),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", min=1, show_default=False, help="Evaluate on the first N rows only.")
+    ] = None,
+    sets: options.Sets = None,
+    plugins: options.Plugins = None,
+    quiet: options.Quiet = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Distil a teacher into a student on your own data, and say what it was worth.
+
+    Reads the table, guesses what kind of task it is and says so, evaluates
+    the teacher and the untouched student, trains, evaluates again, and
+    prints one table. A killed command resumes.
+
+    \b
+    gatespace distill rows.csv --teacher runs/teach --student smollm2 -o runs/small
+    gatespace distill e2e.csv --prompt "Describe: {mr}" --answer ref \\
+        --metric rouge_l --teacher big --student small -o runs/e2e
+
+    What is guessed wrong is set by --prompt, --answer and --metric, or by
+    any setting: --set task.text.stop='["END"]'. The model, with its card, is
+    in DIR/model.
+    """
+    from gatespace.cli.console import console, print_json, print_warnings
+    from gatespace.cli.progress import RunProgress
+    from gatespace.cli.training import with_model_folders
+    from gatespace.config import TrainConfig
+    from gatespace.models.load import TINY
+    from gatespace.plugins import load_plugins
+    from gatespace.tasks.guess import guess_task
+    from gatespace.training.setup import material
+    from gatespace.training.train import train
+
+    load_plugins(plugins or ())
+    guess = guess_task(data, prompt=prompt, answer=answer, metric=metric)
+    own = {"lr": 3e-3 if student in TINY else LR, "steps": steps or STEPS}
+    usual = [
+        Flag("DATA", "task", {**guess.task, **_split(data, teacher)}),
+        Flag("--steps", "evaluation.every", max(1, own["steps"] // 5)),
+        Flag("--steps", "checkpoint.every", 20),
+    ]
+    flags = [
+        *usual,
+        Flag("--teacher", "pair.teacher", teacher),
+        Flag("--student", "pair.student", student),
+        Flag("--gate", "objective.gate", gate or "G5"),
+        Flag("--steps", "steps", own["steps"]),
+        Flag("--batch-size", "batch_size", batch_size or BATCH_SIZE),
+        Flag("--lr", "optimizer.lr", lr or own["lr"]),
+        Flag("--seed", "seed", seed),
+        Flag("--limit", "evaluation.limit", limit),
+        Flag("--output", "output", output),
+    ]
+    config = with_model_folders(options.load(TrainConfig, None, flags, sets or [], plugins))
+    with RunProgress(quiet=quiet, job="distill") as progress:
+        progress.note(guess.said)
+        found = material(config.task, "distill")
+        progress.note(found.task.describe())
+        measured: dict[str, dict[str, Any]] = {}
+        begun = time.monotonic()
+        model = _open(config, "student", found, progress.note)
+        config = _with_cap(config, found, model, max_new_tokens)
+        measured["student before"] = _measure(model, found, config, progress.generating)
+        del model
+        model = _open(config, "teacher", found, progress.note)
+        measured["teacher"] = _measure(model, found, config, progress.generating)
+        del model
+        train_begun = time.monotonic()
+        summary = train(config, progress)
+        minutes = (time.monotonic() - train_begun) / 60
+        trained = config.model_copy(
+            update={"pair": config.pair.model_copy(update={"student": str(output / "model"), "student_revision": None})}
+        )
+        after = _measure(_open(trained, "student", found, progress.note), found, config, progress.generating)
+        after |= _result(summary["evaluation"]["test"])  # as the run's own files have it
+        measured["student after"] = after
+    result = {
+        "task": guess.said,
+        "metric": found.task.metric,
+        "models": {name: measured[name] for name in ("teacher", "student before", "student after")},
+        "train_minutes": minutes,
+        "minutes": (time.monotonic() - begun) / 60,
+        "model": str(output / "model"),
+        "warnings": summary.get("warnings", []),
+    }
+    if as_json:
+        print_json(result)
+        return
+    _print(console(), result)
+    print_warnings(result["warnings"])
+
+
+def _split(data: str, teacher: str) -> dict[str, Any]:
+    """All training rows give prompts, but for those that the teacher's own run has learned from."""
+    from gatespace.cli.found_model import model_folder, run_settings
+
+    theirs = run_settings(model_folder(teacher)).get("task")
+    own = (theirs.get("text") or theirs.get("table") or {}) if isinstance(theirs, dict) else {}
+    if isinstance(theirs, dict) and own.get("source") == data:
+        return {key: theirs[key] for key in ("split", "split_seed")}
+    return {"split": None}
+
+
+def _open(config: TrainConfig, role: str, data: Material, report: Callable[[str], None]) -> Model:
+    from gatespace.training.setup import open_model, placement
+
+    place, pair = placement(config.engine), config.pair
+    return open_model(
+        getattr(pair, role),
+        f"pair.{role}",
+        role=role,
+        task=data.task,
+        device=place.device,
+        dtype=place.dtype,
+        revision=getattr(pair, f"{role}_revision"),
+        trust_remote_code=pair.trust_remote_code,
+        quantization=pair.teacher_quantization if role == "teacher" else None,
+        report=report,
+    )
+
+
+def _with_cap(config: TrainConfig, data: Material, model: Model, cap: int | None) -> TrainConfig:
+    """The configuration with responses as long as the right ones, unless their length is set."""
+    from gatespace.config import RolloutConfig
+    from gatespace.models.encode import Encoder
+
+    if cap is None and config.rollout.max_new_tokens != RolloutConfig().max_new_tokens:
+        return config
+    if cap is None:
+        longest = Encoder(data.prompt, model.tokenizer, []).longest_gold(data.rows, model.turn_end)
+        cap = min(longest + _SPARE_TOKENS, _MOST_TOKENS)
+    return config.model_copy(
+        update={
+            "rollout": config.rollout.model_copy(update={"max_new_tokens": cap}),
+            "evaluation": config.evaluation.model_copy(update={"max_new_tokens": cap}),
+        }
+    )
+
+
+def _measure(model: Model, data: Material, config: TrainConfig, progress: Callable[[int, int], None]) -> dict[str, Any]:
+    """The metric on test, sizes, and how fast the model generates."""
+    from gatespace.evaluation import evaluate
+
+    settings = config.evaluation
+    begun = time.monotonic()
+    found = evaluate(
+        model,
+        data.task,
+        data.prompt,
+        split="test",
+        limit=settings.limit,
+        max_new_tokens=settings.max_new_tokens,
+        batch_size=settings.batch_size,
+        progress=progress,
+    )
+    seconds = time.monotonic() - begun
+    parameters = [*model.network.parameters()]
+    return {
+        **_result(found.as_json()),
+        "parameters": sum(one.numel() for one in parameters),
+        "megabytes": sum(one.nbytes for one in parameters) / 1e6,
+        "tokens_per_second": _tokens(model, data, found) / seconds,
+    }
+
+
+def _tokens(model: Model, data: Material, found: Evaluation) -> int:
+    """Tokens of all responses."""
+    raw = [row.raw for row in found.predictions]
+    return sum(len(model.tokenizer.encode(text, add_special_tokens=False)) for text in raw)
+
+
+def _result(evaluation: dict[str, Any]) -> dict[str, Any]:
+    from gatespace.evaluation.metrics import metric_of
+
+    metrics = evaluation["metrics"]
+    return {"score": metric_of(metrics)[1], "rows": metrics["count"], "of": evaluation["available"]}
+
+
+def _print(out: Any, result: dict[str, Any]) -> None:
+    from gatespace.cli.console import table
+
+    columns: Sequence[str] = (f"test {result['metric']}", "rows", "parameters, M", "MB", "tokens/s")
+    shown = table("Distilled", "model", *columns, numbers=columns)
+    for name, one in result["models"].items():
+        numbers = (f"{one['parameters'] / 1e6:.1f}", f"{one['megabytes']:.0f}", f"{one['tokens_per_second']:.0f}")
+        shown.add_row(name, f"{one['score']:.4f}", str(one["rows"]), *numbers)
+    out.print(shown)
+    out.print(f"{result['minutes']:.1f} minutes, {result['train_minutes']:.1f} of them training")
+    out.print(f"model  {result['model']}", soft_wrap=True)

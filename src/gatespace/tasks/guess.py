@@ -1,0 +1,103 @@
+"""What kind of task a table holds, guessed from its columns and cells, and said in a sentence."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from gatespace.errors import UsageError
+from gatespace.tasks.scores import number_in
+from gatespace.tasks.table import read_source
+
+_MESSAGES = ("messages", "conversations", "conversation", "chat", "dialog", "dialogue")
+_LABELS = ("label", "labels", "class", "category", "intent", "sentiment")
+_ANSWERS = (
+    "answer", "answers", "ref", "reference", "references", "response", "completion", "output", "target", "summary",
+    "highlights", "reply", "translation",
+)  # fmt: skip
+_MOST_LABELS = 50
+_PER_LABEL = 4
+"""Fewer rows per label than this are no classification."""
+_LOOKED_AT = 2000
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A section `task`, and why it is this one."""
+
+    task: dict[str, Any]
+    said: str
+
+
+def guess_task(
+    source: str, *, prompt: str | None = None, answer: str | None = None, metric: str | None = None
+) -> Guess:
+    """The section `task` for a table.
+
+    Args:
+        source: A file, a folder, or a dataset of the Hub whose columns are named by `prompt` and `answer`.
+        prompt: A template over columns; None: guessed.
+        answer: The column of the right response; None: guessed.
+        metric: By its name; None: guessed from the right responses. With one, responses are free text.
+    """
+    if not Path(source).expanduser().exists():
+        raise UsageError("there is no such file or folder", got=source, instead="for a dataset of the Hub, task.text")
+    found, _ = read_source(source, (), [])
+    rows = [cells for _, (_, cells) in zip(range(_LOOKED_AT), found["train"], strict=False) if cells is not None]
+    if not rows:
+        raise UsageError("there are no rows", got=source)
+    columns = list(rows[0])
+    spelled = {column.casefold(): column for column in columns}
+    if prompt is None and answer is None:
+        for name in _MESSAGES:
+            if (column := spelled.get(name)) is not None:
+                how = {"source": source, "messages": column, "metric": metric or _metric([])}
+                return Guess({"text": how}, f"a text task: {column!r} holds conversations, judged by {how['metric']}")
+        label = next((spelled[name] for name in _LABELS if name in spelled), None)
+        if label is not None and metric is None and (labels := _labels(rows, label)):
+            text = _longest(rows, [column for column in columns if column != label])
+            table = {"source": source, "labels": labels, "text_column": text, "label_column": label}
+            return Guess(
+                {"table": table},
+                f"a label task: {label!r} holds {len(labels)} labels ({', '.join(labels[:5])}"
+                f"{', …' * (len(labels) > 5)}), {text!r} the text",
+            )
+    known = [spelled[name] for name in (*_ANSWERS, *_LABELS) if name in spelled]
+    answer = answer or (known[0] if known else columns[-1] if len(columns) == 2 else None)
+    if answer is None or (prompt is None and len(columns) < 2):
+        raise UsageError(
+            "which columns are the prompt and the right response?",
+            got=", ".join(map(repr, columns)),
+            instead='--prompt "Describe: {mr}" --answer ref',
+        )
+    template = prompt or f"{{{_longest(rows, [column for column in columns if column != answer])}}}"
+    metric = metric or _metric([str(row.get(answer, "")) for row in rows])
+    text = {"source": source, "prompt": template, "answer": answer, "metric": metric}
+    return Guess({"text": text}, f"a text task: prompt {template!r}, right response {answer!r}, judged by {metric}")
+
+
+def _labels(rows: Sequence[Mapping[str, object]], column: str) -> list[str]:
+    """The labels of a column; none where its cells are too many or too long to be labels."""
+    cells = [str(row.get(column) if row.get(column) is not None else "").strip() for row in rows]
+    labels = sorted({cell for cell in cells if cell})
+    short = all(len(label) <= 40 and "\n" not in label for label in labels)
+    return labels if 2 <= len(labels) <= min(_MOST_LABELS, len(rows) // _PER_LABEL) and short else []
+
+
+def _longest(rows: Sequence[Mapping[str, object]], columns: Sequence[str]) -> str:
+    """The column with the longest texts."""
+    if not columns:
+        raise UsageError("there is no column of texts beside the right responses", got=", ".join(rows[0]))
+    return max(columns, key=lambda column: fmean(len(str(row.get(column, ""))) for row in rows))
+
+
+def _metric(answers: Sequence[str]) -> str:
+    if answers and all(number_in(one) is not None and ("####" in one or len(one.split()) == 1) for one in answers):
+        return "number"
+    if answers and median(len(answer.split()) for answer in answers) <= 3:
+        return "exact"
+    return "rouge_l" if importlib.util.find_spec("rouge_score") is not None else "token_f1"

@@ -1,0 +1,88 @@
+"""Free text on the command line: the commands of a run say its metric, and predict gives a response per line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+ROWS = [(f"thing {i}", f"{i} is good") for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "rows.csv"
+    path.write_text("mr,ref\n" + "".join(f"{mr},{ref}\n" for mr, ref in ROWS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def teach(cli, table):
+    """A run of a text task, and the command that made it."""
+    folder = table.parent / "run"
+    task = json.dumps({"source": str(table), "prompt": "Say: {mr}", "answer": "ref", "metric": "token_f1"})
+    words = ["teach", "--set", f"task.text={task}", "--model", "tiny", "--lr", "0.003", "--steps", "30"]
+    result = cli(*words, "--set", "evaluation.max_new_tokens=10", "--set", "evaluation.every=15", "--output", folder)
+    assert result.exit_code == 0, result.stderr
+    return folder, result
+
+
+def test_a_run_says_its_metric(teach):
+    folder, result = teach
+    assert "token_f1" in result.stdout
+    assert "accuracy" not in result.stdout
+    assert "val token_f1 by step" in result.stdout
+    assert "val token_f1 0." in result.stderr
+    assert "task.text" in result.stdout
+    card = (folder / "model" / "README.md").read_text()
+    assert "responds to the prompts of" in card
+    assert "Say: {mr}" in card
+    assert "token_f1" in card
+
+
+def test_evaluate_gives_the_bytes_of_the_run(cli, teach, tmp_path):
+    folder, _ = teach
+    result = cli("evaluate", folder, "--output", tmp_path, "--quiet")
+    assert result.exit_code == 0, result.stderr
+    for name in ("predictions-test.jsonl", "evaluation-test.json"):
+        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+    found = json.loads(cli("evaluate", folder, "--json", "--samples", "2").stdout)
+    assert found["metrics"]["metric"] == "token_f1"
+    assert 0 <= found["sampled"]["accuracy"] <= 1
+    assert "Sampled 2 times at temperature 1: token_f1" in cli("evaluate", folder, "--samples", "2").stdout
+    refused = cli("evaluate", folder, "--probabilities")
+    assert refused.exit_code == 2
+    assert "only labels have probabilities" in refused.stderr
+
+
+def test_predict_gives_a_response_per_line(cli, teach, tmp_path):
+    folder, _ = teach
+    rows = [json.loads(line) for line in (folder / "predictions-test.jsonl").read_text().splitlines()]
+    asked = [row["text"].removeprefix("Say: ") for row in rows]
+    lines = cli("predict", folder, stdin="\n".join([*asked[:2], "", *asked[2:]])).stdout.split("\n")
+    said = [" ".join(row["response"].splitlines()) for row in rows]
+    assert lines == [*said[:2], "", *said[2:], ""]
+    (tmp_path / "new.jsonl").write_text("".join(json.dumps({"mr": mr, "id": 1}) + "\n" for mr in asked))
+    found = [json.loads(line) for line in cli("predict", folder, tmp_path / "new.jsonl", "--json").stdout.splitlines()]
+    assert found == [
+        {"line": i, "response": row["response"], "text": row["text"], "raw": row["raw"]}
+        for i, row in enumerate(rows, start=1)
+    ]
+    result = cli("predict", folder, tmp_path / "new.jsonl", "-o", tmp_path / "out.csv")
+    assert result.exit_code == 0, result.stderr
+    assert (tmp_path / "out.csv").read_text().splitlines()[0] == "line,response,text,raw"
+    (tmp_path / "other.jsonl").write_text('{"meaning": "x"}\n')
+    missing = cli("predict", folder, tmp_path / "other.jsonl")
+    assert missing.exit_code == 2
+    assert "other.jsonl:1 has no column 'mr'" in missing.stderr
+    renamed = cli("predict", folder, tmp_path / "other.jsonl", "--field", "meaning", "--json")
+    assert json.loads(renamed.stdout)["text"] == "Say: x"
+
+
+def test_bad_rows_are_said_before_a_model_is_loaded(cli, tmp_path):
+    (tmp_path / "bad.csv").write_text("mr,ref\na,b\n,c\n")
+    task = json.dumps({"source": str(tmp_path / "bad.csv"), "prompt": "{mr}", "answer": "ref"})
+    result = cli("teach", "--set", f"task.text={task}", "--model", "nowhere", "-o", tmp_path / "run")
+    assert result.exit_code == 2
+    assert "task.text: " in result.stderr
+    assert "bad.csv:3: the prompt is empty" in result.stderr
