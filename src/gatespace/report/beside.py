@@ -143,10 +143,9 @@ def _finding(name: str, rows: Sequence[Both], reference: Reference) -> str:
     own = [row.ours for row in rows if row.ours is not None and row.ours.low is not None]
     if not own:
         return f"None of the {len(rows)} comparisons has an interval here yet: that takes two seeds."
-    mean, fresh, zero = (
-        sum(row.contains(value(row)) for row in rows)
-        for value in (lambda row: row.theirs.mean, lambda row: row.fresh, lambda row: 0.0)
-    )
+    mean = sum(row.contains(row.theirs.mean) for row in rows)
+    fresh = sum(row.contains(row.fresh) for row in rows)
+    zero = sum(row.contains(0.0) for row in rows)
     found = f"{len(own)} of the {len(rows)} comparisons have an interval here. " if len(own) < len(rows) else ""
     found += (
         f"Of our {len(own)} intervals {mean} contain the mean that the {name} has over its {len(reference.seeds)} "

@@ -34,6 +34,8 @@ _TOGETHER = (
 """Blanks at which a sentence must not break: between a number and its unit, and inside of an interval."""
 _WRAPPED = 40
 """Characters beyond which a cell may break into lines."""
+_LONG_ABOUT = 400
+"""Characters of a study's `about` beyond which all but its first sentence opens on a click."""
 _OPEN = {"failures", "baselines", "best-observed", "wrong-texts", "cost", "power"}
 """Tables that are shown; the others open on a click."""
 CALIBRATION = (
@@ -159,10 +161,11 @@ def page(
         tables, extra = ([_without_task(table) for table in part] for part in (tables, extra))
     text = template.render(
         name=results.name,
-        about=results.config.about,
+        about=_about(results.config.about),
         status=_status(view),
         partial=view.is_partial,
         findings=findings,
+        selects=results.selection_seed is not None,
         beside=[one for one in drawn if one.chart.name.startswith("beside-")],
         ranking=[one for one in drawn if one.chart.name.startswith("ranking-")],
         verdicts=VERDICTS,
@@ -175,6 +178,12 @@ def page(
         version=_version(),
     )
     return text.lstrip() + "\n"
+
+
+def _about(text: str) -> tuple[str, str]:
+    """What a study asks: its first sentence, and the rest where there is so much that it would hide the findings."""
+    first, rest = [*re.split(r"(?<=[.?!])\s+", text, maxsplit=1), ""][:2]
+    return (first, rest) if len(text) > _LONG_ABOUT else (text, "")
 
 
 def _without_task(table: Table) -> Table:

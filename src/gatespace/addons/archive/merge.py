@@ -146,7 +146,7 @@ def _join_jobs(parts: Sequence[Published], whole: StudyFolder) -> tuple[str, ...
     conflicts: list[str] = []
     for place, found in sorted(jobs.items()):
         done = [job for job in found if job.is_done]
-        if any(_results(job) != _results(done[0]) for job in done[1:]):
+        if any(_results(found[job], job) != _results(found[done[0]], done[0]) for job in done[1:]):
             conflicts.append(place.name)
         if len(done) > 1:
             twice.append(place.name)
@@ -165,11 +165,11 @@ def _join_jobs(parts: Sequence[Published], whole: StudyFolder) -> tuple[str, ...
     return tuple(twice)
 
 
-def _results(job: RunFolder) -> dict[str, Any]:
+def _results(part: Published, job: RunFolder) -> dict[str, Any]:
     """What has to be equal: all but where, when and how fast it was computed, and which tokens were recorded."""
     aside = {job.config_file, job.reads_file, job.log_file("timings"), job.log_file("tokens")}
     aside |= {job.path / name for name in ("environment.json", "error.json")}
-    found: dict[str, Any] = {path.name: path.read_bytes() for path in job.records() if path not in aside}
+    found: dict[str, Any] = {path.name: part.content(path) for path in job.records() if path not in aside}
     if (name := "baseline.json") in found:
         found[name] = job.baseline()["digest"]  # the rest says where the model was
     return found

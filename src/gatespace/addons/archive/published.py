@@ -18,7 +18,9 @@ from gatespace.runs import StudyFolder
 from gatespace.study.plan import ROLES, baseline_name, make_plan, model_name
 
 _FILES = ("study.yaml", "config.yaml", "baseline.json", "error.json", "environment.json")
-"""The records that can name places. The others hold numbers, labels and texts of the task."""
+"""The records that can name places."""
+_OF_A_TASK = ("summary.json", "evaluation-")
+"""Those that name the task beside numbers and labels. The rest holds numbers and texts."""
 _URL = re.compile(r"\b([a-z][a-z0-9+.-]*://)([^\s/?#:@]*(?::[^\s/?#@]*)?@)?(\[[^\]\s]*\]|[^\s/?#:@]+)", re.I)
 _FILE = re.compile(r"\bfile:(?=/)", re.I)
 _PATH = re.compile(r"(?<![\w.:/~-])(?:~\w*)?/+(?! )(?:[^/'\"(),;:\n]+/+)+([^\s/'\"(),;:]*)")
@@ -84,7 +86,7 @@ class Published:
         if path == self.folder.study_file:
             return dump_yaml(self.config).encode()
         data = path.read_bytes()
-        if path.name not in _FILES:
+        if path.name not in _FILES and not path.name.startswith(_OF_A_TASK):
             return data
         text = data.decode().replace(f"{os.fspath(self.folder.path)}/", "./")
         for before, after in self._names.items():
@@ -92,6 +94,15 @@ class Published:
         if path.suffix == ".yaml":
             return write_yaml(without_places(read_yaml(text, where=path.name))).encode()
         found = json.loads(text)
+        plain = without_places(found) if path.name in _FILES else _task_without_places(found)
         if path.name == "error.json":
-            found["details"] = ""
-        return (json.dumps(without_places(found), indent=2) + "\n").encode()
+            plain["details"] = ""
+        return data if plain == json.loads(data) else (json.dumps(plain, indent=2) + "\n").encode()
+
+
+def _task_without_places(found: Any) -> Any:
+    """The name of a task may be that of its table; labels stay as they are."""
+    if not isinstance(found, dict):
+        return found
+    named = {key: without_places(one) for key, one in found.items() if key == "task"}
+    return {key: _task_without_places(one) for key, one in found.items()} | named
