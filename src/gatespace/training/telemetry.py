@@ -83,7 +83,7 @@ class DistillationTrace:
         rows = {name: [value for one, _, _ in found for value in one[name]] for name in own}
         more = {name: math.fsum(rows[name]) / len(rows[name]) for name in ("nodes", "uncovered") if name in rows}
         objective = self._job.objective
-        moving = {f"{objective.name}_{name}": value for name, value in objective.state().items()}
+        moving = {f"{objective.name}_{name}": value for name, value in objective.state().items() if name != "loss"}
         self._trace.rollout(**{name: values for name, values in rows.items() if name not in more})
         metrics = self._trace.record(
             grad_norm=update.grad_norm, lr=update.lr, kappa_share=self._kappa, **more, **moving
