@@ -475,6 +475,17 @@ def test_shuffled_lam_of_a_gate_that_reads_the_whole_response() -> None:
     assert_close(numbers(out.lam)[on], numbers(own.lam)[on][order.numpy()])
 
 
+def test_fused_names_what_a_top_k_teacher_does_not_know() -> None:
+    """The sampled token lies outside of the top-K at some place, and its log-probability was not sent."""
+    rng = np.random.default_rng(20)
+    hidden, head = fixed(rng.normal(size=(1, 40, H))), fixed(rng.normal(size=(V, H)))
+    teacher = top_k_of(rng.normal(size=(1, 40, V)), 3)
+    inputs = LossInputs(sampled=torch.as_tensor(rng.integers(0, V, size=(1, 40))), top_k=2)
+    for method in (IWOPD(), Gated(Gate(extra={"drift": 1.0}), "bucket")):
+        with pytest.raises(UsageError, match="outside its top-K is needed and was not given"):
+            fused_distillation_loss(hidden, head, teacher, None, objective=method, inputs=inputs, chunk_mb=0.005)
+
+
 # ---------------------------------------------------------------------------------------------- what they need
 
 

@@ -277,13 +277,7 @@ class _Work:
         learned = self.objective.learned()
         if learned is not None and not learned.requires_grad:
             learned = None
-        ahead = [name for name in self.objective.ahead() if name not in self.everywhere]
-        if ahead:
-            with torch.no_grad():
-                parts = [[signals.read(name, tokens) for name in ahead] for tokens in self._chunks()]
-            self.everywhere = {
-                name: torch.cat(values) for name, values in zip(ahead, zip(*parts, strict=True), strict=True)
-            }
+        self._look_ahead()
         order = self.batch.given.lam_order
         if order is not None and self.lam is None:
             with torch.no_grad():
@@ -313,9 +307,18 @@ class _Work:
         return self.batch.weighted(torch.cat(self.per_token)).sum() / self.batch.total_tokens
 
     @torch.no_grad()
+    def _look_ahead(self) -> None:
+        """The signals that the objective needs of all tokens before the loss of the first, once."""
+        names = [name for name in self.objective.ahead() if name not in self.everywhere]
+        if names:
+            parts = [[signals.read(name, tokens) for name in names] for tokens in self._chunks()]
+            self.everywhere = dict(zip(names, map(torch.cat, zip(*parts, strict=True)), strict=True))
+
+    @torch.no_grad()
     def _complain(self) -> None:
         """Raise at the first number that is none, and say where it stands."""
-        self.strict = True
+        self.strict, self.everywhere = True, {}
+        self._look_ahead()
         for tokens in self._chunks():
             check_finite(self.objective(tokens), tokens.batch)
 

@@ -95,7 +95,7 @@ class DistillationTrace:
         means = {name: math.fsum(values) / len(values) for name, values in rows.items() if name in _MEANS}
         self._trace.rollout(**{name: values for name, values in rows.items() if name not in means})
         objective = self._job.objective
-        moving = {f"{objective.name}_{name}": value for name, value in objective.state().items()}
+        moving = {f"{objective.name}_{name}": value for name, value in objective.state().items() if name != "loss"}
         more: dict[str, Any] = {**dict.fromkeys(_MAYBE), **means, **self._agreement, **moving}
         metrics = self._trace.record(grad_norm=update.grad_norm, lr=update.lr, kappa_share=self._kappa, **more)
         objective.advance(metrics["loss"], (self._step - 1) / self._job.config.steps)

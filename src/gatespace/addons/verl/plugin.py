@@ -33,7 +33,7 @@ _PLACELESS = (
     "log_ratio",
     "overlap",
     "overlap_mass",
-)  # further signals that depend on the token alone
+)  # further signals of the token alone
 
 
 def install() -> None:
