@@ -219,6 +219,84 @@ def test_labels_are_needed_for_what_is_about_labels(task: dict[str, Any], text_t
         distillation(task, text_teacher, tmp_path, objective={"support": "labels"})
 
 
+# ---------------------------------------------------------------------------------------------------- teacher's prompt
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_teacher_prompt_that_is_the_students_changes_nothing(
+    task: dict[str, Any], text_teacher: Path, tmp_path: Path
+) -> None:
+    train(distillation(task, text_teacher, tmp_path / "plain", steps=2))
+    same = {"prompt": {"prompt": task["text"]["prompt"]}}
+    train(distillation(task, text_teacher, tmp_path / "same", steps=2, teacher=same))
+    for name in ("metrics.jsonl", "tokens.jsonl", "predictions-test.jsonl"):
+        assert (tmp_path / "same" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+
+
+def test_a_teacher_scores_after_its_own_prompt(task: dict[str, Any], text_teacher: Path, tmp_path: Path) -> None:
+    """What it is shown is what a plain pass over that prompt and the response gives."""
+    from contextlib import ExitStack
+
+    import torch
+
+    from gatespace.runs import RunFolder
+    from gatespace.training.distill import Distillation
+    from gatespace.training.processes import ONE
+    from gatespace.training.progress import SILENT
+
+    own = {
+        "system": "Use the answer.",
+        "prompt": "thing[{thing}]: {ref}",
+        "examples": [{"user": "thing[x]", "assistant": "It is red."}],
+    }
+    config = distillation(task, text_teacher, tmp_path / "run", teacher={"prompt": own})
+    with ExitStack() as stack:
+        job = Distillation(config, RunFolder(config.output), ONE, SILENT, stack)
+        job.prepare()
+        row: Any = job.data.rows[0]
+        other = job.teacher_prompt
+        assert other is not None
+        turns = other.prompt.messages(other.text(row))
+        assert [turn["role"] for turn in turns] == ["system", "user", "assistant", "user"]
+        assert turns[-1]["content"] == f"thing[{row.columns['thing']}]: {row.references[0]}"
+        response = job.encoder.gold("It is blue.", job.model.turn_end)
+        asked = job.rollouts.batches.at(0)
+        first = next(one for one in asked if one.example is not None)
+        payload: Any = job.teacher.score([first.teacher_prompt], [response]).payload
+        assert job._local is not None
+        whole = [*job.teacher_encoder.prefix, *first.teacher_prompt, *response]
+        assert whole == [*other.prompt.render(job.model.tokenizer, other.text(first.example)), *response]  # type: ignore[arg-type]
+        with torch.no_grad():
+            found = job._local.network.model(torch.tensor([whole])).last_hidden_state[0]
+        expected = found[len(whole) - len(response) - 1 : -1]
+        torch.testing.assert_close(payload[0], expected, rtol=2e-4, atol=2e-4)
+
+
+def test_a_student_learns_a_prompt_that_it_does_not_see(
+    task: dict[str, Any], text_teacher: Path, tmp_path: Path
+) -> None:
+    """Its own weights without another prompt have nothing to teach; with one they have."""
+    pair = {"student": str(text_teacher / "model"), "teacher": "self"}
+    train(distillation(task, text_teacher, tmp_path / "same", steps=1, pair=pair))
+    assert losses(tmp_path / "same") == [pytest.approx(0, abs=1e-5)]
+    shown = {"prompt": {"prompt": "thing[{thing}], colour[{colour}] {ref}"}}
+    train(distillation(task, text_teacher, tmp_path / "shown", steps=4, pair=pair, teacher=shown))
+    found = losses(tmp_path / "shown")
+    assert found[0] > 1e-3
+    assert found[-1] < found[0]
+
+
+def test_columns_that_a_teacher_prompt_lacks(task: dict[str, Any], text_teacher: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"things\.jsonl:\d+ has no column 'hint'"):
+        train(distillation(task, text_teacher, tmp_path / "run", teacher={"prompt": {"prompt": "{hint}"}}))
+    long = {"prompt": {"system": "word " * 2000}}
+    with pytest.raises(UsageError, match=r"things\.jsonl:\d+: prompt and response do not fit"):
+        train(distillation(task, text_teacher, tmp_path / "long", teacher=long))
+
+
 @pytest.mark.parametrize("messages", [False, True])
 def test_gsm8k_from_one_end_to_the_other(text_data: Path, short_smollm2: Path, tmp_path: Path, messages: bool) -> None:
     """The real model's own weights and tokenizer, few of its layers, few rows."""

@@ -54,6 +54,7 @@ LATER: Mapping[str, Any] = MappingProxyType(
         "engine.share_prompt": True,
         "plugins": [],
         "task.text": None,
+        "teacher.prompt": None,
     }
 )
 """Setting → the value with which runs are what they were before there was the setting; their identities stay too."""

@@ -72,6 +72,11 @@ class MicroBatch:
         return list({parent: row.prompt for parent, row in zip(self.parents, self.rows, strict=True)}.values())
 
     @property
+    def teacher_prompts(self) -> list[list[int]]:
+        """Those of the teacher, in the same order."""
+        return list({parent: row.teacher_prompt for parent, row in zip(self.parents, self.rows, strict=True)}.values())
+
+    @property
     def families(self) -> list[list[list[int]]]:
         """The responses of every prompt."""
         found: dict[int, list[list[int]]] = {}
@@ -189,7 +194,7 @@ class OnPolicy:
                 self._respond(step, batch, batch.forward)
                 self._merge(batch)
             with clock("score"):
-                batch.scores = self.teacher.score([row.prompt for row in batch.rows], batch.rollout.responses)
+                batch.scores = self.teacher.score([row.teacher_prompt for row in batch.rows], batch.rollout.responses)
             yield batch
             batch.forward = None  # its graph is freed by the backward pass
 
@@ -221,7 +226,7 @@ class OnPolicy:
                     batch.take(every, range(first, first := first + len(batch.prompts)))
                     self._merge(batch)
             with clock("score"):
-                asked = [row.prompt for batch in members for row in batch.rows]
+                asked = [row.teacher_prompt for batch in members for row in batch.rows]
                 responses = [ids for batch in members for ids in batch.rollout.responses]
                 scores = cache(self.teacher.ask(asked, responses))
             token = 0
@@ -316,7 +321,7 @@ class OnPolicy:
                     got = type(self.teacher).__name__
                     raise UsageError("only a teacher in this process can sample responses", got=got)
                 body, prefix = self.teacher.body, self.teacher.prefix_cache
-            prompts = batch.prompts
+            prompts = batch.teacher_prompts if source == "teacher" else batch.prompts
             with torch.no_grad():
                 forward = body.forward([prompts[parent] for parent in wanted], prefix=prefix)
         whole = Rollout()
@@ -422,7 +427,7 @@ class Ahead(OnPolicy):
                 batch.rollout = Rollout(saved["responses"][span], saved["log_probs"][span], saved["ended"][span])
                 batch.sources = saved["sources"][span]
                 self._merge(batch)
-            asked = [self.teacher.ask([row.prompt for row in b.rows], b.rollout.responses) for b in batches]
+            asked = [self.teacher.ask([row.teacher_prompt for row in b.rows], b.rollout.responses) for b in batches]
             self._next = _Sampled(saved["number"], batches, asked)
         return rest
 
