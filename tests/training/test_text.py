@@ -62,11 +62,11 @@ def text_teacher(shared_place: Path, task: dict[str, Any]) -> Path:
     return output
 
 
-def distillation(task: Mapping[str, Any], teacher: Path, output: Path, **more: Any) -> TrainConfig:
+def distillation(task: Mapping[str, Any], taught: Path, output: Path, **more: Any) -> TrainConfig:
     settings = {
         **COMMON,
         "task": task,
-        "pair": {"student": "tiny", "teacher": str(teacher / "model")},
+        "pair": {"student": "tiny", "teacher": str(taught / "model")},
         "steps": 5,
         "batch_size": 6,
         "rollout": {"max_new_tokens": 14, "per_prompt": 2},
@@ -199,17 +199,22 @@ def test_conversations_are_trained_on(text_teacher: Path, tmp_path: Path) -> Non
 
 def test_what_does_not_fit_is_refused_with_its_row(task: dict[str, Any], text_teacher: Path, tmp_path: Path) -> None:
     rows = Path(task["text"]["source"]).read_text().splitlines()
-    long = json.dumps({"thing": "bike " * 900, "colour": "red", "ref": "It is red."})
+    long = json.dumps({"thing": "bike " * 1200, "colour": "red", "ref": "It is red."})
     (tmp_path / "long.jsonl").write_text("\n".join([*rows[:6], long, *rows[6:]]))
     text = {**task["text"], "source": str(tmp_path / "long.jsonl")}
+    pair = {"student": str(text_teacher / "model")}
+
+    def run(name: str, **settings: Any) -> None:
+        task = {"text": {**text, **settings}, "split": None}
+        train(distillation(task, text_teacher, tmp_path / name, steps=1, pair=pair))
+
     with pytest.raises(UsageError) as error:
-        train(distillation({"text": text, "split": None}, text_teacher, tmp_path / "a", steps=1))
+        run("a")
     assert "context window" in str(error.value)
     assert "long.jsonl:7" in str(error.value)
     with pytest.raises(UsageError, match=r"long\.jsonl:7: the prompt is longer than task\.text\.max_prompt_tokens"):
-        train(distillation({"text": {**text, "max_prompt_tokens": 60}, "split": None}, text_teacher, tmp_path / "b"))
-    cut = {**text, "max_prompt_tokens": 60, "too_long": "truncate"}
-    train(distillation({"text": cut, "split": None}, text_teacher, tmp_path / "c", steps=1))
+        run("b", max_prompt_tokens=60)
+    run("c", max_prompt_tokens=60, too_long="truncate")
 
 
 def test_labels_are_needed_for_what_is_about_labels(task: dict[str, Any], text_teacher: Path, tmp_path: Path) -> None:
