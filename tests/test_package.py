@@ -149,6 +149,7 @@ def commands(program: str) -> list[str]:
 
 
 JOBS = (
+    "distill",
     "teach",
     "train",
     "evaluate",

@@ -41,7 +41,10 @@ def test_every_default_can_be_set() -> None:
         if line.default != REQUIRED and line.path not in ("task.name", "task.table", "task.text.prompt"):
             if line.path == "task.text.answer":  # which a prompt needs
                 continue
-            around = text if line.path.startswith("task.text.") else beside
+            around = text if line.path.startswith(("task.text.", "teacher.prompt")) else beside
+            if line.path.startswith("teacher.prompt."):  # which has to name something
+                other = "system" if line.path.endswith(".prompt") else "prompt"
+                around = [*around, f"teacher.prompt.{other}=x"]
             load_config(TrainConfig, None, [*around, f"{line.path}={line.default}"])
 
 

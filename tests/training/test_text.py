@@ -62,11 +62,11 @@ def text_teacher(shared_place: Path, task: dict[str, Any]) -> Path:
     return output
 
 
-def distillation(task: Mapping[str, Any], teacher: Path, output: Path, **more: Any) -> TrainConfig:
+def distillation(task: Mapping[str, Any], taught: Path, output: Path, **more: Any) -> TrainConfig:
     settings = {
         **COMMON,
         "task": task,
-        "pair": {"student": "tiny", "teacher": str(teacher / "model")},
+        "pair": {"student": "tiny", "teacher": str(taught / "model")},
         "steps": 5,
         "batch_size": 6,
         "rollout": {"max_new_tokens": 14, "per_prompt": 2},
@@ -199,17 +199,22 @@ def test_conversations_are_trained_on(text_teacher: Path, tmp_path: Path) -> Non
 
 def test_what_does_not_fit_is_refused_with_its_row(task: dict[str, Any], text_teacher: Path, tmp_path: Path) -> None:
     rows = Path(task["text"]["source"]).read_text().splitlines()
-    long = json.dumps({"thing": "bike " * 900, "colour": "red", "ref": "It is red."})
+    long = json.dumps({"thing": "bike " * 1200, "colour": "red", "ref": "It is red."})
     (tmp_path / "long.jsonl").write_text("\n".join([*rows[:6], long, *rows[6:]]))
     text = {**task["text"], "source": str(tmp_path / "long.jsonl")}
+    pair = {"student": str(text_teacher / "model")}
+
+    def run(name: str, **settings: Any) -> None:
+        task = {"text": {**text, **settings}, "split": None}
+        train(distillation(task, text_teacher, tmp_path / name, steps=1, pair=pair))
+
     with pytest.raises(UsageError) as error:
-        train(distillation({"text": text, "split": None}, text_teacher, tmp_path / "a", steps=1))
+        run("a")
     assert "context window" in str(error.value)
     assert "long.jsonl:7" in str(error.value)
     with pytest.raises(UsageError, match=r"long\.jsonl:7: the prompt is longer than task\.text\.max_prompt_tokens"):
-        train(distillation({"text": {**text, "max_prompt_tokens": 60}, "split": None}, text_teacher, tmp_path / "b"))
-    cut = {**text, "max_prompt_tokens": 60, "too_long": "truncate"}
-    train(distillation({"text": cut, "split": None}, text_teacher, tmp_path / "c", steps=1))
+        run("b", max_prompt_tokens=60)
+    run("c", max_prompt_tokens=60, too_long="truncate")
 
 
 def test_labels_are_needed_for_what_is_about_labels(task: dict[str, Any], text_teacher: Path, tmp_path: Path) -> None:
@@ -217,6 +222,84 @@ def test_labels_are_needed_for_what_is_about_labels(task: dict[str, Any], text_t
         distillation(task, text_teacher, tmp_path, evaluation={"probabilities": True})
     with pytest.raises(UsageError, match=r"over labels"):
         distillation(task, text_teacher, tmp_path, objective={"support": "labels"})
+
+
+# ---------------------------------------------------------------------------------------------------- teacher's prompt
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_teacher_prompt_that_is_the_students_changes_nothing(
+    task: dict[str, Any], text_teacher: Path, tmp_path: Path
+) -> None:
+    train(distillation(task, text_teacher, tmp_path / "plain", steps=2))
+    same = {"prompt": {"prompt": task["text"]["prompt"]}}
+    train(distillation(task, text_teacher, tmp_path / "same", steps=2, teacher=same))
+    for name in ("metrics.jsonl", "tokens.jsonl", "predictions-test.jsonl"):
+        assert (tmp_path / "same" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+
+
+def test_a_teacher_scores_after_its_own_prompt(task: dict[str, Any], text_teacher: Path, tmp_path: Path) -> None:
+    """What it is shown is what a plain pass over that prompt and the response gives."""
+    from contextlib import ExitStack
+
+    import torch
+
+    from gatespace.runs import RunFolder
+    from gatespace.training.distill import Distillation
+    from gatespace.training.processes import ONE
+    from gatespace.training.progress import SILENT
+
+    own = {
+        "system": "Use the answer.",
+        "prompt": "thing[{thing}]: {ref}",
+        "examples": [{"user": "thing[x]", "assistant": "It is red."}],
+    }
+    config = distillation(task, text_teacher, tmp_path / "run", teacher={"prompt": own})
+    with ExitStack() as stack:
+        job = Distillation(config, RunFolder(config.output), ONE, SILENT, stack)
+        job.prepare()
+        row: Any = job.data.rows[0]
+        other = job.teacher_prompt
+        assert other is not None
+        turns = other.prompt.messages(other.text(row))
+        assert [turn["role"] for turn in turns] == ["system", "user", "assistant", "user"]
+        assert turns[-1]["content"] == f"thing[{row.columns['thing']}]: {row.references[0]}"
+        response = job.encoder.gold("It is blue.", job.model.turn_end)
+        asked = job.rollouts.batches.at(0)
+        first = next(one for one in asked if one.example is not None)
+        payload: Any = job.teacher.score([first.teacher_prompt], [response]).payload
+        assert job._local is not None
+        whole = [*job.teacher_encoder.prefix, *first.teacher_prompt, *response]
+        assert whole == [*other.prompt.render(job.model.tokenizer, other.text(first.example)), *response]  # type: ignore[arg-type]
+        with torch.no_grad():
+            found = job._local.network.model(torch.tensor([whole])).last_hidden_state[0]
+        expected = found[len(whole) - len(response) - 1 : -1]
+        torch.testing.assert_close(payload[0], expected, rtol=2e-4, atol=2e-4)
+
+
+def test_a_student_learns_a_prompt_that_it_does_not_see(
+    task: dict[str, Any], text_teacher: Path, tmp_path: Path
+) -> None:
+    """Its own weights without another prompt have nothing to teach; with one they have."""
+    pair = {"student": str(text_teacher / "model"), "teacher": "self"}
+    train(distillation(task, text_teacher, tmp_path / "same", steps=1, pair=pair))
+    assert losses(tmp_path / "same") == [pytest.approx(0, abs=1e-5)]
+    shown = {"prompt": {"prompt": "thing[{thing}], colour[{colour}] {ref}"}}
+    train(distillation(task, text_teacher, tmp_path / "shown", steps=4, pair=pair, teacher=shown))
+    found = losses(tmp_path / "shown")
+    assert found[0] > 1e-3
+    assert found[-1] < found[0]
+
+
+def test_columns_that_a_teacher_prompt_lacks(task: dict[str, Any], text_teacher: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"things\.jsonl:\d+ has no column 'hint'"):
+        train(distillation(task, text_teacher, tmp_path / "run", teacher={"prompt": {"prompt": "{hint}"}}))
+    long = {"prompt": {"system": "word " * 2000}}
+    with pytest.raises(UsageError, match=r"things\.jsonl:\d+: prompt and response do not fit"):
+        train(distillation(task, text_teacher, tmp_path / "long", teacher=long))
 
 
 @pytest.mark.parametrize("messages", [False, True])

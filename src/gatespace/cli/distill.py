@@ -164,14 +164,15 @@ def _open(config: TrainConfig, role: str, data: Material, report: Callable[[str]
     from gatespace.training.setup import open_model, placement
 
     place, pair = placement(config.engine), config.pair
+    name, revision, whose = pair.model(role)
     return open_model(
-        getattr(pair, role),
+        name,
         f"pair.{role}",
-        role=role,
+        role=whose,
         task=data.task,
         device=place.device,
         dtype=place.dtype,
-        revision=getattr(pair, f"{role}_revision"),
+        revision=revision,
         trust_remote_code=pair.trust_remote_code,
         quantization=pair.teacher_quantization if role == "teacher" else None,
         report=report,

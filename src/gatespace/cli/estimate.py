@@ -137,12 +137,13 @@ def _train(config: TrainConfig, place: Placement, load: Callable[..., Model]) ->
     data, pair = material(config.task, "distill"), config.pair
 
     def outline(role: str) -> Model:
+        name, revision, whose = pair.model(role)
         return load(
-            getattr(pair, role),
+            name,
             f"pair.{role}",
-            role=role,
+            role=whose,
             task=data.task,
-            revision=getattr(pair, f"{role}_revision"),
+            revision=revision,
             trust_remote_code=pair.trust_remote_code,
         )
 

@@ -141,10 +141,10 @@ def _task_section(settings: dict[str, Any], options: ModelOptions) -> TaskConfig
 
 
 def _about_plugins(error: UsageError, settings: dict[str, Any], options: ModelOptions) -> UsageError:
-    """The error, and which plugins to name where the task may come from one that was not imported."""
+    """The error, and which plugins to name where task or metric may come from one that was not imported."""
     listed = settings.get("plugins")
     unnamed = [str(one) for one in listed if one not in options.plugins] if isinstance(listed, list) else []
-    if "unknown task" not in error.what or not unnamed:
+    if not any(f"unknown {kind}" in error.what for kind in ("task", "metric")) or not unnamed:
         return error
     return UsageError(
         error.what,

@@ -61,6 +61,7 @@ LATER: Mapping[str, Any] = MappingProxyType(
         "checkpoint.select": "last",
         "plugins": [],
         "task.text": None,
+        "teacher.prompt": None,
     }
 )
 """Setting → the value with which runs are what they were before there was the setting; their identities stay too."""

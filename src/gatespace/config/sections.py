@@ -10,7 +10,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import AfterValidator, AllowInfNan, BeforeValidator, Field, Strict, model_validator
 
 from gatespace.config.address import is_address, parse_address
-from gatespace.config.base import Count, CountOrZero, Fault, Name, Section, Share, Split, Switch
+from gatespace.config.base import Count, CountOrZero, Fault, Name, Section, Share, Split, Switch, Text
 from gatespace.plugins import provided
 
 Positive = Annotated[float, Strict(), AllowInfNan(False), Field(gt=0)]
@@ -78,6 +78,10 @@ class LoraConfig(Section):
     """The layers that get additions: all-linear (all but the head), or a list of their names."""
 
 
+SELF = "self"
+"""As a teacher: the student's weights before training."""
+
+
 class PairConfig(Section):
     """Student and teacher: two models with the same tokens."""
 
@@ -87,7 +91,8 @@ class PairConfig(Section):
 
     teacher: Name
     """The model that scores: the same choices, e.g. the folder that `gatespace teach` wrote; zmq://HOST:PORT, where
-    `gatespace teacher serve` has one; or vllm://HOST:PORT, where a vLLM server has one."""
+    `gatespace teacher serve` has one; or vllm://HOST:PORT, where a vLLM server has one; or self, the student's own
+    weights as they are before training."""
 
     student_revision: Name | None = None
     """Branch, tag or commit of a student from the Hub; null: its main branch."""
@@ -108,6 +113,11 @@ class PairConfig(Section):
 
     lora: LoraConfig | None = None
     """Low-rank additions to the student; null: all its weights are trained."""
+
+    def model(self, role: str) -> tuple[str, str | None, str]:
+        """Name and revision of the ``student`` or the ``teacher``, and whose it is: student where that is `SELF`."""
+        role = "student" if role == "teacher" and self.teacher == SELF else role
+        return getattr(self, role), getattr(self, f"{role}_revision"), role
 
     @model_validator(mode="after")
     def _addresses(self) -> PairConfig:
@@ -223,6 +233,36 @@ class RolloutConfig(Section):
         return self
 
 
+class ShotConfig(Section):
+    """An example of a prompt with its response."""
+
+    user: Name
+    """The prompt."""
+
+    assistant: Name
+    """The response."""
+
+
+class TeacherPromptConfig(Section):
+    """What the teacher is shown before a response of the student, in place of the student's prompt."""
+
+    prompt: Name | None = None
+    """The user's turn, with columns in braces; they may hold what the student does not see: the right response, a
+    retrieved text. null: the student's turns."""
+
+    system: Text | None = None
+    """The system's turn; "" for none, null: the student's."""
+
+    examples: tuple[ShotConfig, ...] = ()
+    """Turns of user and assistant that stand before it, each {user: …, assistant: …}."""
+
+    @model_validator(mode="after")
+    def _is_another(self) -> TeacherPromptConfig:
+        if self.prompt is None and self.system is None and not self.examples:
+            raise Fault("", "names nothing that the student's prompt does not have", instead="null")
+        return self
+
+
 class TeacherConfig(Section):
     """What the teacher sends of its distribution, and where its scores are kept."""
 
@@ -241,6 +281,10 @@ class TeacherConfig(Section):
 
     options: Options = Field(default={})
     """Settings of a teacher behind an address, e.g. {timeout: 60, patience: 600, client_key: ..., server_key: ...}."""
+
+    prompt: TeacherPromptConfig | None = None
+    """A prompt of the teacher's own, for text tasks: it scores the student's response tokens after this one. null: the
+    student's prompt."""
 
 
 class OptimizerConfig(Section):

@@ -31,16 +31,21 @@ def table_about(table: Table, metric: str) -> Table:
     if metric == "accuracy":
         return table
     columns = tuple(replace(column, title=in_words(column.title, metric)) for column in table.columns)
-    words = {name: in_words(getattr(table, name), metric) for name in ("title", "note", "empty")}
-    return replace(table, columns=columns, **words)
+    title, note, empty = (in_words(text, metric) for text in (table.title, table.note, table.empty))
+    return replace(table, columns=columns, title=title, note=note, empty=empty)
 
 
 def chart_about(chart: Chart, metric: str) -> Chart:
     """A figure in the words of `metric`."""
     if metric == "accuracy":
         return chart
-    words = {name: in_words(getattr(chart, name), metric) for name in ("title", "finding")}
-    return replace(chart, data=table_about(chart.data, metric), draw=_drawn(chart.draw, metric), **words)
+    return replace(
+        chart,
+        title=in_words(chart.title, metric),
+        finding=in_words(chart.finding, metric),
+        data=table_about(chart.data, metric),
+        draw=_drawn(chart.draw, metric),
+    )
 
 
 def _drawn(draw: Callable[[], Figure], metric: str) -> Callable[[], Figure]:

@@ -61,7 +61,8 @@ def _check_runs(study: StudyConfig, config: TrainConfig) -> list[str]:
     _check_packages(config)
     code = pair.trust_remote_code
     student = _outline(pair.student, "pair.student", "student", data.task, pair.student_revision, code)
-    teacher = _outline(pair.teacher, "pair.teacher", "teacher", data.task, pair.teacher_revision, code)
+    name, revision, role = pair.model("teacher")
+    teacher = _outline(name, "pair.teacher", role, data.task, revision, code)
     if student is None:
         return []
     found = {"student": student}

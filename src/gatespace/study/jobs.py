@@ -124,6 +124,7 @@ def _baseline(job: Job, reads: Reads) -> None:
     load_plugins(config.plugins)
     with folder_of(job).claim() as folder:
         data, pair, settings = material(config.task, "distill"), config.pair, config.evaluation
+        name, revision, kind = pair.model(role)
         about = {"model": getattr(pair, role), "task": data.task.name, "digest": data.task.digest}
         if is_address(getattr(pair, role)):
             # A service scores responses and generates none: its accuracy is for those who run it to measure.
@@ -131,13 +132,13 @@ def _baseline(job: Job, reads: Reads) -> None:
             return
         place = placement(config.engine)
         model = open_model(
-            getattr(pair, role),
+            name,
             f"pair.{role}",
-            role=role,
+            role=kind,
             task=data.task,
             device=place.device,
             dtype=place.dtype,
-            revision=getattr(pair, f"{role}_revision"),
+            revision=revision,
             trust_remote_code=pair.trust_remote_code,
         )
         for split in settings.final:

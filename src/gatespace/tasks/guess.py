@@ -76,8 +76,8 @@ def guess_task(
         )
     template = prompt or f"{{{_longest(rows, [column for column in columns if column != answer])}}}"
     metric = metric or _metric([str(row.get(answer, "")) for row in rows])
-    text = {"source": source, "prompt": template, "answer": answer, "metric": metric}
-    return Guess({"text": text}, f"a text task: prompt {template!r}, right response {answer!r}, judged by {metric}")
+    asked = {"source": source, "prompt": template, "answer": answer, "metric": metric}
+    return Guess({"text": asked}, f"a text task: prompt {template!r}, right response {answer!r}, judged by {metric}")
 
 
 def _labels(rows: Sequence[Mapping[str, object]], column: str) -> list[str]:

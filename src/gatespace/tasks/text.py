@@ -263,6 +263,48 @@ class TextTask(AnyTask):
         )
 
 
+@dataclass(frozen=True)
+class OtherPrompt:
+    """Another prompt for the rows of a task: the teacher's own.
+
+    Args:
+        student: The prompt of the task.
+        template: The user's turn; None: the turns of the task.
+        system: The system's turn; None: the task's.
+        examples: Turns before it.
+    """
+
+    student: TextPrompt
+    template: Template | None = None
+    system: str | None = None
+    examples: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def prompt(self) -> TextPrompt:
+        """How its texts become prompts."""
+        system = self.student.system if self.system is None else self.system
+        return replace(self.student, conversations=True, system=system, max_prompt_tokens=None)
+
+    def text(self, row: TextExample) -> str:
+        """What a row's text is for this prompt."""
+        turns = replace(self.student, system="").messages(row.text)
+        if self.template is not None:
+            missing = [column for column in self.template.columns if column not in row.columns]
+            if missing:
+                raise UsageError(
+                    f"teacher.prompt.prompt: {row.where or 'a row'} has no column {missing[0]!r}",
+                    got=f"columns {', '.join(map(repr, row.columns))}",
+                    instead="name it in task.text.columns",
+                )
+            turns = [{"role": "user", "content": self.template.fill(row.columns)}]
+        shots = [
+            {"role": role, "content": content}
+            for shot in self.examples
+            for role, content in zip(("user", "assistant"), shot, strict=True)
+        ]
+        return json.dumps([*shots, *turns], ensure_ascii=False)
+
+
 # ---------------------------------------------------------------------------------------------------- reading
 
 
@@ -356,8 +398,12 @@ def _example(
             )
         references = (last["content"].strip(),)
     text = row_text(where, cells, template, messages)
-    columns = {name: value if isinstance(value, str) else json.dumps(value) for name, value in cells.items()}
+    columns = {name: "" if value is None else _cell(value) for name, value in cells.items()}
     return TextExample(text, references, columns, where)
+
+
+def _cell(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def row_text(where: str, cells: Mapping[str, object], template: Template | None, messages: str | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -21,15 +21,33 @@ class Row:
     example: AnyExample
     prompt: list[int]
     """The prompt after the shared prefix."""
+    asked: list[int] | None = None
+    """The teacher's own prompt after its shared prefix; None: it is the student's."""
+
+    @property
+    def teacher_prompt(self) -> list[int]:
+        """What the teacher reads before the response."""
+        return self.prompt if self.asked is None else self.asked
 
 
 class Batches:
     """Endless passes over the rows, each in a random order of its own."""
 
-    def __init__(self, examples: Sequence[AnyExample], encoder: Encoder, *, batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        examples: Sequence[AnyExample],
+        encoder: Encoder,
+        *,
+        batch_size: int,
+        seed: int,
+        asked: Callable[[AnyExample], list[int]] | None = None,
+    ) -> None:
         if not examples:
             raise UsageError("there are no rows to train on")
-        self._rows = [Row(i, example, encoder.suffix(example.text)) for i, example in enumerate(examples)]
+        self._rows = [
+            Row(i, example, encoder.suffix(example.text), None if asked is None else asked(example))
+            for i, example in enumerate(examples)
+        ]
         self._size, self._seed = batch_size, seed
         self._orders: dict[int, list[int]] = {}
 

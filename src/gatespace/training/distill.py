@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gatespace.config import TrainConfig
+from gatespace.config import TrainConfig, in_setting
 from gatespace.config.address import is_address, parse_address
 from gatespace.errors import RunError
 from gatespace.gating.configured import build_gate, build_objective
@@ -20,9 +21,11 @@ from gatespace.gating.loss import LossInputs, LossOutput, distillation_loss
 from gatespace.models import Model, check_pair
 from gatespace.models.body import response_states
 from gatespace.models.cache_root import cache_root
+from gatespace.models.encode import Encoder
 from gatespace.plugins import provider
 from gatespace.runs import RunFolder
 from gatespace.seeding import generator, permutation
+from gatespace.tasks.text import OtherPrompt, Template, TextPrompt
 from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.local import LocalTeacher
 from gatespace.teacher.scores import ScoreSpec, Teacher
@@ -62,11 +65,12 @@ class Distillation(Job):
         with processes.in_turn():
             # The teacher first: it is the one that is most often missing.
             if not is_address(pair.teacher):
+                name, revision, role = pair.model("teacher")
                 local = open_model(
-                    pair.teacher,
+                    name,
                     "pair.teacher",
-                    role="teacher",
-                    revision=pair.teacher_revision,
+                    role=role,
+                    revision=revision,
                     device=self._teacher_device(),
                     dtype=self.place.dtype,
                     quantization=pair.teacher_quantization,
@@ -118,12 +122,41 @@ class Distillation(Job):
         """What is asked of the teacher."""
         config = self.config
         return ScoreSpec(
-            tuple(self.encoder.prefix),
+            tuple(self.teacher_encoder.prefix),
             config.rollout.max_new_tokens,
             self.vocab_size,
             config.teacher.payload,
             config.teacher.k,
         )
+
+    @cached_property
+    def teacher_prompt(self) -> OtherPrompt | None:
+        """The teacher's own prompt; None: it reads the student's."""
+        own, prompt = self.config.teacher.prompt, self.data.prompt
+        if own is None or not isinstance(prompt, TextPrompt):
+            return None
+        examples = tuple((shot.user, shot.assistant) for shot in own.examples)
+        with in_setting("teacher.prompt.prompt"):
+            template = None if own.prompt is None else Template(own.prompt)
+        return OtherPrompt(prompt, template, own.system, examples)
+
+    @cached_property
+    def teacher_encoder(self) -> Encoder:
+        """The prompts that the teacher reads, in tokens: those of the student, unless it has its own."""
+        other = self.teacher_prompt
+        if other is None:
+            return self.encoder
+        model, share = self._local or self.model, self.config.engine.share_prefix
+        rows: Any = self.data.rows
+        encoder = Encoder(other.prompt, model.tokenizer, [other.text(row) for row in rows], share=share)
+        asked = [replace(row, text=other.text(row)) for row in rows]
+        with in_setting("teacher.prompt"):
+            encoder.check(asked, model.window, self.config.rollout.max_new_tokens)
+        return encoder
+
+    def _asked(self) -> Callable[[Any], list[int]] | None:
+        other = self.teacher_prompt
+        return None if other is None else lambda row: self.teacher_encoder.suffix(other.text(row))
 
     def _teacher_device(self) -> str:
         device = self.config.pair.teacher_device or self.place.device
@@ -167,7 +200,9 @@ class Distillation(Job):
             "student": self.body,
             "teacher": self.teacher,
             "encoder": self.encoder,
-            "batches": Batches(self.data.rows, self.encoder, batch_size=config.batch_size, seed=config.seed),
+            "batches": Batches(
+                self.data.rows, self.encoder, batch_size=config.batch_size, seed=config.seed, asked=self._asked()
+            ),
             "settings": config.rollout,
             "vocab_size": self.vocab_size,
             "seed": config.seed,

@@ -72,6 +72,11 @@ class MicroBatch:
         return list({parent: row.prompt for parent, row in zip(self.parents, self.rows, strict=True)}.values())
 
     @property
+    def teacher_prompts(self) -> list[list[int]]:
+        """Those of the teacher, in the same order."""
+        return list({parent: row.teacher_prompt for parent, row in zip(self.parents, self.rows, strict=True)}.values())
+
+    @property
     def families(self) -> list[list[list[int]]]:
         """The responses of every prompt."""
         found: dict[int, list[list[int]]] = {}
@@ -197,7 +202,7 @@ class OnPolicy:
                 self._respond(step, batch, batch.forward)
                 self._merge(batch)
             with clock("score"):
-                batch.scores = self.teacher.score([row.prompt for row in batch.rows], batch.rollout.responses)
+                batch.scores = self.teacher.score([row.teacher_prompt for row in batch.rows], batch.rollout.responses)
             yield batch
             batch.forward = None  # its graph is freed by the backward pass
 
@@ -229,7 +234,7 @@ class OnPolicy:
                     batch.take(every, range(first, first := first + len(batch.prompts)))
                     self._merge(batch)
             with clock("score"):
-                asked = [row.prompt for batch in members for row in batch.rows]
+                asked = [row.teacher_prompt for batch in members for row in batch.rows]
                 responses = [ids for batch in members for ids in batch.rollout.responses]
                 scores = cache(self.teacher.ask(asked, responses))
             token = 0
@@ -324,7 +329,7 @@ class OnPolicy:
                     got = type(self.teacher).__name__
                     raise UsageError("only a teacher in this process can sample responses", got=got)
                 body, prefix = self.teacher.body, self.teacher.prefix_cache
-            prompts = batch.prompts
+            prompts = batch.teacher_prompts if source == "teacher" else batch.prompts
             with torch.no_grad():
                 forward = body.forward([prompts[parent] for parent in wanted], prefix=prefix)
         whole = Rollout()
@@ -430,7 +435,7 @@ class Ahead(OnPolicy):
                 batch.rollout = Rollout(saved["responses"][span], saved["log_probs"][span], saved["ended"][span])
                 batch.sources = saved["sources"][span]
                 self._merge(batch)
-            asked = [self.teacher.ask([row.prompt for row in b.rows], b.rollout.responses) for b in batches]
+            asked = [self.teacher.ask([row.teacher_prompt for row in b.rows], b.rollout.responses) for b in batches]
             self._next = _Sampled(saved["number"], batches, asked)
         return rest
 
