@@ -699,7 +699,8 @@ def _loss(view: View, run: RunResult) -> Any:
 
 
 def _f1(view: View, run: RunResult) -> Any:
-    return 100 * run.scores["test"].macro_f1 if "test" in run.scores else None
+    f1 = run.scores["test"].macro_f1 if "test" in run.scores else None
+    return None if f1 is None else 100 * f1
 
 
 _OUTCOMES: Mapping[str, Callable[[View, RunResult], Any]] = {"f1": _f1, "area": _area, "loss": _loss}
