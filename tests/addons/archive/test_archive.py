@@ -194,8 +194,11 @@ def test_what_is_published_names_no_place_host_or_user(tmp_path, monkeypatch):
             place.run(which.find("mails", "G5", 1).id) for place, which in ((StudyFolder(folder), own), (inside, plan))
         )
         assert before.path.name != after.path.name
-        for name in ("summary.json", "predictions-test.jsonl", "metrics.jsonl"):
+        for name in ("predictions-test.jsonl", "metrics.jsonl"):
             assert (after.path / name).read_bytes() == (before.path / name).read_bytes()
+        theirs, ours = (place.summary()["evaluation"]["test"] for place in (after, before))
+        assert (theirs.pop("task"), Path(ours.pop("task")).name) == ("mails.jsonl", "mails.jsonl")
+        assert theirs == ours
         assert read_results(inside.path).baselines["mails"].start["test"].count > 0
         assert {read.run for read in read_results(inside.path).test_reads} >= {after.path.name}
 
