@@ -86,7 +86,7 @@ class Records:
         patience, best = self._job.config.evaluation.patience, self.best
         if patience is None or best is None:
             return False
-        return bool(sum(record["step"] > best for record in self._evaluations) >= patience)
+        return sum(1 for record in self._evaluations if record["step"] > best) >= patience
 
     def evaluate(self, done: int) -> None:
         """Evaluate during training, unless a run that resumes has done so."""
