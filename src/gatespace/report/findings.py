@@ -222,8 +222,8 @@ def _claims(view: View) -> list[Finding]:
         mine = [group for group in view.analysis.groups if (group.axis, group.task) == (axis, ALL_TASKS)]
         # Comparisons that were fixed before the study are one claim per axis.
         parts = [group for group in mine if group.restriction is not None and view.results.selection_seed is not None]
-        whole = [group for group in mine if group.restriction is None]
-        groups += [group for group in parts or whole if group.comparable or group.missing]  # else none can be
+        axes = [group for group in mine if group.restriction is None]
+        groups += [group for group in parts or axes if group.comparable or group.missing]  # else none can be
     # One family: the statements that are side by side on the first screen.
     adjusted = holm([None if group.judged is None else group.judged.p for group in groups])
     found = []
