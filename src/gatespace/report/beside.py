@@ -183,17 +183,16 @@ def _draw(name: str, rows: Sequence[Both], reference: Reference) -> Figure:
     axes.set_xlim(-limit, limit)
     for place, row in enumerate(rows):
         _interval(axes, place - 0.16, (row.theirs.low, row.theirs.high), limit, ORANGE)
-        axes.plot([row.theirs.mean], [place - 0.16], marker="s", markersize=5, color=ORANGE, zorder=4)
-        if row.fresh is not None:
-            axes.plot(
-                [row.fresh], [place - 0.16], marker="s", markersize=5, markerfacecolor=PAPER, markeredgecolor=ORANGE,
-                zorder=4,
-            )  # fmt: skip
+        for mean, inside in ((row.theirs.mean, ORANGE), (row.fresh, PAPER)):
+            if mean is not None:
+                axes.plot(
+                    [mean], [place - 0.16], marker="s", markersize=5, color=ORANGE, markerfacecolor=inside, zorder=4
+                )
         if row.ours is not None:
             _interval(axes, place + 0.16, (row.ours.low, row.ours.high), limit, BLUE)
             axes.plot(
-                row.ours.differences, [place + 0.16] * row.ours.n, linestyle="none", marker="o", markersize=3.6,
-                markerfacecolor=PAPER, markeredgecolor=MUTED, markeredgewidth=0.8, zorder=3,
+                row.ours.differences, [place + 0.16] * row.ours.n, linestyle="none", color=MUTED, marker="o",
+                markersize=3.6, markerfacecolor=PAPER, markeredgecolor=MUTED, markeredgewidth=0.8, zorder=3,
             )  # fmt: skip
             axes.plot(
                 [row.ours.mean], [place + 0.16], marker="o", markersize=5.5, color=BLUE, markeredgecolor=PAPER, zorder=5

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from gatespace.config.text import read_yaml, write_yaml
 from gatespace.runs import StudyFolder
 from gatespace.study.plan import ROLES, baseline_name, make_plan, model_name
 
-_FILES = ("study.yaml", "config.yaml", "baseline.json", "error.json", "environment.json")
+_FILES = ("config.yaml", "baseline.json", "error.json", "environment.json")
 """The records that can name places."""
 _OF_A_TASK = ("summary.json", "evaluation-")
 """Those that name the task beside numbers and labels. The rest holds numbers and texts."""
@@ -62,16 +63,11 @@ class Published:
         own = folder.config()  # with full paths of plugins, whose source counts
         settings = dump_config(own)
         shortened = without_places({**settings, "plugins": []}) | {"plugins": settings["plugins"], "about": own.about}
-        plain = parse_config(StudyConfig, shortened, where="the study as it is published")
-        bases = {task: base.point for task, base in folder.bases().items()}
-        plans = [make_plan(config, bases) for config in (own, plain)]
-        self._names = dict(zip(*(plan.runs for plan in plans), strict=True))
-        for task in own.tasks:
-            for role in ROLES:
-                for name in (baseline_name, model_name):
-                    before, after = (name(config, task, role) for config in (own, plain))
-                    if before is not None and after is not None:
-                        self._names[before] = after
+        plain = own
+        self._names: dict[str, str] = {}
+        if shortened != settings:
+            plain = parse_config(StudyConfig, shortened, where="the study as it is published")
+            self._names = _renamed(own, plain, {task: base.point for task, base in folder.bases().items()})
         # As the study's folder spells them, by hash: plugins/HASH/NAME.py.
         plugins = ["/".join(Path(name).parts[-3:]) if name.endswith(".py") else name for name in own.plugins]
         self.config = plain.model_copy(update={"plugins": tuple(plugins)})
@@ -83,7 +79,7 @@ class Published:
 
     def content(self, path: Path) -> bytes:
         """The published bytes of a file. Places in the study's folder are relative; an error has no traceback."""
-        if path == self.folder.study_file:
+        if path == self.folder.study_file and self._names:
             return dump_yaml(self.config).encode()
         data = path.read_bytes()
         if path.name not in _FILES and not path.name.startswith(_OF_A_TASK):
@@ -98,6 +94,18 @@ class Published:
         if path.name == "error.json":
             plain["details"] = ""
         return data if plain == json.loads(data) else (json.dumps(plain, indent=2) + "\n").encode()
+
+
+def _renamed(own: StudyConfig, plain: StudyConfig, bases: Mapping[str, str]) -> dict[str, str]:
+    """Names of runs, baselines and models by the study's own file → by the published one."""
+    names = dict(zip(*(make_plan(config, bases).runs for config in (own, plain)), strict=True))
+    for task in own.tasks:
+        for role in ROLES:
+            for name in (baseline_name, model_name):
+                before, after = (name(config, task, role) for config in (own, plain))
+                if before is not None and after is not None:
+                    names[before] = after
+    return names
 
 
 def _task_without_places(found: Any) -> Any:
