@@ -80,7 +80,7 @@ class EOPD(Objective):
         top_k: K of the forward KL.
     """
 
-    summary: ClassVar[str] = "sampled reverse KL, forward KL where the teacher is unsure"
+    summary: ClassVar[str] = "policy gradient, forward KL where the teacher is unsure"
     formula: ClassVar[str] = "PG + α·1[H > τ]·FKL, H the teacher's entropy in nats"
     citation: ClassVar[str] = (
         "Jin, Min, Yang, Wei, Zhou, Kadhe, Baracaldo, Lee (2026). Entropy-Aware On-Policy Distillation of Language "
