@@ -267,10 +267,10 @@ def results_table(evaluations: Mapping[str, Mapping[str, Any]], on_the_way: Sequ
 def _cells(metrics: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> list[str]:
     if "score" in metrics:
         given = before or metrics
-        shares = (given["score"], *given["also"].values(), *given["figures"].values())
+        scores = (given["score"], *given["also"].values(), *given["figures"].values())
         return [
             str(given["count"]),
-            *(f"{share:.4f}" for share in shares),
+            *(f"{score:.4f}" for score in scores),
             f"{given['length']:.1f}",
             f"{given['truncated']:.1%}",
         ]

@@ -137,8 +137,8 @@ def predict(
         elif not _print(labeller, lines, as_json=as_json, at_once=file == _STDIN and sys.stdin.isatty()):
             return
     if not quiet:
-        for text in labeller.notes():
-            sys.stderr.write(f"{text}\n")
+        for one in labeller.notes():
+            sys.stderr.write(f"{one}\n")
 
 
 def _print(labeller: Labeller, lines: Iterator[Line], *, as_json: bool, at_once: bool) -> bool:

@@ -133,8 +133,8 @@ def _next_command(config: TrainConfig | TeachConfig, folder: RunFolder) -> str:
     model = str(_short(folder.model))
     plugins = [word for plugin in config.plugins for word in ("--plugin", plugin)]
     if isinstance(config, TrainConfig):
-        words = shlex.join(["gatespace", "predict", model, *plugins])
-        return f"{words} < texts.txt" if config.task.text is None else f"{words} rows.jsonl"
+        predict = shlex.join(["gatespace", "predict", model, *plugins])
+        return f"{predict} < texts.txt" if config.task.text is None else f"{predict} rows.jsonl"
     words = ["gatespace", "train", "--teacher", model]
     if config.model != "smollm2":
         words += ["--student", config.model]
