@@ -2,10 +2,10 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { Book, type Payload, type RunRecord } from "../src/explorer/data.ts";
 import { gateOf } from "../src/explorer/gate.ts";
-import { fromLink, initial, opening, outcome, pages, selected, tokensOf, toLink } from "../src/explorer/state.ts";
+import { fromLink, initial, nextHigh, opening, pageOf, outcome, pages, selected, tokensOf, toLink } from "../src/explorer/state.ts";
 
 const run = (id: string, task: string, abcd: number[] | null): RunRecord => ({
-  id, label: id, task, kind: "point", seed: 1, gate: abcd === null ? null : { abcd, extra: {} }, top_k: 8, entropy: "top_k", steps: 3, done: true,
+  id, label: id, task, metric: "accuracy", kind: "point", seed: 1, gate: abcd === null ? null : { abcd, extra: {} }, top_k: 8, entropy: "top_k", steps: 3, done: true,
   shown: 2, recorded: 2, lam: null, scores: {}, course: { step: [1] },
 });
 const payload: Payload = {
@@ -77,6 +77,19 @@ test("a page opens on the token of its first response where the models differ mo
   assert.equal(opening(apart, { ...start, run: -1, task: "" }), 1);
   assert.equal(opening(apart, { ...start, run: 1 }), 3);
   assert.equal(opening(apart, { ...start, run: -1, task: "", gold: "none" }), -1);
+});
+
+test("the next token of high λ, on whatever page it is", () => {
+  const all = Int32Array.of(0, 1, 2, 3);
+  const tokens = tokensOf(book, all);
+  const lam = Float64Array.of(0.2, 0.9, 0.1, NaN, 0.9);
+  assert.equal(nextHigh(tokens, lam, -1), 1);
+  assert.equal(nextHigh(tokens, lam, 1), 4);
+  assert.equal(nextHigh(tokens, lam, 4), 1);
+  assert.equal(nextHigh(tokens, new Float64Array(5).fill(NaN), 1), -1);
+  const starts = pages(book, all, 2);
+  assert.deepEqual([0, 2, 4].map((token) => pageOf(book, all, starts, token)), [0, 1, 2]);
+  assert.equal(pageOf(book, Int32Array.of(1), [0], 4), -1);
 });
 
 test("a link that this page cannot follow changes nothing", () => {

@@ -18,6 +18,7 @@ export function Filters({ view }: { view: View }) {
   const texts = (column: number[]) => [...new Set(within.map((i) => book.string(column[i])).filter((text) => text !== null))].sort();
   const named = (all: string[]) => [{ value: "", text: "all" }, ...all.map((text) => ({ value: text, text }))];
   const stepped = (text: string) => [{ value: "-1", text }, ...steps.map((step) => ({ value: String(step), text: String(step) }))];
+  const labelled = !within.some((response) => book.isText(response));
   const left = runs.reduce((sum, run) => sum + run.recorded - run.shown, 0);
   return (
     <div>
@@ -34,9 +35,13 @@ export function Filters({ view }: { view: View }) {
             change={(run) => change({ run: Number(run) })}
           />
         )}
-        <Choice label="response" value={state.outcome} options={OUTCOMES.map((value) => ({ value, text: OUTCOME_NAMES[value] }))} change={(outcome) => change({ outcome })} />
-        <Choice label="gold label" value={state.gold} options={named(texts(of.gold))} change={(gold) => change({ gold })} />
-        <Choice label="predicted label" value={state.label} options={named(texts(of.label))} change={(label) => change({ label })} />
+        {labelled && (
+          <>
+            <Choice label="response" value={state.outcome} options={OUTCOMES.map((value) => ({ value, text: OUTCOME_NAMES[value] }))} change={(outcome) => change({ outcome })} />
+            <Choice label="gold label" value={state.gold} options={named(texts(of.gold))} change={(gold) => change({ gold })} />
+            <Choice label="predicted label" value={state.label} options={named(texts(of.label))} change={(label) => change({ label })} />
+          </>
+        )}
         <Choice label="from step" value={String(state.from)} options={stepped("first")} change={(from) => change({ from: Number(from) })} />
         <Choice label="to step" value={String(state.to)} options={stepped("last")} change={(to) => change({ to: Number(to) })} />
       </div>

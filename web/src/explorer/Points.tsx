@@ -25,6 +25,8 @@ export function Points({ view }: { view: View }) {
   const { book, state } = view;
   const several = book.tasks.length > 1;
   const rows = book.data.marks.filter((mark) => state.task === "" || mark.task === state.task);
+  const metrics = new Set(rows.flatMap((mark) => mark.runs.map((run) => book.data.runs[run].metric)));
+  const metric = metrics.size === 1 ? [...metrics][0] : "score";
   return (
     <section class="card" aria-labelledby="points">
       <h2 id="points">What runs found</h2>
@@ -36,7 +38,7 @@ export function Points({ view }: { view: View }) {
               {several && <th scope="col">task</th>}
               <th scope="col">a, b, c, d</th>
               <th scope="col" class="n">seeds</th>
-              <th scope="col" class="n">accuracy, %</th>
+              <th scope="col" class="n">{metric}, %</th>
               <th scope="col" class="n">E[λ]</th>
             </tr>
           </thead>

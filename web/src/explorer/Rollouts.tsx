@@ -4,8 +4,11 @@ import { useLayoutEffect, useMemo, useRef } from "preact/hooks";
 import { step as colourStep } from "../shared/colour.ts";
 import { visible } from "../shared/format.ts";
 import type { View } from "./context.ts";
-import { outcome } from "./state.ts";
+import { nextHigh, outcome, pageOf } from "./state.ts";
 
+/** Responses with more tokens, and prompts with more characters, can be closed. */
+const LONG_RESPONSE = 80;
+const LONG_PROMPT = 400;
 const VERDICT = { right: "✓ right", wrong: "✗ wrong", unread: "– no legal label" } as const;
 
 export function Rollouts({ view }: { view: View }) {
@@ -102,8 +105,30 @@ export function Rollouts({ view }: { view: View }) {
     elements.a[Math.min(Math.max(next, 0), elements.a.length - 1)].focus();
   };
 
+  const jump = () => {
+    const token = nextHigh(tokens, derived.a.lam, pinned);
+    if (token < 0) return;
+    store.set({ token, hover: -1, page: pageOf(book, responses, pages, token) });
+    // When the page is there: open what it is in, and bring it into sight.
+    requestAnimationFrame(() => {
+      const element = place.current?.querySelector<HTMLElement>(`[data-side="a"][data-token="${token}"]`);
+      const closed = element?.closest("details");
+      if (closed) closed.open = true;
+      element?.scrollIntoView({ block: "nearest" });
+      element?.focus({ preventScroll: true });
+    });
+  };
+
   return (
     <div>
+      {tokens.length > LONG_RESPONSE && (
+        <p class="jump">
+          <button type="button" onClick={jump}>
+            next high λ ›
+          </button>{" "}
+          <span class="muted">the next token whose λ is among the highest tenth</span>
+        </p>
+      )}
       <div
         ref={place}
         class="rollouts"
@@ -153,16 +178,9 @@ function Response({ view, response, paired }: { view: View; response: number; pa
   const verdict = outcome(book, response);
   const source = book.string(of.source[response]);
   const tokens = Array.from({ length: book.to(response) - book.from(response) }, (_, i) => book.from(response) + i);
-  return (
-    <article class="response" aria-label={`Response at step ${of.step[response]}, row ${of.row[response]}, of ${run.label}`}>
-      <p class="prompt">{book.string(of.text[response])}</p>
-      <p class="muted facts">
-        <span class={verdict}>{VERDICT[verdict]}</span> gold <b>{book.string(of.gold[response]) ?? "unknown"}</b>, predicted{" "}
-        <b>{book.string(of.label[response]) ?? "unreadable"}</b> · step {of.step[response]}
-        {book.data.runs.length > 1 && ` · ${run.label}, seed ${run.seed}`}
-        {source !== "student" && ` · written by: ${source}`}
-        {!of.ended[response] && " · cut off"}
-      </p>
+  const prompt = book.string(of.text[response]) ?? "";
+  const sides = (
+    <>
       <div class="tokens" role="group" aria-label="Tokens">
         {paired && <i class="side">A</i>}
         {tokens.map((token) => (
@@ -180,6 +198,42 @@ function Response({ view, response, paired }: { view: View; response: number; pa
             </span>
           ))}
         </div>
+      )}
+    </>
+  );
+  return (
+    <article class="response" aria-label={`Response at step ${of.step[response]}, row ${of.row[response]}, of ${run.label}`}>
+      {prompt.length > LONG_PROMPT ? (
+        <details>
+          <summary>{prompt.slice(0, LONG_PROMPT / 4)}…</summary>
+          <p class="prompt">{prompt}</p>
+        </details>
+      ) : (
+        <p class="prompt">{prompt}</p>
+      )}
+      <p class="muted facts">
+        {book.isText(response) ? (
+          <>
+            reference <b>{book.string(of.gold[response]) ?? "unknown"}</b>
+          </>
+        ) : (
+          <>
+            <span class={verdict}>{VERDICT[verdict]}</span> gold <b>{book.string(of.gold[response]) ?? "unknown"}</b>, predicted{" "}
+            <b>{book.string(of.label[response]) ?? "unreadable"}</b>
+          </>
+        )}{" "}
+        · step {of.step[response]}
+        {book.data.runs.length > 1 && ` · ${run.label}, seed ${run.seed}`}
+        {source !== "student" && ` · written by: ${source}`}
+        {!of.ended[response] && " · cut off"}
+      </p>
+      {tokens.length > LONG_RESPONSE ? (
+        <details open>
+          <summary>{tokens.length} tokens</summary>
+          {sides}
+        </details>
+      ) : (
+        sides
       )}
     </article>
   );

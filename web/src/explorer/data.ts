@@ -15,13 +15,15 @@ export interface ScoreRecord {
   count: number;
   low: number;
   high: number;
-  macro_f1: number;
-  best_constant: number;
+  macro_f1: number | null;
+  best_constant: number | null;
 }
 export interface RunRecord {
   id: string;
   label: string;
   task: string;
+  /** What its responses are judged by: accuracy of labels, or the metric of free text. */
+  metric: string;
   kind: string;
   seed: number;
   gate: GateRecord | null;
@@ -110,6 +112,11 @@ export class Book {
   /** First token of a response. */
   from(response: number): number {
     return this.data.responses.start[response];
+  }
+
+  /** Whether a response is free text, and not a label. */
+  isText(response: number): boolean {
+    return this.data.runs[this.data.responses.run[response]].metric !== "accuracy";
   }
 
   /** One past its last. */

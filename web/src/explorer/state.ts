@@ -200,6 +200,25 @@ export function pages(book: Book, responses: Int32Array, tokens = 800, most = 12
   return found;
 }
 
+/** The page that a selected token is on; -1: it is not selected. */
+export function pageOf(book: Book, responses: Int32Array, starts: readonly number[], token: number): number {
+  const place = responses.indexOf(book.responseOf[token]);
+  return place < 0 ? -1 : starts.findLastIndex((start) => start <= place);
+}
+
+/** The next selected token after `token` whose λ is among the highest tenth, in the order of reading; after the last, the first. */
+export function nextHigh(tokens: Int32Array, lam: Float64Array, token: number): number {
+  const known = lam.filter((value) => !Number.isNaN(value)).sort();
+  if (known.length === 0) return -1;
+  const least = known[Math.min(known.length - 1, Math.floor(0.9 * known.length))];
+  const from = tokens.indexOf(token) + 1;
+  for (let i = 0; i < tokens.length; i++) {
+    const place = (from + i) % tokens.length;
+    if (lam[place] >= least) return tokens[place];
+  }
+  return -1;
+}
+
 /** The token that a page opens on: of its first response, the one where teacher and student differ most; -1: none. */
 export function opening(book: Book, state: State): number {
   const responses = selected(book, state);

@@ -205,7 +205,7 @@ def read_run(folder: RunFolder) -> Run | None:
         folder=folder,
         id=folder.path.name,
         label=label,
-        task=str((settings.get("task") or {}).get("name", "")),
+        task=_task(settings),
         kind=kind,
         gate=gate,
         settings=settings,
@@ -279,6 +279,7 @@ def _run_data(run: Run, *, shown: int, of: int) -> dict[str, Any]:
         "id": run.id,
         "label": run.label,
         "task": run.task,
+        "metric": _metric(run.settings),
         "kind": run.kind,
         "seed": int(run.settings.get("seed", 0)),
         "gate": None if run.gate is None else _gate_data(run.gate),
@@ -292,6 +293,17 @@ def _run_data(run: Run, *, shown: int, of: int) -> dict[str, Any]:
         "scores": {split: _score_data(score) for split, score in run.scores.items()},
         "course": _course(run.folder.log("metrics")),
     }
+
+
+def _task(settings: Mapping[str, Any]) -> str:
+    task = settings.get("task") or {}
+    own = task.get("text") or task.get("table") or {}
+    return str(task.get("name") or own.get("name") or own.get("source", ""))
+
+
+def _metric(settings: Mapping[str, Any]) -> str:
+    text = (settings.get("task") or {}).get("text") or {}
+    return str(text.get("metric", "accuracy"))
 
 
 def _gate_data(gate: Gate) -> dict[str, Any]:
