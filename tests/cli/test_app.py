@@ -28,7 +28,7 @@ sys.exit(code)
 """
 
 CORE = (
-    *("doctor", "evaluate", "gate", "init", "methods", "plan", "predict"),
+    *("distill", "doctor", "evaluate", "gate", "init", "methods", "plan", "predict"),
     *("report", "run", "status", "teach", "train"),
 )
 

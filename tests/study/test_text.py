@@ -25,7 +25,7 @@ def rows(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_study_of_free_text_ends_in_a_report(rows: Path, tmp_path: Path, run_study) -> None:  # type: ignore[no-untyped-def]
+def test_a_study_of_free_text_ends_in_a_report(rows: Path, tmp_path: Path) -> None:
     text = {
         "source": str(rows),
         "prompt": "Where is the {mr}?",

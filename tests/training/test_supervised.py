@@ -36,13 +36,17 @@ class Learned:
     right: int
 
 
+LONGEST = 8
+"""Tokens: no right answer of the synthetic task is longer."""
+
+
 def learn(
     model: Model, encoder: Encoder, batches: Batches, optimizer: Optimizer, *, micro_tokens: int = 10**9, **options: Any
 ) -> Learned:
     """One step of a job put together by hand, without loading anything."""
     job = object.__new__(Supervised)
     job.model, job.body, job.encoder, job.processes = model, body_of(model, **options), encoder, ONE
-    job._batches, job._micro_tokens = batches, micro_tokens
+    job._batches, job._micro_tokens, job._longest = batches, micro_tokens, LONGEST
     total, tokens, right = 0.0, 0, 0
     with job.micro_batches(0, Clock()) as parts:
         for part in parts:

@@ -103,7 +103,7 @@ def _result(run: RunFolder, spec: RunSpec) -> RunResult:
         cost=_cost(run, summary["run"]),
         environment=run.environment(),
         fingerprint=summary["fingerprint"],
-        chosen_step=summary.get("chosen_step", summary["steps"]),
+        chosen_step=summary.get("chosen_step", summary.get("steps", 0)),
         alarms=tuple(
             Concern(f"alarm {one['alarm']}", one["seen"], one["helps"])
             for one in summary.get("alarms", ())

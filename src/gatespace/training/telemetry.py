@@ -83,7 +83,7 @@ class DistillationTrace:
             }
         else:
             own["repeated_ngrams"] = [repeated(batch.rollout.responses[row]) for batch, row in samples]
-            if due(self._step, every=self._job.config.trace.tokens_every):
+            if self._job.encoder.prompt.labels and due(self._step, every=self._job.config.trace.tokens_every):
                 own["legal_answers"] = [self._label(batch.rollout.responses[row]) is not None for batch, row in samples]
         counts = {name: count - self._before[name] for name, count in self._counts().items()}
         processes = self._job.processes
