@@ -26,13 +26,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def test_a_study_of_free_text_ends_in_a_report(rows: Path, tmp_path: Path) -> None:
-    text = {
-        "source": str(rows),
-        "prompt": "Where is the {mr}?",
-        "answer": "ref",
-        "metric": "token_f1",
-        "also": ["exact"],
-    }
+    text = {"source": str(rows), "prompt": "Where is the {mr}?", "answer": "ref", "metric": "token_f1"}
     changes = {
         "tasks": {"places": {"task": {"text": {**text, "also": ["exact"]}}}},
         "teach": {"teacher": {"model": "tiny", "steps": 20, "optimizer": {"lr": 3e-3}}},
