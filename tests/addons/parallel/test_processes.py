@@ -24,6 +24,8 @@ from gatespace.models import TinyPair, load_model
 from gatespace.training import train as run
 from gatespace.training.processes import ONE
 
+pytestmark = pytest.mark.long
+
 WORKER = Path(__file__).with_name("process_worker.py")
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -221,7 +223,6 @@ def start(words: list[str]) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.long
 def test_a_killed_run_goes_on_to_the_same_bytes(pairs: Path, taught: Path, tiny: TinyPair, tmp_path: Path) -> None:
     """Sharded and one step off policy: everything that a checkpoint has to gather."""
     config = settings("stale", taught, tiny, tmp_path / "run", "fsdp") | {"checkpoint": {"every": 1}}
