@@ -17,7 +17,7 @@ def test_one_command_from_a_table_to_a_model(cli, tmp_path):
     assert [one for one in firsts if one in ("teacher", "student before", "student after")] == [
         "teacher", "student before", "student after",
     ]  # fmt: skip
-    assert (tmp_path / "run" / "model" / "README.md").is_file()
+    assert (tmp_path / "run" / "model" / "config.json").is_file()
     again = json.loads(cli(*words, "--json", "--quiet").stdout)
     run = json.loads((tmp_path / "run" / "evaluation-test.json").read_text())
     assert again["models"]["student after"]["score"] == run["metrics"]["score"]

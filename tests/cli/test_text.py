@@ -28,12 +28,17 @@ def teach(cli, table):
 
 
 def test_a_run_says_its_metric(teach):
-    folder, result = teach
+    _, result = teach
     assert "token_f1" in result.stdout
     assert "accuracy" not in result.stdout
     assert "val token_f1 by step" in result.stdout
     assert "val token_f1 0." in result.stderr
     assert "task.text" in result.stdout
+
+
+def test_its_card_says_its_prompt_and_metric(teach):
+    pytest.importorskip("gatespace.addons.publish")
+    folder, _ = teach
     card = (folder / "model" / "README.md").read_text()
     assert "responds to the prompts of" in card
     assert "Say: {mr}" in card
