@@ -295,18 +295,25 @@ def _confusion(view: View) -> Iterator[Record]:
 )  # fmt: skip
 def _calibration(view: View) -> Iterator[Record]:
     for task in view.results.tasks:
-        baseline = view.results.baselines.get(task)
-        beside = {} if baseline is None else {"start": baseline.start, "teacher": baseline.teacher}
-        models = {model: [scores["test"]] for model, scores in beside.items() if "test" in scores}
-        models |= {point: [*view.scores(task, point).values()] for point in view.points(task)}
-        for model, scores in models.items():
+        for model, scores in _by_model(view, task).items():
             found = [score.calibration for score in scores if score.calibration is not None]
             if found:
                 names = ("accuracy", "confidence", "log_loss", "brier", "ece", "aurc", "mass")
                 means = {name: fmean(getattr(one, name) for one in found) for name in names}
                 for place, target in enumerate(TARGETS):
                     means[f"coverage_{target:g}"] = fmean(one.coverage_at[place].coverage for one in found)
-                yield _row(task=task, model=model, seeds=None if model in beside else len(found), **means)
+                yield _row(task=task, model=model, seeds=None if model in _BESIDE else len(found), **means)
+
+
+_BESIDE = ("start", "teacher")
+
+
+def _by_model(view: View, task: str) -> dict[str, list[Score]]:
+    """Scores on test: of the student before training and of the teacher, then of every point over seeds."""
+    baseline = view.results.baselines.get(task)
+    beside = {} if baseline is None else {"start": baseline.start, "teacher": baseline.teacher}
+    models = {model: [scores["test"]] for model, scores in beside.items() if "test" in scores}
+    return models | {point: [*view.scores(task, point).values()] for point in view.points(task)}
 
 
 def _responses(view: View) -> Table:
@@ -314,11 +321,7 @@ def _responses(view: View) -> Table:
     records: list[Record] = []
     names: dict[str, None] = {}
     for task in view.results.tasks:
-        baseline = view.results.baselines.get(task)
-        beside = {} if baseline is None else {"start": baseline.start, "teacher": baseline.teacher}
-        models = {model: [scores["test"]] for model, scores in beside.items() if "test" in scores}
-        models |= {point: [*view.scores(task, point).values()] for point in view.points(task)}
-        for model, scores in models.items():
+        for model, scores in _by_model(view, task).items():
             found = [score.text for score in scores if score.text is not None]
             if not found:
                 continue
@@ -326,7 +329,7 @@ def _responses(view: View) -> Table:
             names |= dict.fromkeys(metrics)
             records.append(
                 _row(
-                    task=task, model=model, seeds=None if model in beside else len(found), judged_by=found[0].metric,
+                    task=task, model=model, seeds=None if model in _BESIDE else len(found), judged_by=found[0].metric,
                     score=fmean(one.score for one in found), length=fmean(one.length for one in found),
                     truncated=fmean(one.truncated for one in found), **metrics,
                 )

@@ -206,7 +206,7 @@ def test_what_is_published_names_no_place_host_or_user(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "published"),
     [
-        ("/root/.cache/x (from /home/me/a b)", "x (from a b)"),
+        ("/data/cache/x (from /home/me/a b)", "x (from a b)"),
         ("see file:///home/me/x.csv", "see x.csv"),
         ("http://user:pw@gpu-7.lab:8000/v1", "http://host:8000/v1"),
         ("vllm://[fe80::1]:8000/Qwen/Qwen3-32B", "vllm://host:8000/Qwen/Qwen3-32B"),
