@@ -170,6 +170,25 @@ def test_quoted_and_empty_values() -> None:
     assert train("evaluation.limit=").evaluation.limit is None
 
 
+@pytest.mark.parametrize(
+    "override, limits",
+    [
+        ("evaluation.limit=7", {"val": 7, "test": 7}),
+        ("evaluation.limit={val: 300}", {"val": 300, "test": None}),
+        ("evaluation.limit.val=300", {"val": 300, "test": None}),
+    ],
+)
+def test_rows_of_all_splits_or_of_one_are_limited(override: str, limits: dict[str, int | None]) -> None:
+    evaluation = train(override).evaluation
+    assert {split: evaluation.limit_of(split) for split in limits} == limits
+
+
+@pytest.mark.parametrize("value", ["0", "true", "1.5", "{}", "{val: 0}", "{dev: 3}", "[3]", "{val: {test: 3}}"])
+def test_a_limit_that_is_none(value: str) -> None:
+    with pytest.raises(UsageError, match=r"evaluation\.limit: (must be a whole number from 1, or|has no split 'dev')"):
+        train(f"evaluation.limit={value}")
+
+
 def test_an_override_leaves_other_users_of_an_alias_alone(tmp_path: Path) -> None:
     path = written(
         tmp_path, "task: {table: {source: a, labels: &labels [x, y]}}\npair: {teacher: t, lora: {targets: *labels}}\n"

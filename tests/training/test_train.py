@@ -55,7 +55,7 @@ def assert_predicts_as_recorded(folder: Path, task: Task, *, dtype: torch.dtype 
             task,
             Prompt.of(task, brief=True),
             split=split,
-            limit=settings.limit,
+            limit=settings.limit_of(split),
             max_new_tokens=settings.max_new_tokens,
             probabilities=settings.probabilities,
         )
@@ -102,7 +102,7 @@ def test_train(train_config: Make, synthetic: Task, tiny: TinyPair) -> None:
         steps=40,
         batch_size=16,
         optimizer={"lr": 4e-3},
-        evaluation={"every": 20, "limit": 60, "final": ["val", "test"], "probabilities": True},
+        evaluation={"every": 20, "limit": {"val": 60}, "final": ["val", "test"], "probabilities": True},
         checkpoint={"every": 15},
         trace={"tokens_every": 20, "rollouts": 3},
     )
@@ -141,6 +141,9 @@ def test_train(train_config: Make, synthetic: Task, tiny: TinyPair) -> None:
     assert looks[0]["accuracy"] < 0.35
     before, after = math.log(len(synthetic.labels)), summary["evaluation"]["test"]["calibration"]["log_loss"]
     assert after < before  # that of knowing nothing
+    rows = {split: (found["metrics"]["count"], found["available"]) for split, found in summary["evaluation"].items()}
+    assert rows == {"val": (60, len(synthetic.val)), "test": (len(synthetic.test), len(synthetic.test))}
+    assert [look["count"] for look in looks] == [60, 60]
     assert summary["evaluation"]["val"]["metrics"]["accuracy"] > looks[0]["accuracy"] + 0.2
     model = load_model(str(folder / "model"))
     assert summary["fingerprint"] == model.fingerprint()

@@ -208,7 +208,7 @@ def _measure(model: Model, data: Material, config: TrainConfig, progress: Callab
         data.task,
         data.prompt,
         split="test",
-        limit=settings.limit,
+        limit=settings.limit_of("test"),
         max_new_tokens=settings.max_new_tokens,
         batch_size=settings.batch_size,
         progress=progress,

@@ -243,14 +243,14 @@ def _prompts(config: TrainConfig | TeachConfig, data: Material, models: dict[str
     on_the_way = -(-config.steps // evaluation.every) if evaluation.every else 0
     evaluated, responses = Range(0, 0), Range(0, 0)
     for split, often in [*((split, 1) for split in evaluation.final), (evaluation.split, on_the_way)]:
-        rows = data.task.rows(split)[: evaluation.limit]
+        rows = data.task.rows(split)[: evaluation.limit_of(split)]
         prompting = len(encoder.prefix) + sum(len(encoder.suffix(row.text)) for row in rows)
         longest = evaluation.max_new_tokens
         response = Range(min(right, longest), longest).times(len(rows) * often)
         responses += response
         evaluated += response + _exactly(often * prompting)
     if evaluation.probabilities:
-        rows_of = [len(data.task.rows(split)[: evaluation.limit]) for split in evaluation.final]
+        rows_of = [len(data.task.rows(split)[: evaluation.limit_of(split)]) for split in evaluation.final]
         labels = _exactly(sum(rows_of) * sum(gold.values()))
         responses, evaluated = responses + labels, evaluated + labels
     notes = check_fit(config, data, encoder, **models)

@@ -129,7 +129,8 @@ def _about_teacher(
     theirs = ((teacher.summary() if teacher.exists else None) or {}).get("evaluation", {})
     for split, before in start_of(on_the_way).items():
         ours, known = summary["evaluation"].get(split), theirs.get(split)
-        if ours and known and all(ours[key] == known[key] for key in ("task_digest", "available")):
+        same = ours and known and all(ours[key] == known[key] for key in ("task_digest", "available"))
+        if same and ours["metrics"]["count"] == known["metrics"]["count"]:
             name, score = metric_of(known["metrics"])
             return [str(one) for one in of_teacher(split, score, before.accuracy, name)]
     return []

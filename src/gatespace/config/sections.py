@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, cast, get_args
 
 from pydantic import AfterValidator, AllowInfNan, BeforeValidator, Field, Strict, model_validator
 
 from gatespace.config.address import is_address, parse_address
-from gatespace.config.base import Count, CountOrZero, Fault, Name, Section, Share, Split, Switch, Text
+from gatespace.config.base import SPLITS, Count, CountOrZero, Fault, Name, Section, Share, Split, Switch, Text
 from gatespace.plugins import provided
 
 Positive = Annotated[float, Strict(), AllowInfNan(False), Field(gt=0)]
@@ -62,6 +62,16 @@ def _options(value: object) -> object:
     return {key: str(part) if isinstance(part, Path) else part for key, part in value.items()}
 
 
+def _row_limit(value: object) -> object:
+    counts = [*value.values()] if isinstance(value, Mapping) else [] if value is None else [value]
+    if any(type(count) is not int or count < 1 for count in counts) or value == {}:
+        raise ValueError("must be a whole number from 1, or a mapping of split to such a number: {val: 300}")
+    if isinstance(value, Mapping) and (unknown := [key for key in value if key not in SPLITS]):
+        raise ValueError(f"has no split {unknown[0]!r}; there are {', '.join(SPLITS)}")
+    return value
+
+
+RowLimit = Annotated[Count | dict[Split, Count] | None, BeforeValidator(_row_limit)]
 Options = Annotated[dict[str, bool | int | float | str | None], BeforeValidator(_options)]
 
 
@@ -399,9 +409,10 @@ class EvaluationConfig(Section):
     split: Split = "val"
     """The rows of the evaluations on the way."""
 
-    limit: Count | None = None
-    """Evaluate on the first N rows only; null: all. The first rows of TweetEval's tests are easier than the rest:
-    for a glance, not for figures."""
+    limit: RowLimit = None
+    """Evaluate on the first N rows only, of every split or, as {val: 300}, of those named; null: all. A shorter
+    validation split costs little but precision. A shorter test is for a glance, not for figures: the first rows of
+    TweetEval's tests are easier than the rest."""
 
     max_new_tokens: Count = 32
     """The longest response, in tokens."""
@@ -420,6 +431,10 @@ class EvaluationConfig(Section):
     patience: Count | None = None
     """End the run after this many evaluations on the way in a row whose accuracy is not above the best before them;
     null: all steps are done. The one before training counts. Needs evaluation.every, and a split other than test."""
+
+    def limit_of(self, split: str) -> int | None:
+        """Only the first so many rows of the split are evaluated on; None: all of them."""
+        return self.limit.get(cast("Split", split)) if isinstance(self.limit, dict) else self.limit
 
 
 class TrainEvaluationConfig(EvaluationConfig):

@@ -143,13 +143,13 @@ def _baseline(job: Job, reads: Reads) -> None:
         )
         for split in settings.final:
             rows = len(data.task.rows(split))
-            reads.record(split, min(rows, settings.limit or rows))
+            reads.record(split, min(rows, settings.limit_of(split) or rows))
             evaluation = evaluate(
                 model,
                 data.task,
                 data.prompt,
                 split=split,
-                limit=settings.limit,
+                limit=settings.limit_of(split),
                 max_new_tokens=settings.max_new_tokens,
                 batch_size=settings.batch_size,
                 probabilities=settings.probabilities,

@@ -210,7 +210,7 @@ class Job(ABC):
                 self.data.task,
                 self.data.prompt,
                 split=split,
-                limit=settings.limit,
+                limit=settings.limit_of(split),
                 max_new_tokens=settings.max_new_tokens,
                 batch_size=settings.batch_size,
                 encoder=self.encoder,
