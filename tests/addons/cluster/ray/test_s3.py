@@ -85,28 +85,29 @@ def test_a_node_that_is_killed_is_taken_over_by_one_that_shares_no_folder_with_i
     with gatespace(*words, "--results", storage.url) as process:
         attempts = cluster.caches[1] / "studies"
 
-        def begun() -> Path | None:
-            """A run on the second node that has put two steps at the URL and is not over."""
+        def begun() -> tuple[Path, int, list[dict]] | None:
+            """A run on the second node that is not over, and what it has put at the URL: two steps or more."""
             held = run_folder_of(cluster.workers_of_second(), attempts)
             if held is None or not re.search(r"-s\d+-", held.name):
                 return None
-            return held if results.progress_at(storage, f"runs/{held.name}") >= 2 else None
+            place = f"runs/{held.name}"
+            step = results.progress_at(storage, place)
+            # Read while its node lives: the one that goes on replaces this snapshot soon after the kill.
+            snapshots = [n for n in storage.names(f"{place}/{results.UNFINISHED}") if f"{step:06d}" in n]
+            timings = [read_timings(storage, f"{place}/{results.UNFINISHED}/{name}") for name in snapshots]
+            return (held, step, timings[0][:step]) if step >= 2 and timings and len(timings[0]) >= step else None
 
-        held = until(begun, "run of the second node at the URL", every=0.3)
+        held, step, before = until(begun, "run of the second node at the URL", every=0.3)
         place = f"runs/{held.name}"
         cluster.kill_second()
-        step = results.progress_at(storage, place)
         assert not storage.has(f"{place}/done"), "the run was over before its node was killed"
-        (snapshot,) = [name for name in storage.names(f"{place}/{results.UNFINISHED}") if f"{step:06d}" in name]
-        before = read_timings(storage, f"{place}/{results.UNFINISHED}/{snapshot}")
         _, heard = process.communicate(timeout=600)
     assert process.returncode == 0, heard
     assert f"{held.name}: " in heard
     assert "resumed (1 of 3 times)" in heard
     assert numbers(folder) == numbers(reference)
-    # What a step took is never the same twice: the first node's steps up to its last snapshot were not done again.
-    assert step >= 2
-    assert read(folder / place / "timings.jsonl")[:step] == before[:step]
+    # What a step took is never the same twice: the first node's steps up to that snapshot were not done again.
+    assert read(folder / place / "timings.jsonl")[:step] == before
     # The folder was filled from the URL, which holds nothing unfinished any more.
     for done in folder.glob("runs/*"):
         assert sorted(storage.names(f"runs/{done.name}")) == sorted({*os.listdir(done), "reads"} - {"progress.json"})
