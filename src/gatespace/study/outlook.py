@@ -119,14 +119,20 @@ def _common_error(work: list[Work], states: Mapping[str, State], task: str) -> s
 
 
 def outline(folder: StudyFolder, config: StudyConfig, threads: int | None = None) -> tuple[Plan, list[Work]]:
-    """The plan as it stands and all its jobs: of each task models and baselines first, then its runs seed by seed."""
+    """The plan as it stands and all its jobs: of each task models and baselines first, then its runs seed by seed.
+
+    A model that is not there, as in results that come from an archive, is a job only where something open needs it.
+    """
     plan = make_plan(config, {task: base.point for task, base in folder.bases().items()})
     work: list[Work] = []
     for task in config.tasks:
         runs = [run for run in plan.runs.values() if run.task == task]
         if runs:
-            work += _models_and_baselines(folder, config, task, threads)
-            work += [_run(folder, plan, run, threads) for run in _by_seed(runs)]
+            own = _models_and_baselines(folder, config, task, threads)
+            own += [_run(folder, plan, run, threads) for run in _by_seed(runs)]
+            needed = {need for one in own if not one.folder.is_done for need in one.needs}
+            names = {model_name(config, task, role) for role in ROLES} - needed
+            work += [one for one in own if one.name not in names or one.folder.exists]
     return plan, work
 
 
@@ -201,7 +207,8 @@ def _run(folder: StudyFolder, plan: Plan, run: RunSpec, threads: int | None) -> 
             return None  # its base is not chosen yet
         return _job("train", whole(None))
 
-    needs = (*(baseline_name(config, run.task, role) for role in ROLES), *run.needs)
+    models = (name for role in ROLES if (name := model_name(config, run.task, role)) is not None)
+    needs = (*models, *(baseline_name(config, run.task, role) for role in ROLES), *run.needs)
     title = f"{run.task} {run.point} seed {run.seed}"
     return Work(run.id, title, run.task, place, needs, job, run, whole(0.5).steps)
 

@@ -114,6 +114,21 @@ def test_halves_of_two_machines_are_the_whole(trained, tmp_path):
     assert set(runs[:2]) < set(json.loads(told.output)["twice"])  # and the baselines
 
 
+def test_a_study_goes_on_from_its_archive(trained, tmp_path):
+    runs = names(trained)
+    whole, half = (pack(StudyFolder(part_of(trained, tmp_path / f"{n}", runs[:n]))) for n in (len(runs), 1))
+    folder = tmp_path / "half"
+    merge([half], folder)
+    run(StudyFolder(folder).config(), folder)  # its teacher is taught again, by the same recipe
+    for name in runs:
+        for file in ("metrics.jsonl", "predictions-test.jsonl"):
+            assert (folder / "runs" / name / file).read_bytes() == (trained / "runs" / name / file).read_bytes()
+    folder = tmp_path / "whole"
+    merge([whole], folder)
+    run(StudyFolder(folder).config(), folder)
+    assert not (folder / "models").exists()  # nothing that is open needs one
+
+
 def test_seeds_of_several_machines_are_put_together(trained, tmp_path):
     parts = []
     for seed in (1, 2):
