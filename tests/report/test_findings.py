@@ -168,3 +168,22 @@ def test_a_task_that_all_points_solve_is_named(tmp_path):
     assert f"emotion: {len(alike)} of {len(alike)} runs are right on 120 of 120 test texts" in text
     assert [text for text in found.limits if "no variance to test it by" in text]
     assert not [text for text in found.limits if "0.0 pp" in text]
+
+
+def test_runs_that_differ_in_more_than_the_gate_are_named(tmp_path):
+    results = sample_results(tmp_path, **SMALL)
+    seeds = sorted({run.spec.seed for run in results.done})
+
+    def limits(teacher_of):
+        runs = {
+            key: replace(run, content={"teacher": teacher_of(run), "precision": "fp32"})
+            for key, run in results.runs.items()
+        }
+        changed = replace(results, runs=runs)
+        return [text for text in find(View(changed, analyse(changed))).limits if "different values" in text]
+
+    assert limits(lambda run: "one") == []
+    [text] = limits(lambda run: "one" if run.spec.seed == seeds[0] else "two")
+    assert text.startswith("emotion: the runs have 2 different values of teacher by their fingerprints, never within")
+    [text] = limits(lambda run: "one" if run.spec.seed == seeds[0] and run.spec.point == "G2" else "two")
+    assert f"also within seed {seeds[0]}: differences there are not of the gate alone" in text

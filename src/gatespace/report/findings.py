@@ -325,8 +325,28 @@ def looks_text(results: StudyResults) -> str:
     )
 
 
+def _unlike(results: StudyResults) -> Iterator[str]:
+    """What runs of a task do not have in common beside the gate, as in results of several machines."""
+    for task in results.tasks:
+        runs = [run for run in results.done if run.spec.task == task]
+        for name in sorted({name for run in runs for name in run.content}):
+            seeds: dict[int, set[str]] = {}
+            for run in runs:
+                seeds.setdefault(run.spec.seed, set()).add(run.content.get(name, ""))
+            kinds = set[str]().union(*seeds.values())
+            if len(kinds) < 2:
+                continue
+            text = f"{task}: the runs have {len(kinds)} different values of {name}"
+            text += f" ({', '.join(sorted(kinds))})" if name == "precision" else " by their fingerprints"
+            if mixed := [str(seed) for seed, own in seeds.items() if len(own) > 1]:
+                yield f"{text}, also within seed {', '.join(mixed)}: differences there are not of the gate alone."
+            else:
+                yield f"{text}, never within a seed: paired differences are of the gate alone."
+
+
 def _limits(view: View) -> list[str]:
     found = [text] if (text := looks_text(view.results)) else []
+    found += _unlike(view.results)
     pairs = [c.all for c in view.analysis.comparisons if c.all is not None]
     most = max((pair.n for pair in pairs), default=0)
     if most == 1:

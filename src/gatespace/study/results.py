@@ -91,7 +91,8 @@ def _result(run: RunFolder, spec: RunSpec) -> RunResult:
         return RunResult(spec, state, run.path, error=run.error(), gate=spec.gate)
     summary = run.summary()
     assert summary is not None
-    gate = _gate(run.identity()["content"].get("gate"))
+    content = dict(run.identity()["content"])
+    gate = _gate(content.pop("gate", None))
     return RunResult(
         spec,
         state,
@@ -102,6 +103,7 @@ def _result(run: RunFolder, spec: RunSpec) -> RunResult:
         lam_stats=_lam(summary["run"]),
         cost=_cost(run, summary["run"]),
         environment=run.environment(),
+        content=content,
         fingerprint=summary["fingerprint"],
         chosen_step=summary.get("chosen_step", summary.get("steps", 0)),
         alarms=tuple(
