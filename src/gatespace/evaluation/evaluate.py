@@ -185,7 +185,7 @@ def evaluate(
         max_new_tokens: The cap on an answer.
         batch_size: Texts that are decoded together.
         encoder: The prompt in the ids of the model, if the caller has one that covers these texts.
-        progress: Is told how many texts of how many are done.
+        progress: Called with the number of texts done and of all.
         writer: Answers in place of the model, with its weights; a vLLM server, for one. Where two tokens are equally
             probable but for rounding, its answer may be another one.
         share: Divides texts among processes that all evaluate the same model; None: there are no others.

@@ -183,7 +183,7 @@ def load_model(
         revision: Branch, tag or commit of a Hub id.
         trust_remote_code: Whether code that comes with the model may run.
         quantization: ``int8`` or ``nf4``: quantise linear layers, all but the head, with bitsandbytes; None: not.
-        report: Is told what takes long, if something has to be fetched or converted first.
+        report: Called with what takes long, if something has to be fetched or converted first.
     """
     try:
         import transformers

@@ -250,7 +250,7 @@ class RunResult:
     cost: Cost | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
     content: Mapping[str, str] = field(default_factory=dict)
-    """What the settings pointed to: fingerprints of teacher and student, digest of the rows, what auto precision was."""
+    """What the settings pointed to: fingerprints of teacher and student, digest of the rows, precision behind auto."""
     fingerprint: str = ""
     """Of the trained weights."""
     chosen_step: int = 0

@@ -113,7 +113,7 @@ def test_a_node_that_is_killed_is_taken_over_by_one_that_shares_no_folder_with_i
         assert sorted(storage.names(f"runs/{done.name}")) == sorted({*os.listdir(done), "reads"} - {"progress.json"})
     assert str(tmp_path / "study") in (folder / place / "config.yaml").read_text()
     assert "cache-" not in (folder / place / "config.yaml").read_text()
-    # What it was begun with is there for whoever goes on from the URL alone.
+    # What it was begun with is there for a machine that resumes from the URL alone.
     assert json.loads(storage.read("store.json") or b"")["threads"] == 1
 
 
