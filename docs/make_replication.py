@@ -33,6 +33,7 @@ def filled(page: str, results: StudyResults) -> str:
     view = View(results, analyse(results))
     findings = find(view)
     parts = {table.name: markdown_text(table).partition("\n\n")[2] for table in file_tables(view)}
+    parts["status"] = f"**Status:** {findings.state}"
     parts["found"] = "".join(f"- {VERDICTS[claim.verdict].capitalize()}. {claim.text}\n" for claim in findings.claims)
     parts["found"] += "".join(f"- {text}\n" for text in findings.beside[:1])
     parts["limits"] = "".join(f"- {text}\n" for text in (findings.state, *findings.limits))
