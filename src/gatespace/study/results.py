@@ -104,6 +104,7 @@ def _result(run: RunFolder, spec: RunSpec) -> RunResult:
         environment=run.environment(),
         fingerprint=summary["fingerprint"],
         chosen_step=summary.get("chosen_step", summary.get("steps", 0)),
+        teachers=summary["run"].get("teachers", {}),
         alarms=tuple(
             Concern(f"alarm {one['alarm']}", one["seen"], one["helps"])
             for one in summary.get("alarms", ())
