@@ -111,7 +111,8 @@ class PairConfig(Section):
     teacher: Name | None = None
     """The model that scores: the same choices, e.g. the folder that `gatespace teach` wrote; zmq://HOST:PORT, where
     `gatespace teacher serve` has one; or vllm://HOST:PORT, where a vLLM server has one; or self, the student's own
-    weights as they are before training; or self-ema, an exponential moving average of its weights."""
+    weights as they are before training; or self-ema, an exponential moving average of its weights. Needed, unless
+    `teachers` names several."""
 
     teachers: Annotated[dict[Name, Name], Field(min_length=1)] | None = None
     """Several teachers in place of one, name → model, with the same choices: {math: runs/math, code: zmq://HOST:PORT}.

@@ -103,12 +103,6 @@ class Distillation(Job):
                 self._locals[scorer] = opened[key]
             self.model = open_student(device=processes.loads_on(self.place.device))
         self.encoder = encoder_for(self.data, self.model, self.splits, share=config.engine.share_prefix)
-        if processes.sharded and SELF_EMA in scorers.values():
-            raise UsageError(
-                "pair.teacher: self-ema and engine.parallel: fsdp do not go together",
-                why="no process has all weights of the student to average",
-                instead="engine.parallel: ddp, or self",
-            )
         self.check(student=self.model, **self._locals)
         self.cache = _open_cache(config, progress)
         if self.cache is not None:
