@@ -72,10 +72,8 @@ def _row_limit(value: object) -> object:
 
 
 def _teacher_options(value: object) -> object:
-    nested = {k: v for k, v in value.items() if isinstance(v, Mapping)} if isinstance(value, Mapping) else {}
-    plain = {k: v for k, v in value.items() if k not in nested} if isinstance(value, Mapping) else value
-    found = _options(plain)
-    return found | {key: _options(part) for key, part in nested.items()} if isinstance(found, dict) else found
+    found = cast("dict[str, object]", _options(value))
+    return {key: _options(part) if isinstance(part, Mapping) else part for key, part in found.items()}
 
 
 RowLimit = Annotated[Count | dict[Split, Count] | None, BeforeValidator(_row_limit)]

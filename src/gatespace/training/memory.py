@@ -146,7 +146,8 @@ class Plan:
     def micro_batches(self, processes: int = 1) -> int:
         """Of a step in each process."""
         each = max(1, int(self.limit // self.work.row))
-        return -(-self.work.rows // (processes * each))
+        teachers = len(self.config.pair.scorers()) if isinstance(self.config, TrainConfig) else 1  # each has its own
+        return -(-self.work.rows // (processes * each)) + teachers - 1
 
     def reuses(self, processes: int = 1) -> bool:
         """Whether the update goes back through the forward pass that the rollout began with."""

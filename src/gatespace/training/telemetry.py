@@ -274,7 +274,7 @@ def _sums(out: LossOutput, weights: Sequence[float] | None) -> dict[str, float]:
     known = {name: column.reshape(-1).tolist() for name, column in columns.items() if column is not None}
     often = [1.0] * out.per_token.numel() if weights is None else weights
     summed = {name: math.fsum(map(operator.mul, column, often)) for name, column in known.items()}
-    return {"tokens": math.fsum(often), **summed}
+    return {"tokens": out.tokens, **summed}
 
 
 def _add(sums: dict[str, float], more: Mapping[str, float]) -> None:
