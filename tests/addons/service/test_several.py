@@ -11,11 +11,12 @@ import pytest
 
 from gatespace.config import TrainConfig
 from gatespace.errors import UsageError
-from gatespace.models import TinyPair
+from gatespace.models import TinyPair, load_model
 from gatespace.teacher.scores import TeacherAwayError
 from gatespace.training.train import train
 from tests.addons.service.services import Nursery, Service
 from tests.addons.service.test_remote import nursery, service
+from tests.addons.vllm.scripted import Scripted
 from tests.training.test_teachers import Killed, make, narrow, table, written
 
 __all__ = ["make", "narrow", "nursery", "service", "table"]
@@ -44,6 +45,38 @@ def test_a_teacher_behind_an_address_beside_one_in_the_process(
     timings = [json.loads(line) for line in (tmp_path / "again" / "timings.jsonl").read_text().splitlines()]
     assert sum(record["cache_misses"] for record in timings) == 0
     assert sum(record["teacher_tokens"] for record in timings) == 0
+
+
+def test_two_kinds_of_services_and_a_teacher_in_the_process(
+    make: Make, service: Service, taught: Path, narrow: Path, tiny: TinyPair, table: dict[str, Any], tmp_path: Path
+) -> None:
+    """A vLLM server promises no bits; what it is asked for are the rows that name it."""
+    rows = [json.loads(line) for line in Path(table["table"]["source"]).read_text().splitlines()]
+    for i, row in enumerate(rows):
+        row["who"] = ("wide", "slim", "own")[i % 3]
+    (tmp_path / "three.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more: dict[str, Any] = {
+        "task": {**table, "table": {**table["table"], "source": str(tmp_path / "three.jsonl")}},
+        "objective": {"support": "bucket"},
+        "steps": 2,
+    }
+    teacher = {"payload": "top_k", "k": 12}
+
+    def pair(wide: str, slim: str) -> dict[str, Any]:
+        return {"teacher": None, "teachers": {"wide": wide, "slim": slim, "own": str(tiny.teacher)}}
+
+    local = train(make("local", pair=pair(str(taught / "model"), str(narrow)), teacher=teacher, **more))
+    with Scripted(load_model(str(narrow))) as server:
+        reached = {"options": {"patience": 60.0, "wide": {"timeout": 1.0}}}
+        config = make(
+            "mixed", pair=pair(service.address, server.address), teacher=teacher | {"options": options}, **more
+        )
+        mixed = train(config)
+    for name, figures in local["run"]["teachers"].items():
+        assert mixed["run"]["teachers"][name] == pytest.approx(figures, rel=1e-3)
+    asked = [ids for path, body in server.asked if path == "/v1/completions" for ids in body["prompt"]]
+    assert len(asked) >= mixed["run"]["teachers"]["slim"]["rows"]
+    assert mixed["run"]["rows"] == sum(one["rows"] for one in mixed["run"]["teachers"].values())
 
 
 def test_a_service_that_cannot_be_one_of_several(
