@@ -68,9 +68,7 @@ def test_two_kinds_of_services_and_a_teacher_in_the_process(
     local = train(make("local", pair=pair(str(taught / "model"), str(narrow)), teacher=teacher, **more))
     with Scripted(load_model(str(narrow))) as server:
         reached = {"options": {"patience": 60.0, "wide": {"timeout": 1.0}}}
-        config = make(
-            "mixed", pair=pair(service.address, server.address), teacher=teacher | {"options": options}, **more
-        )
+        config = make("mixed", pair=pair(service.address, server.address), teacher=teacher | reached, **more)
         mixed = train(config)
     for name, figures in local["run"]["teachers"].items():
         assert mixed["run"]["teachers"][name] == pytest.approx(figures, rel=1e-3)
