@@ -236,9 +236,10 @@ def join(config: TrainConfig | TeachConfig) -> Distributed:
 
 def _patience(config: TrainConfig | TeachConfig) -> float:
     """Seconds that a process may wait for a teacher."""
-    scorers = config.pair.scorers() if isinstance(config, TrainConfig) else ()
-    given = [config.alone(scorer).teacher.options.get("patience") for scorer in scorers]
-    return max((float(one) if isinstance(one, int | float) and one else 600.0 for one in given), default=0.0)
+    if not isinstance(config, TrainConfig):
+        return 0.0
+    given = [config.alone(scorer).teacher.options.get("patience") for scorer in config.pair.scorers()]
+    return max(float(one) if isinstance(one, int | float) and one else 600.0 for one in given)
 
 
 def _part() -> None:
