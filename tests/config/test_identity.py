@@ -34,6 +34,7 @@ TASK: dict[str, Any] = {
     "task.table.definitions": {"a": "First.", "b": "Second."},
     "task.table.text_column": "body",
     "task.table.label_column": "kind",
+    "task.table.teacher_column": "who",
     "task.table.carve.val": 0.2,
     "task.table.carve.test": 0.1,
     "task.table.carve_seed": 1,
@@ -47,6 +48,7 @@ TASK: dict[str, Any] = {
     "task.text.metric": "bleu",
     "task.text.also": ["chrf"],
     "task.text.columns": ["topic"],
+    "task.text.teacher_column": "who",
     "task.text.system": "Be brief.",
     "task.text.stop": ["END"],
     "task.text.thinking": True,
@@ -99,6 +101,8 @@ COUNTED: dict[type[TrainConfig] | type[TeachConfig], dict[str, Any]] = {
         **TASK,
         "pair.student": "other",
         "pair.teacher": "other",
+        "pair.teachers": {"math": "other"},
+        "pair.ema_decay": 0.9,
         "pair.student_revision": "v1",
         "pair.teacher_revision": "v1",
         "pair.teacher_quantization": "int8",
@@ -194,6 +198,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "teacher.prompt": {"task.text": {"source": "chats.jsonl", "messages": "messages"}},
     "teacher.prompt.": {"teacher.prompt": {"system": "Be brief."}},
     "pair.lora.": {"pair.lora": {}},
+    "pair.teachers": {"pair.teacher": None, "pair.teachers": {"math": "one"}},
+    "pair.ema_decay": {"pair.teacher": "self-ema"},
     "rollout.expected.": {"rollout.expected": {}},
     "lora.": {"lora": {}},
     "objective.params": {"objective.method": "jsd"},
@@ -245,7 +251,11 @@ def test_nothing_is_left_out_that_does_not_exist() -> None:
     assert set(LEFT_OUT) <= known
     assert set(OTHER) == set(LEFT_OUT)
     assert {path for paths in CONTENT.values() for path in paths} <= known
-    assert LATER.items() <= settings_of(parse_config(TrainConfig, {"pair": {"teacher": "t"}})).items()
+    data = ({}, {"table": {"source": "t.csv", "labels": ["a", "b"]}}, {"text": {"source": "t.csv", "messages": "m"}})
+    configs = [parse_config(TrainConfig, {"pair": {"teacher": "t"}, "task": task}) for task in data]
+    known_settings = {path: value for config in configs[::-1] for path, value in settings_of(config).items()}
+    for path, value in LATER.items():
+        assert known_settings[path] == value
 
 
 @pytest.mark.parametrize("cls, path", CASES)

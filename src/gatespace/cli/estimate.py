@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -136,33 +136,27 @@ def _train(config: TrainConfig, place: Placement, load: Callable[..., Model]) ->
     )
     data, pair = material(config.task, "distill"), config.pair
 
-    def outline(role: str) -> Model:
-        name, revision, whose = pair.model(role)
-        return load(
-            name,
-            f"pair.{role}",
-            role=whose,
-            task=data.task,
-            revision=revision,
-            trust_remote_code=pair.trust_remote_code,
-        )
+    def outline(setting: str, name: str, revision: str | None, role: str) -> Model:
+        code = pair.trust_remote_code
+        return load(name, f"pair.{setting}", role=role, task=data.task, revision=revision, trust_remote_code=code)
 
-    student = outline("student")
+    student = outline("student", *pair.model("student"))
     ours = sizes_of(student, pair.lora)
-    if is_address(pair.teacher):
-        # The service itself checks that its model has the student's tokens.
-        notes = [f"the teacher at {pair.teacher} was not asked: its arithmetic, memory and time are not counted"]
-        theirs, teacher = None, None
-    else:
-        teacher = outline("teacher")
-        notes = list(check_pair(student, teacher).notes)
-        theirs = sizes_of(teacher)
+    notes: list[str] = []
+    teachers: dict[str, Model] = {}
+    for scorer, where in pair.scorers().items():
+        if is_address(where):
+            # The service itself checks that its model has the student's tokens.
+            notes.append(f"the teacher at {where} was not asked: its arithmetic, memory and time are not counted")
+        else:
+            teachers[scorer] = teacher = outline(scorer, *pair.alone(scorer).model("teacher"))
+            notes += check_pair(student, teacher).notes
+    theirs = {scorer: sizes_of(teacher) for scorer, teacher in teachers.items()}
     if config.engine.packed is False:
         notes.append("engine.packed is false: one forward pass over the prompt per response token, not counted")
 
     # Tokens of a step.
-    models = {"student": student} | ({} if teacher is None else {"teacher": teacher})
-    prompts = _prompts(config, data, models, end=config.rollout.stop == "eos")
+    prompts = _prompts(config, data, {"student": student, **teachers}, end=config.rollout.stop == "eos")
     notes += prompts.notes
     rows = config.batch_size * config.rollout.per_prompt
     shares = config.rollout.source.shares()
@@ -173,7 +167,11 @@ def _train(config: TrainConfig, place: Placement, load: Callable[..., Model]) ->
     prompting = _exactly(prompts.prefix + rows / shared * prompts.mean)
     decoded = responses.times(shares.get("student", 0.0))
     work = Work(prompts.prefix, prompts.mean, prompts.longest, longest, rows, shared)
-    plan = Plan(config, place.dtype, place.device, ours, theirs, student.vocab_size, work)
+    largest = max(theirs.values(), key=lambda sizes: sizes.all, default=None)
+    plan = Plan(config, place.dtype, place.device, ours, largest, student.vocab_size, work)
+    if len(theirs) > 1:  # a model that has two names is loaded once
+        loaded = {pair.alone(scorer).model("teacher"): sizes for scorer, sizes in theirs.items()}
+        plan = replace(plan, teacher_bytes=sum(map(plan.weights_of, loaded.values())) + plan.average_bytes())
     forward = prompting.times(1 if plan.reuses() else 2) + decoded + responses
     backward = prompting + responses
     scored = responses + _exactly(rows * prompts.mean)
@@ -185,9 +183,10 @@ def _train(config: TrainConfig, place: Placement, load: Callable[..., Model]) ->
         + (decoded + responses).times(2 * ours.head)
         + responses.times(4 * ours.head)
     ).times(config.steps)
-    if theirs is not None:
-        read = (scored + sampled).times(2 * theirs.body) + (responses + sampled).times(2 * theirs.head)
-        flops += read.times(config.steps) + _exactly(2 * theirs.body * prompts.prefix)
+    for scorer, sizes in theirs.items():
+        read = (scored + sampled).times(2 * sizes.body) + (responses + sampled).times(2 * sizes.head)
+        own = [row.teacher == scorer.removeprefix("teachers.") for row in data.rows] if pair.teachers else [True]
+        flops += read.times(config.steps * sum(own) / len(own)) + _exactly(2 * sizes.body * prompts.prefix)
     step = {
         "prompts": config.batch_size,
         "responses": rows,

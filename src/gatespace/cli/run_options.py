@@ -156,6 +156,8 @@ def _overrides(flag: Flag) -> list[str]:
     if flag.path == "task.name":
         before = ["task.table=null", "task.text=null"]
         before += [] if flag.value.startswith("tweeteval/") else ["task.root=null"]
+    elif flag.path == "pair.teacher":
+        before = ["pair.teachers=null"]
     elif flag.path == "objective.gate":
         before = ["objective.method=gated", "objective.params={}"]
     elif flag.path == "objective.method" and flag.value != "gated":

@@ -173,7 +173,11 @@ def _with_model_folders(config: StudyConfig) -> StudyConfig:
 
     def trained(settings: dict[str, Any]) -> dict[str, Any]:
         pair = settings.get("pair")
-        return settings | {"pair": found(pair, "student", "teacher")} if isinstance(pair, dict) else settings
+        if not isinstance(pair, dict):
+            return settings
+        several = pair.get("teachers")
+        more = {"teachers": found(several, *several)} if isinstance(several, dict) else {}
+        return settings | {"pair": found(pair, "student", "teacher") | more}
 
     tasks = {name: task.model_copy(update={"train": trained(task.train)}) for name, task in config.tasks.items()}
     made = {role: found(given, "model") for role in ("teacher", "student") if (given := getattr(config.teach, role))}

@@ -113,6 +113,11 @@ def _report(config: TrainConfig | TeachConfig, folder: RunFolder, summary: dict[
     if run and run["lam_mean"] is not None:
         saturated = f"{run['lam_saturated']:.1%} of them saturated"
         out.print(f"E[λ] {run['lam_mean']:.4f} over {run['tokens']:.0f} tokens of {run['rows']} responses, {saturated}")
+    for name, one in (run or {}).get("teachers", {}).items():
+        lam = f"E[λ] {one['lam_mean']:.4f}, " if "lam_mean" in one else ""
+        divergences = f"forward KL {one['forward_kl']:.4f}, reverse KL {one['reverse_kl']:.4f}"
+        of = f"over {one['tokens']:.0f} tokens of {one['rows']} responses"
+        out.print(f"teacher {name}: {lam}{divergences} {of}", soft_wrap=True)
     print_warnings(warnings)
     if model is not None:
         out.print(f"model  {model}", soft_wrap=True)
@@ -123,7 +128,7 @@ def _about_teacher(
     config: TrainConfig | TeachConfig, summary: dict[str, Any], on_the_way: list[dict[str, Any]]
 ) -> list[str]:
     """Whether the teacher is better than the student was, where the run that made it was evaluated on the same rows."""
-    if not isinstance(config, TrainConfig):
+    if not isinstance(config, TrainConfig) or config.pair.teacher is None:
         return []
     teacher = RunFolder(Path(config.pair.teacher).parent)
     theirs = ((teacher.summary() if teacher.exists else None) or {}).get("evaluation", {})
@@ -177,16 +182,30 @@ def with_model_folders(config: Any) -> Any:
     """The configuration with the model's folder in place of a run's folder."""
     if isinstance(config, TrainConfig):
         pair = config.pair
-        changed = {"student": model_folder(pair.student), "teacher": model_folder(pair.teacher)}
+        changed: dict[str, Any] = {"student": model_folder(pair.student)}
+        changed["teacher"] = None if pair.teacher is None else model_folder(pair.teacher)
+        changed["teachers"] = pair.teachers and {name: model_folder(model) for name, model in pair.teachers.items()}
         return config.model_copy(update={"pair": pair.model_copy(update=changed)})
     return config.model_copy(update={"model": model_folder(config.model)})
 
 
 def _teacher_notes(config: TrainConfig) -> list[str]:
-    """In what the teacher's task differs from this run's, or that its rows may be those that this run distils on."""
-    theirs, ours = run_settings(config.pair.teacher).get("task"), dump_config(config.task)
+    """In what a teacher's task differs from this run's, or that its rows may be those that this run distils on."""
+    named = config.pair.teachers is not None
+    return [
+        f"{scorer}: {note}" if named else note
+        for scorer, model in config.pair.scorers().items()
+        for note in _notes_of(config, model)
+    ]
+
+
+def _notes_of(config: TrainConfig, teacher: str) -> list[str]:
+    theirs, ours = run_settings(teacher).get("task"), dump_config(config.task)
     if not isinstance(theirs, dict):
         return []
+    for task in (theirs, ours):  # which teacher a row has is nothing to the teacher itself
+        for kind in ("table", "text"):
+            (task.get(kind) or {}).pop("teacher_column", None)
     notes = []
     if any(theirs.get(key) != ours[key] for key in ("name", "table", "text")):
         notes.append(f"the teacher was made for {theirs.get('name') or 'other data'}, which is not this run's task")

@@ -62,6 +62,10 @@ LATER: Mapping[str, Any] = MappingProxyType(
         "plugins": [],
         "task.text": None,
         "teacher.prompt": None,
+        "pair.teachers": None,
+        "pair.ema_decay": 0.95,
+        "task.table.teacher_column": None,
+        "task.text.teacher_column": None,
     }
 )
 """Setting → the value with which runs are what they were before there was the setting; their identities stay too."""
@@ -75,7 +79,7 @@ CONTENT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "task": ("task.name", "task.root", "task.table", "task.text"),
         "student": ("pair.student", "pair.student_revision"),
-        "teacher": ("pair.teacher", "pair.teacher_revision", "pair.teacher_quantization"),
+        "teacher": ("pair.teacher", "pair.teachers", "pair.teacher_revision", "pair.teacher_quantization"),
         "model": ("model", "revision"),
         "gate": ("objective.gate",),
         "precision": ("engine.precision",),

@@ -113,10 +113,34 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _services_only_score(self) -> TrainConfig:
-        if self.rollout.source.teacher > 0 and is_address(self.pair.teacher):
+        if self.rollout.source.teacher > 0 and self.pair.teachers is not None:
+            what = "several teachers score responses and generate none"
+            raise Fault("rollout.from.teacher", what, instead="0, or one teacher")
+        if self.rollout.source.teacher > 0 and any(map(is_address, self.pair.scorers().values())):
             what = "a teacher that is a service scores responses and generates none"
             raise Fault("rollout.from.teacher", what, instead="0, or a teacher in this process")
         return self
+
+    @model_validator(mode="after")
+    def _rows_name_their_teachers(self) -> TrainConfig:
+        for name in ("text", "table"):  # a plugin's task may name them by itself
+            data = getattr(self.task, name)
+            if self.pair.teachers is not None and data is not None and data.teacher_column is None:
+                what = "which column names the teacher of each row (pair.teachers)?"
+                raise Fault(f"task.{name}.teacher_column", what, instead="its name, or one pair.teacher")
+        for name, value in self.teacher.options.items():
+            if isinstance(value, dict) and name not in (self.pair.teachers or {}):
+                raise Fault(f"teacher.options.{name}", "has options, and is no name of pair.teachers")
+        return self
+
+    def alone(self, scorer: str) -> TrainConfig:
+        """The run with one of `pair.scorers()` as its only teacher, with the options of that one."""
+        given = self.teacher.options
+        own = given.get(scorer.removeprefix("teachers."))
+        options = {key: value for key, value in given.items() if not isinstance(value, dict)}
+        options |= own if isinstance(own, dict) else {}
+        teacher = self.teacher.model_copy(update={"options": options})
+        return self.model_copy(update={"pair": self.pair.alone(scorer), "teacher": teacher})
 
     @model_validator(mode="after")
     def _one_sampler(self) -> TrainConfig:

@@ -71,8 +71,15 @@ def _row_limit(value: object) -> object:
     return value
 
 
+def _teacher_options(value: object) -> object:
+    found = cast("dict[str, object]", _options(value))
+    return {key: _options(part) if isinstance(part, Mapping) else part for key, part in found.items()}
+
+
 RowLimit = Annotated[Count | dict[Split, Count] | None, BeforeValidator(_row_limit)]
-Options = Annotated[dict[str, bool | int | float | str | None], BeforeValidator(_options)]
+Option = bool | int | float | str | None
+Options = Annotated[dict[str, Option], BeforeValidator(_options)]
+TeacherOptions = Annotated[dict[str, Option | dict[str, Option]], BeforeValidator(_teacher_options)]
 
 
 class LoraConfig(Section):
@@ -88,8 +95,8 @@ class LoraConfig(Section):
     """The layers that get additions: all-linear (all but the head), or a list of their names."""
 
 
-SELF = "self"
-"""As a teacher: the student's weights before training."""
+SELF, SELF_EMA = "self", "self-ema"
+"""As a teacher: the student's weights before training; a moving average of them as they are trained."""
 
 
 class PairConfig(Section):
@@ -99,10 +106,19 @@ class PairConfig(Section):
     """The model that learns: a folder, smollm2 (fetched and converted once), tiny (built for the task), or the name of
     a model on the Hugging Face Hub."""
 
-    teacher: Name
+    teacher: Name | None = None
     """The model that scores: the same choices, e.g. the folder that `gatespace teach` wrote; zmq://HOST:PORT, where
     `gatespace teacher serve` has one; or vllm://HOST:PORT, where a vLLM server has one; or self, the student's own
-    weights as they are before training."""
+    weights as they are before training; or self-ema, an exponential moving average of its weights. Needed, unless
+    `teachers` names several."""
+
+    teachers: Annotated[dict[Name, Name], Field(min_length=1)] | None = None
+    """Several teachers in place of one, name → model, with the same choices: {math: runs/math, code: zmq://HOST:PORT}.
+    Each training row names its own in the column `teacher_column` of task.text or task.table."""
+
+    ema_decay: Beta = 0.95
+    """Of the teacher self-ema: what it keeps of itself at every step; the rest is the student's. 0.95 is that of
+    SDPO (arXiv:2601.20802)."""
 
     student_revision: Name | None = None
     """Branch, tag or commit of a student from the Hub; null: its main branch."""
@@ -126,16 +142,43 @@ class PairConfig(Section):
 
     def model(self, role: str) -> tuple[str, str | None, str]:
         """Name and revision of the ``student`` or the ``teacher``, and whose it is: student where that is `SELF`."""
-        role = "student" if role == "teacher" and self.teacher == SELF else role
+        role = "student" if role == "teacher" and self.teacher in (SELF, SELF_EMA) else role
         return getattr(self, role), getattr(self, f"{role}_revision"), role
+
+    def scorers(self) -> dict[str, str]:
+        """Setting below `pair` → model or address: ``{"teacher": …}``, or ``{"teachers.NAME": …}`` of several."""
+        if self.teachers is None:
+            return {} if self.teacher is None else {"teacher": self.teacher}
+        return {f"teachers.{name}": model for name, model in self.teachers.items()}
+
+    def alone(self, scorer: str) -> PairConfig:
+        """The pair with one of its `scorers` as its only teacher."""
+        return self.model_copy(update={"teacher": self.scorers()[scorer], "teachers": None})
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> PairConfig:
+        if self.teacher is None and self.teachers is None:
+            raise Fault("teacher", "is needed and not given")
+        if self.teacher is not None and self.teachers is not None:
+            raise Fault("teachers", "a pair has a teacher or teachers, not both", instead="teacher: null")
+        if self.teachers is not None and self.teacher_revision is not None:
+            raise Fault("teacher_revision", "of several teachers it is not said which", instead="null; folders stay")
+        models = self.scorers().values()
+        if SELF_EMA in models and self.teacher_quantization is not None:
+            raise Fault("teacher_quantization", "quantised weights cannot be averaged", instead="null")
+        if SELF_EMA not in models and self.ema_decay != type(self).model_fields["ema_decay"].default:
+            raise Fault("ema_decay", "has a meaning for the teacher self-ema only")
+        return self
 
     @model_validator(mode="after")
     def _addresses(self) -> PairConfig:
         """Only a teacher can be a service, and the service has chosen its model."""
         if is_address(self.student):
             raise Fault("student", "only a teacher can be a service", instead="a folder, or the name of a model")
-        if is_address(self.teacher):
-            parse_address(self.teacher, "teacher")
+        addresses = {setting: model for setting, model in self.scorers().items() if is_address(model)}
+        for setting, address in addresses.items():
+            parse_address(address, setting)
+        if addresses and len(addresses) == len(self.scorers()):
             for name in ("teacher_revision", "teacher_device", "teacher_quantization"):
                 if getattr(self, name) is not None:
                     raise Fault(name, "a teacher that is a service has been loaded already", instead="null")
@@ -289,8 +332,9 @@ class TeacherConfig(Section):
     cache_mb: Count = 4096
     """The largest size of that folder in MiB; the oldest scores go first."""
 
-    options: Options = Field(default={})
-    """Settings of a teacher behind an address, e.g. {timeout: 60, patience: 600, client_key: ..., server_key: ...}."""
+    options: TeacherOptions = Field(default={})
+    """Settings of a teacher behind an address, e.g. {timeout: 60, patience: 600, client_key: ..., server_key: ...}. Of
+    several teachers those of one stand under its name: {timeout: 60, math: {server_key: ...}}."""
 
     prompt: TeacherPromptConfig | None = None
     """A prompt of the teacher's own, for text tasks: it scores the student's response tokens after this one. null: the

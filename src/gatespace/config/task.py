@@ -74,6 +74,9 @@ class TableConfig(Section):
     label_column: Name = "label"
     """The column or key of the label."""
 
+    teacher_column: Name | None = None
+    """The column that names the teacher of each training row, one of pair.teachers; null: all rows have the same."""
+
     carve: CarveConfig = CarveConfig()
     """Shares of train that become val and test where the data has none."""
 
@@ -114,6 +117,9 @@ class TextConfig(Section):
 
     columns: tuple[Name, ...] = ()
     """Further columns that a plugin's metric looks at."""
+
+    teacher_column: Name | None = None
+    """The column that names the teacher of each training row, one of pair.teachers; null: all rows have the same."""
 
     system: Text = ""
     """A turn of the system before all others; "" for none."""

@@ -222,7 +222,7 @@ def _sections(view: View, tables: Mapping[str, Table], drawn: Sequence[Rendered]
     found += [
         section("replication", "Replication on fresh seeds", ["replication", "secondary"]),
         section("points", "Points", ["baselines", "responses", "best-observed", "points", "per-seed", "anova"]),
-        section("lambda", "λ: where the gates are", ["lambda"], ["against-lambda-", "lambda-"]),
+        section("lambda", "λ: where the gates are", ["lambda", "teachers"], ["against-lambda-", "lambda-"]),
         section("training", "Training", [], ["curves-"]),
         section("errors", "Errors", ["wrong-texts", "confusion", "duplicates", "examples"], ["confusion-"]),
         section("probabilities", "Probabilities of labels", ["calibration"], ["reliability-"], CALIBRATION),

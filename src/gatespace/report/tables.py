@@ -58,7 +58,7 @@ def file_tables(view: View) -> list[Table]:
         _groups, _wins,
     )  # fmt: skip
     claimed = (_d_on_g2, _replication, _best, _anova, _power, _examples, _not_applicable)
-    further = (*beside_tables(view), _responses(view), _calibration(view), _secondary(view))
+    further = (*beside_tables(view), _responses(view), _calibration(view), _secondary(view), _teachers(view))
     optional = [table for table in further if table.rows]
     found = [
         *(build(view) for build in measured),
@@ -458,6 +458,29 @@ def lam_records(view: View, task: str, *kinds: str) -> Iterator[dict[str, Any]]:
 def _lam(view: View) -> Iterator[Record]:
     for task in view.results.tasks:
         yield from lam_records(view, task, "point", "restriction", "control", "static", "twin")
+
+
+@_table(
+    "teachers", "λ and divergences by teacher, over the tokens of training",
+    (
+        TASK, POINT, text("teacher"), SEEDS, lam("lam_mean", "E[λ]"), number("forward_kl", "forward KL, nats"),
+        number("reverse_kl", "reverse KL, nats"), count("rows", "responses"), count("tokens"), RUNS,
+    ),
+    stub=3, note="Rows name their teacher. Means over seeds of each run's own figures; responses and tokens of all.",
+)  # fmt: skip
+def _teachers(view: View) -> Iterator[Record]:
+    for task in view.results.tasks:
+        for point in view.points(task):
+            runs = list(view.done(task, point).values())
+            for name in sorted({name for run in runs for name in run.teachers}):
+                some = [run for run in runs if name in run.teachers]
+                found = [run.teachers[name] for run in some]
+                means = {
+                    key: mean_of([one[key] for one in found if key in one])
+                    for key in ("lam_mean", "forward_kl", "reverse_kl")
+                }
+                sums = {key: round(sum(one[key] for one in found)) for key in ("rows", "tokens")}
+                yield _row(means, sums, task=task, point=point, teacher=name, seeds=len(some), runs=_ids(*some))
 
 
 @_table(

@@ -18,7 +18,7 @@ from gatespace.models.load import SMOLLM2, TINY, hub_name
 from gatespace.plugins import load_plugins, provided
 from gatespace.study.plan import ROLES, teach_config, train_config
 from gatespace.tasks.data import AnyTask
-from gatespace.training.fit import check_fit, check_top_k
+from gatespace.training.fit import check_fit, check_teachers, check_top_k
 from gatespace.training.setup import encoder_for, material, outline_model
 
 
@@ -61,27 +61,28 @@ def _check_runs(study: StudyConfig, config: TrainConfig) -> list[str]:
     _check_packages(config)
     code = pair.trust_remote_code
     student = _outline(pair.student, "pair.student", "student", data.task, pair.student_revision, code)
-    name, revision, role = pair.model("teacher")
-    teacher = _outline(name, "pair.teacher", role, data.task, revision, code)
+    check_teachers(config, data)
+    teachers: dict[str, Model] = {}
+    for scorer, where in pair.scorers().items():
+        name, revision, role = pair.alone(scorer).model("teacher")
+        teacher = None if is_address(where) else _outline(name, f"pair.{scorer}", role, data.task, revision, code)
+        if teacher is not None:
+            teachers[scorer] = teacher
     if student is None:
         return []
-    found = {"student": student}
-    if teacher is not None:
-        found["teacher"] = teacher
+    for teacher in teachers.values():
         check_pair(student, teacher)
     for method in study.axes.published:
         goal = ObjectiveConfig(method=method.method, params=method.params)
         check_top_k(goal, student.vocab_size, f"axes.published.{method.point}")
     encoder = encoder_for(data, student, (*config.evaluation.final, config.evaluation.split), share=False)
-    return check_fit(config, data, encoder, **found)
+    return check_fit(config, data, encoder, student=student, **teachers)
 
 
 def _outline(
     name: str, setting: str, role: str, task: AnyTask, revision: str | None, trust_remote_code: bool
 ) -> Model | None:
     """The model without its weights; None where it is not on this machine."""
-    if is_address(name):
-        return None
     if name not in (*TINY, SMOLLM2) and not Path(name).expanduser().is_dir():
         with in_setting(setting):
             hub_name(name)

@@ -124,9 +124,14 @@ def _baseline(job: Job, reads: Reads) -> None:
     load_plugins(config.plugins)
     with folder_of(job).claim() as folder:
         data, pair, settings = material(config.task, "distill"), config.pair, config.evaluation
+        named = getattr(pair, role)
+        about = {"model": named or pair.teachers, "task": data.task.name, "digest": data.task.digest}
+        if named is None:
+            why = "a held-out row has none of several teachers; `gatespace evaluate` measures each"
+            folder.finish_baseline(about | {"source": "several teachers", "unmeasured": why})
+            return
         name, revision, kind = pair.model(role)
-        about = {"model": getattr(pair, role), "task": data.task.name, "digest": data.task.digest}
-        if is_address(getattr(pair, role)):
+        if is_address(named):
             # A service scores responses and generates none: its accuracy is for those who run it to measure.
             folder.finish_baseline(about | {"source": "a service", "unmeasured": "a service answers no prompts"})
             return

@@ -347,6 +347,9 @@ def train_config(
     settings["objective"] = {**settings.get("objective", {}), **goal}
     settings = _merged(settings, {"rollout": rollout or {}})
     pair = dict(settings.get("pair", {}))
+    if study.teach.teacher is not None and pair.get("teachers"):
+        what = f"{study.name}: train.pair.teachers: the study makes a teacher, and these are in its place"
+        raise UsageError(what, instead="teach.teacher: null; `gatespace teach` makes each of them")
     for role in ROLES:
         if getattr(study.teach, role) is not None:
             pair[role] = (models or {}).get(role, _PLACEHOLDER)
@@ -431,9 +434,13 @@ def baseline_name(study: StudyConfig, task: str, role: str) -> str:
     del config["evaluation"]["patience"]  # of a training
     if not config["evaluation"]["probabilities"]:  # names from before there was the setting
         del config["evaluation"]["probabilities"]
+    for kind in ("table", "text"):
+        if config["task"][kind] is not None and config["task"][kind]["teacher_column"] is None:
+            del config["task"][kind]["teacher_column"]
+    own = config["pair"][role] or config["pair"]["teachers"]
     recipe = {
         "task": config["task"],
-        "model": [config["pair"][role], config["pair"][f"{role}_revision"], model_name(study, task, role)],
+        "model": [own, config["pair"][f"{role}_revision"], model_name(study, task, role)],
         "evaluation": config["evaluation"],
         "precision": config["engine"]["precision"],
     }

@@ -257,6 +257,8 @@ class RunResult:
     """The step that they are from: the last one, or that of the best evaluation on the way."""
     alarms: tuple[Concern, ...] = ()
     """Those that were on at the end of training."""
+    teachers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Of several teachers by name: rows, tokens, and the means of λ and of both divergences over them."""
 
     def predictions(self, split: str) -> list[Predicted]:
         """The label of every row, in the order of the rows."""

@@ -106,6 +106,7 @@ def _result(run: RunFolder, spec: RunSpec) -> RunResult:
         content=content,
         fingerprint=summary["fingerprint"],
         chosen_step=summary.get("chosen_step", summary.get("steps", 0)),
+        teachers=summary["run"].get("teachers", {}),
         alarms=tuple(
             Concern(f"alarm {one['alarm']}", one["seen"], one["helps"])
             for one in summary.get("alarms", ())

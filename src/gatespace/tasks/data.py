@@ -36,6 +36,11 @@ class AnyExample(Protocol):
         """Where the row was read, for errors; "" where that is not known."""
         ...
 
+    @property
+    def teacher(self) -> str:
+        """The name of its teacher; "" where it names none."""
+        ...
+
 
 Row = TypeVar("Row", bound=AnyExample)
 
@@ -96,20 +101,17 @@ def digest_of(parts: Iterable[str], person: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A text and its gold label."""
+    """A text and its gold label; the name of its teacher, where it names one; file and line, where they are known."""
 
     text: str
     label: str
+    teacher: str = ""
+    where: str = field(default="", compare=False, repr=False)
 
     @property
     def gold(self) -> str:
         """The label."""
         return self.label
-
-    @property
-    def where(self) -> str:
-        """Not known: the row's text says which one it is."""
-        return ""
 
 
 class Baseline(NamedTuple):
@@ -178,6 +180,7 @@ class Task(AnyTask):
         for split in SPLITS:
             parts.append(f"{split} {len(self.rows(split))}")
             parts.extend(part for row in self.rows(split) for part in (row.text, row.label))
+        parts += [part for row in self.train if row.teacher for part in ("teacher", row.text, row.teacher)]
         return digest_of(parts, b"gatespace.task.1")
 
     def best_constant(self, split: str = "test") -> Baseline:

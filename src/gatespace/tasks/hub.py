@@ -13,7 +13,7 @@ EXTRA = "tasks"
 SPLIT_NAMES = {"train": "train", "validation": "val", "valid": "val", "val": "val", "dev": "val", "test": "test"}
 
 
-LABEL_COLUMNS = "text_column and label_column of task.table name the columns"
+LABEL_COLUMNS = "text_column, label_column and teacher_column of task.table name the columns"
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,15 @@ def optional_module(name: str, *, feature: str, otherwise: str = "") -> Any:
 
 
 def hub_splits(
-    name: str, config: str | None, columns: Sequence[str], *, otherwise: str, settings: str = LABEL_COLUMNS
+    name: str,
+    config: str | None,
+    columns: Sequence[str],
+    *,
+    otherwise: str,
+    settings: str = LABEL_COLUMNS,
+    for_train: Sequence[str] = (),
 ) -> dict[str, HubSplit]:
-    """All splits of a Hub dataset that are named like train, val or test."""
+    """All splits of a Hub dataset that are named like train, val or test; train has the columns `for_train` too."""
     datasets = optional_module("datasets", feature=f"loading {name} from the Hugging Face Hub", otherwise=otherwise)
     shown = f"{name} ({config})" if config else name
     try:
@@ -64,11 +70,12 @@ def hub_splits(
         if ours is None or ours in found:
             continue
         rows = loaded[split]
-        for column in columns:
+        wanted = dict.fromkeys((*columns, *(for_train if ours == "train" else ())))
+        for column in wanted:
             check_column(column, rows.column_names, where=f"{shown}, split {split}", instead=settings)
-        named = {column: getattr(rows.features[column], "names", None) for column in columns}
+        named = {column: getattr(rows.features[column], "names", None) for column in wanted}
         names = {column: tuple(known) for column, known in named.items() if known}
-        found[ours] = HubSplit({column: list(rows[column]) for column in columns}, names)
+        found[ours] = HubSplit({column: list(rows[column]) for column in wanted}, names)
     if "train" not in found:
         raise UsageError(f"{shown} has no split named train", got=", ".join(map(str, loaded)))
     return found

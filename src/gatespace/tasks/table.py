@@ -10,6 +10,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -53,6 +54,7 @@ def load_table(
     definitions: Mapping[str, str],
     text_column: str = "text",
     label_column: str = "label",
+    teacher_column: str | None = None,
     split: Mapping[str, float] = CARVED,
     seed: int = 0,
     name: str | None = None,
@@ -72,6 +74,7 @@ def load_table(
         definitions: A brief sentence for each label for the prompt; ``{}`` for none.
         text_column: The column or key of the text.
         label_column: The column or key of the label.
+        teacher_column: The column or key of the name of a training row's teacher; None: rows name none.
         split: Shares of train that become ``val`` and ``test`` where the source has no such split.
         seed: Of that choice.
         name: Of the task; by default made from the source.
@@ -79,7 +82,7 @@ def load_table(
     """
     check_labels(labels, definitions)
     notes: list[str] = []
-    found, shown = read_source(source, (text_column, label_column), notes)
+    found, shown = read_source(source, (text_column, label_column), notes, for_train=teacher_column)
     legal = tuple(labels)
     readings = _label_reader(legal)
     rows: dict[str, list[Example]] = {}
@@ -91,7 +94,8 @@ def load_table(
             row = _Row(where, None, None) if cells is None else _Row(where, cells[text_column], cells[label_column])
             example = None if row.is_empty else _example(row, readings, text_column, label_column, legal)
             if example is not None and example.text.strip():
-                rows[part].append(example)
+                named = "" if cells is None or part != "train" else teacher_of(where, cells, teacher_column)
+                rows[part].append(replace(example, teacher=named, where=where))
             else:
                 dropped[part] += 1
         if not rows[part]:
@@ -149,6 +153,14 @@ def carve(rows: dict[str, list[AnyRow]], split: Mapping[str, float], seed: int) 
 # ---------------------------------------------------------------------------------------------------- one row
 
 
+def teacher_of(where: str, cells: Mapping[str, object], column: str | None) -> str:
+    """The name in a row's cell of the teacher; "" where there is no such column."""
+    name = "" if column is None else cells[column]
+    if column is not None and (not isinstance(name, str) or not name.strip()):
+        raise UsageError(f"{where}: {column!r} names no teacher", got=repr(name), instead="a name of pair.teachers")
+    return str(name).strip()
+
+
 def _label_reader(labels: tuple[str, ...]) -> Callable[[object], list[str]]:
     """What a cell can mean: no label, one, or two of which an integer is one by its text and the other by its place."""
     by_key = {label_key(label): label for label in labels}
@@ -203,6 +215,7 @@ def read_source(
     notes: list[str],
     *,
     settings: str = LABEL_COLUMNS,
+    for_train: str | None = None,
 ) -> tuple[dict[str, Rows], str]:
     """Split → its rows, all of which have `columns`; and the source as it is shown to a user.
 
@@ -211,7 +224,9 @@ def read_source(
         columns: Have to be there; a file's rows may have more.
         notes: Gets what is odd about a file.
         settings: Which settings name the columns, for errors.
+        for_train: One more column, which training rows have to have.
     """
+    more = () if for_train is None else (for_train,)
     if isinstance(source, Mapping):
         files = {split: Path(path).expanduser() for split, path in source.items()}
         for split in files:
@@ -227,11 +242,12 @@ def read_source(
         elif path.is_file() or path.suffix.lower() in _READERS:
             files = {"train": path}
         elif hub := _HUB_NAME.fullmatch(str(source)):
-            return _from_hub(hub["name"], hub["config"], columns, settings), str(source)
+            return _from_hub(hub["name"], hub["config"], columns, settings, more), str(source)
         else:
             raise UsageError("neither a file, a folder nor the name of a Hub dataset", got=repr(str(source)))
         shown = str(path)
-    return {split: read_rows(path, columns, notes, settings=settings) for split, path in files.items()}, shown
+    wanted = {split: (*columns, *more) if split == "train" else columns for split in files}
+    return {split: read_rows(path, wanted[split], notes, settings=settings) for split, path in files.items()}, shown
 
 
 def _files_of(folder: Path) -> dict[str, Path]:
@@ -252,8 +268,11 @@ def _files_of(folder: Path) -> dict[str, Path]:
     return files
 
 
-def _from_hub(name: str, config: str | None, columns: Sequence[str], settings: str) -> dict[str, Rows]:
-    splits = hub_splits(name, config, columns, otherwise="download it and give the path of the file", settings=settings)
+def _from_hub(
+    name: str, config: str | None, columns: Sequence[str], settings: str, for_train: Sequence[str]
+) -> dict[str, Rows]:
+    otherwise = "download it and give the path of the file"
+    splits = hub_splits(name, config, columns, otherwise=otherwise, settings=settings, for_train=for_train)
 
     def rows(split: str) -> Rows:
         # By name, because the order of the user's list of labels need not be that of the dataset.

@@ -14,12 +14,12 @@ from gatespace.errors import UsageError
 from gatespace.tasks.data import SPLITS, AnyExample, AnyTask, digest_of
 from gatespace.tasks.prompt import AnyPrompt, Tokenizer, harmless
 from gatespace.tasks.scores import Metric, find_metric
-from gatespace.tasks.table import CARVED, carve, read_source
+from gatespace.tasks.table import CARVED, carve, read_source, teacher_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TOO_LONG = ("refuse", "truncate")
 _THOUGHT = "</think>"
-_SETTINGS = "prompt, messages, answer and columns of task.text name the columns"
+_SETTINGS = "prompt, messages, answer, columns and teacher_column of task.text name the columns"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,14 @@ class TextExample:
         references: At least one.
         columns: The row's cells, for metrics of one's own.
         where: File and line, or the number of the row.
+        teacher: The name of its teacher; "" where it names none.
     """
 
     text: str
     references: tuple[str, ...]
     columns: Mapping[str, str] = field(default_factory=dict, hash=False)
     where: str = field(default="", compare=False)
+    teacher: str = ""
 
     @property
     def gold(self) -> str:
@@ -247,7 +249,7 @@ class TextTask(AnyTask):
             yield f"{split} {len(self.rows(split))}"
             for row in self.rows(split):
                 yield row.text
-                yield json.dumps([row.references, sorted(row.columns.items())])
+                yield json.dumps([row.references, sorted(row.columns.items()), *([row.teacher] if row.teacher else [])])
 
     def describe(self) -> str:
         """One line: sizes, references, and what is in both test and train."""
@@ -317,6 +319,7 @@ def load_text(
     metric: str = "exact",
     also: Sequence[str] = (),
     columns: Sequence[str] = (),
+    teacher_column: str | None = None,
     group: bool = True,
     how: TextPrompt | None = None,
     split: Mapping[str, float] = CARVED,
@@ -334,7 +337,8 @@ def load_text(
         metric: A name of `gatespace.tasks.scores`.
         also: Further metrics.
         columns: Further columns that metrics of one's own look at.
-        group: Make rows of one prompt one row, with the references of all.
+        teacher_column: The column of the name of a training row's teacher; None: rows name none.
+        group: Make rows of one prompt and teacher one row, with the references of all.
         how: The other settings of the prompt.
         split: Shares of train that become ``val`` and ``test`` where the source has no such split.
         seed: Of that choice.
@@ -350,7 +354,7 @@ def load_text(
         raise UsageError("prompt: the template names no column", got=repr(prompt), instead=_BRACES)
     wanted = tuple(dict.fromkeys((*used, *([] if answer is None else [answer]), *columns)))
     notes: list[str] = []
-    found, shown = read_source(source, wanted, notes, settings=_SETTINGS)
+    found, shown = read_source(source, wanted, notes, settings=_SETTINGS, for_train=teacher_column)
     rows: dict[str, list[TextExample]] = {}
     for part, given in found.items():
         rows[part], dropped = [], 0
@@ -358,7 +362,9 @@ def load_text(
             if cells is None or all(cells[column] in (None, "") for column in wanted):
                 dropped += 1
                 continue
-            rows[part].append(_example(where, {column: cells[column] for column in wanted}, template, messages, answer))
+            row = _example(where, {column: cells[column] for column in wanted}, template, messages, answer)
+            named = teacher_of(where, cells, teacher_column) if part == "train" else ""
+            rows[part].append(replace(row, teacher=named))
         if not rows[part]:
             raise UsageError(f"{shown} has no rows for {part}")
         if dropped:
@@ -478,9 +484,9 @@ def _references(where: str, column: str, value: Any) -> tuple[str, ...]:
 
 
 def _grouped(rows: Sequence[TextExample]) -> list[TextExample]:
-    known: dict[str, TextExample] = {}
+    known: dict[tuple[str, str], TextExample] = {}
     for row in rows:
-        first = known.get(row.text)
+        first = known.get((row.text, row.teacher))
         references = (*first.references, *row.references) if first is not None else row.references
-        known[row.text] = replace(first or row, references=tuple(dict.fromkeys(references)))
+        known[row.text, row.teacher] = replace(first or row, references=tuple(dict.fromkeys(references)))
     return list(known.values())

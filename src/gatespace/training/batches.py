@@ -10,6 +10,7 @@ from gatespace.errors import UsageError
 from gatespace.models.encode import Encoder
 from gatespace.seeding import permutation
 from gatespace.tasks.data import AnyExample
+from gatespace.teacher.several import Addressed
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class Row:
     def teacher_prompt(self) -> list[int]:
         """What the teacher reads before the response."""
         return self.prompt if self.asked is None else self.asked
+
+    @property
+    def teacher(self) -> str:
+        """The name of its teacher; "" where there is one for all rows."""
+        return self.asked.teacher if isinstance(self.asked, Addressed) else ""
 
 
 class Batches:
@@ -52,9 +58,11 @@ class Batches:
         self._orders: dict[int, list[int]] = {}
 
     def at(self, step: int) -> list[Row]:
-        """The rows of step number `step`, counted from 0."""
+        """The rows of step number `step`, counted from 0. Those of a teacher stand together, from its first one on."""
         places = (divmod(step * self._size + i, len(self._rows)) for i in range(self._size))
-        return [self._rows[self._order(epoch)[place]] for epoch, place in places]
+        rows = [self._rows[self._order(epoch)[place]] for epoch, place in places]
+        names = {name: place for place, name in enumerate(dict.fromkeys(row.teacher for row in rows))}
+        return sorted(rows, key=lambda row: names[row.teacher])
 
     def _order(self, epoch: int) -> list[int]:
         if epoch not in self._orders:
@@ -66,7 +74,7 @@ class Batches:
 def micro_batches(
     rows: Sequence[Row], tokens: int, room: int, families: Sequence[int] | None = None
 ) -> list[list[Row]]:
-    """Consecutive rows with at most `tokens` tokens together, `room` tokens of response counted for each.
+    """Consecutive rows of one teacher with at most `tokens` tokens together, `room` tokens of response for each.
 
     Args:
         rows: In order.
@@ -80,7 +88,8 @@ def micro_batches(
     for _, members in groupby(range(len(rows)), key=lambda i: i if families is None else families[i]):
         family = [rows[i] for i in members]
         prompt = len(family[0].prompt)
-        if not parts or used + prompt + room * len(family) > tokens:
+        other = bool(parts) and parts[-1][-1].teacher != family[0].teacher  # whose head is another one
+        if not parts or other or used + prompt + room * len(family) > tokens:
             parts.append([])
             used = 0
         used += prompt

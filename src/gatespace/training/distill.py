@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from gatespace.config import TrainConfig, in_setting
 from gatespace.config.address import is_address, parse_address
-from gatespace.errors import RunError
+from gatespace.config.sections import SELF_EMA
+from gatespace.errors import RunError, UsageError
 from gatespace.gating.configured import build_gate, build_objective
 from gatespace.gating.fused import fused_distillation_loss
 from gatespace.gating.loss import LossInputs, LossOutput, distillation_loss
@@ -26,12 +27,15 @@ from gatespace.plugins import provider
 from gatespace.runs import RunFolder
 from gatespace.seeding import generator, permutation
 from gatespace.tasks.text import OtherPrompt, Template, TextPrompt
+from gatespace.teacher.average import AverageTeacher
 from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.local import LocalTeacher
 from gatespace.teacher.scores import ScoreSpec, Teacher
+from gatespace.teacher.several import Addressed, Teachers, joint_fingerprint
 from gatespace.training.batches import Batches
 from gatespace.training.clock import Clock
 from gatespace.training.expected import Expected, ExpectedAhead
+from gatespace.training.fit import check_teachers
 from gatespace.training.job import Job
 from gatespace.training.memory import chunk_mb, micro_tokens
 from gatespace.training.processes import Processes
@@ -55,61 +59,73 @@ class Distillation(Job):
         sources = config.rollout.source.shares()
         self.objective = build_objective(config.objective, expected=expected, sources=sources)
         self.data = material(config.task, "distill")
-        pair = config.pair
+        pair, scorers = config.pair, config.pair.scorers()
+        check_teachers(config, self.data)  # before anything large is loaded
         options: dict[str, Any] = {
             "task": self.data.task,
             "trust_remote_code": pair.trust_remote_code,
             "report": progress.note,
         }
-        local: Model | None = None
+        open_student = partial(
+            open_model,
+            pair.student,
+            "pair.student",
+            role="student",
+            revision=pair.student_revision,
+            lora=pair.lora,
+            seed=config.seed,
+            **options,
+        )
+        self._locals: dict[str, Model] = {}
+        """Setting of a teacher below `pair` → its model, of those in this process; each model is loaded once."""
         with processes.in_turn():
-            # The teacher first: it is the one that is most often missing.
-            if not is_address(pair.teacher):
-                name, revision, role = pair.model("teacher")
-                local = open_model(
-                    name,
-                    "pair.teacher",
-                    role=role,
-                    revision=revision,
-                    device=self._teacher_device(),
-                    dtype=self.place.dtype,
-                    quantization=pair.teacher_quantization,
-                    **options,
-                )
-            self.model = open_model(
-                pair.student,
-                "pair.student",
-                role="student",
-                device=processes.loads_on(self.place.device),
-                revision=pair.student_revision,
-                lora=pair.lora,
-                seed=config.seed,
-                **options,
-            )
+            # Teachers first: they are most often missing.
+            opened: dict[Any, Model] = {}
+            for scorer, where in scorers.items():
+                if is_address(where):
+                    continue
+                name, revision, role = pair.alone(scorer).model("teacher")
+                folder = Path(name).expanduser()
+                key = where if where == SELF_EMA else (str(folder.resolve()) if folder.is_dir() else name, role)
+                if key not in opened and where == SELF_EMA:
+                    opened[key] = open_student(device=self._teacher_device())
+                elif key not in opened:
+                    opened[key] = open_model(
+                        name,
+                        f"pair.{scorer}",
+                        role=role,
+                        revision=revision,
+                        device=self._teacher_device(),
+                        dtype=self.place.dtype,
+                        quantization=pair.teacher_quantization,
+                        **options,
+                    )
+                self._locals[scorer] = opened[key]
+            self.model = open_student(device=processes.loads_on(self.place.device))
         self.encoder = encoder_for(self.data, self.model, self.splits, share=config.engine.share_prefix)
-        self.check(student=self.model, **({} if local is None else {"teacher": local}))
+        self.check(student=self.model, **self._locals)
         self.cache = _open_cache(config, progress)
         if self.cache is not None:
             stack.enter_context(self.cache)
-        self._local = local
-        if local is not None:
-            self.vocab_size = self.check_pair(local)
-            if processes.size > 1:
-                progress.note(
-                    f"each of the {processes.size} processes holds the whole teacher "
-                    f"({_gigabytes(local):.2g} GB); one for all: gatespace teacher serve, and pair.teacher: zmq://…"
-                )
-        else:
-            self.vocab_size = self.model.vocab_size
+        self.vocab_size = self.model.vocab_size
+        for scorer, local in self._locals.items():
+            with nullcontext() if pair.teachers is None else in_setting(f"pair.{scorer}"):
+                self.vocab_size = self.check_pair(local)
+        if opened and processes.size > 1:
+            progress.note(
+                f"each of the {processes.size} processes holds the whole teacher "
+                f"({sum(map(_gigabytes, opened.values())):.2g} GB); one for all: gatespace teacher serve, and "
+                "pair.teacher: zmq://…"
+            )
+        if len(self._locals) < len(scorers):
             self.vocab_size = self.teacher.vocab_size
         self.content = {
             "task": self.data.task.digest,
             "student": self.fingerprint(),
-            "teacher": local.fingerprint() if local is not None else self.teacher.fingerprint,
+            "teacher": self._teacher_content(),
             "gate": str(build_gate(config.objective)),
             "precision": self.place.precision,
         }
-        self.about = {} if local is not None else {"teacher": self.teacher.about()}
 
     def check_pair(self, teacher: Model) -> int:
         """Raise unless the pair can be compared; the number of ids that count as tokens."""
@@ -117,6 +133,29 @@ class Distillation(Job):
         for note in report.notes:
             self.progress.note(note)
         return report.vocab_size
+
+    @property
+    def _local(self) -> Model | None:
+        """The only teacher, where it is in this process."""
+        return self._locals.get("teacher")
+
+    def _teacher_content(self) -> str:
+        """What the teachers are, for the run's identity; and what environment.json says of each."""
+        found: dict[str, str] = {}
+        about: dict[str, dict[str, str]] = {}
+        for scorer, where in self.config.pair.scorers().items():
+            name = scorer.removeprefix("teachers.")
+            if (local := self._locals.get(scorer)) is not None:
+                found[name] = (f"{SELF_EMA} " if where == SELF_EMA else "") + local.fingerprint()
+                about[name] = {}
+            else:
+                remote = self.teacher.teachers[name] if isinstance(self.teacher, Teachers) else self.teacher
+                found[name], about[name] = remote.fingerprint, remote.about()
+        if self.config.pair.teachers is None:
+            self.about = {} if self._locals else about
+            return found["teacher"]
+        self.about = {"teachers": {name: {"fingerprint": found[name], **about[name]} for name in found}}
+        return joint_fingerprint(found)
 
     def score_spec(self) -> ScoreSpec:
         """What is asked of the teacher."""
@@ -151,12 +190,21 @@ class Distillation(Job):
         encoder = Encoder(other.prompt, model.tokenizer, [other.text(row) for row in rows], share=share)
         asked = [replace(row, text=other.text(row)) for row in rows]
         with in_setting("teacher.prompt"):
-            encoder.check(asked, model.window, self.config.rollout.max_new_tokens)
+            for window in {one.window for one in (model, *self._locals.values())}:
+                encoder.check(asked, window, self.config.rollout.max_new_tokens)
         return encoder
 
     def _asked(self) -> Callable[[Any], list[int]] | None:
-        other = self.teacher_prompt
-        return None if other is None else lambda row: self.teacher_encoder.suffix(other.text(row))
+        """What a row's teacher reads, with its name where there are several; None: the student's prompt."""
+        other, encoder = self.teacher_prompt, self.teacher_encoder
+        if other is None and self.config.pair.teachers is None:
+            return None
+
+        def asked(row: Any) -> list[int]:
+            ids = encoder.suffix(row.text if other is None else other.text(row))
+            return ids if self.config.pair.teachers is None else Addressed(ids, row.teacher)
+
+        return asked
 
     def _teacher_device(self) -> str:
         device = self.config.pair.teacher_device or self.place.device
@@ -164,15 +212,32 @@ class Distillation(Job):
 
     @cached_property
     def teacher(self) -> Teacher:
-        """Scores the responses: in this process, or behind an address."""
-        config, spec = self.config, self.score_spec()
-        if self._local is not None:
-            packed, device = config.engine.packed, self.place.device
-            return LocalTeacher(self._local, spec, cache=self.cache, packed=packed, device=device)
-        scheme = parse_address(config.pair.teacher, "pair.teacher").scheme
-        teacher: Teacher = provider("teachers", scheme)(
-            config, self.model, spec, place=self.place, cache=self.cache, report=self.progress.note
-        )
+        """Scores the responses: in this process, behind an address, or each row by the teacher that it names."""
+        found: dict[str, Teacher] = {}
+        made: dict[object, Teacher] = {}
+        for scorer, where in self.config.pair.scorers().items():
+            key = where if scorer not in self._locals else id(self._locals[scorer])
+            if key not in made:
+                made[key] = self._open_scorer(scorer, where)
+            found[scorer.removeprefix("teachers.")] = made[key]
+        return found["teacher"] if self.config.pair.teachers is None else Teachers(found)
+
+    def _open_scorer(self, scorer: str, where: str) -> Teacher:
+        config, spec = self.config.alone(scorer), self.score_spec()
+        packed, device = config.engine.packed, self.place.device
+        if where == SELF_EMA:
+            decay, dtype = config.pair.ema_decay, self.place.dtype
+            model = self._locals[scorer]
+            return AverageTeacher(model, spec, decay=decay, dtype=dtype, packed=packed, device=device)
+        if scorer in self._locals:
+            return LocalTeacher(self._locals[scorer], spec, cache=self.cache, packed=packed, device=device)
+        try:
+            teacher: Teacher = provider("teachers", parse_address(where).scheme)(
+                config, self.model, spec, place=self.place, cache=self.cache, report=self.progress.note
+            )
+        except UsageError as error:  # which says pair.teacher
+            error.what = error.what.replace("pair.teacher: ", f"pair.{scorer}: ", 1)
+            raise
         self.stack.callback(teacher.close)
         return teacher
 
@@ -217,6 +282,8 @@ class Distillation(Job):
         }
         self.rollouts = self.open_rollouts(**options)
         self.trace = DistillationTrace(self)
+        every = self.teacher.teachers.values() if isinstance(self.teacher, Teachers) else [self.teacher]
+        self.optimizer.followers = list({id(one): one for one in every if isinstance(one, AverageTeacher)}.values())
 
     def open_rollouts(self, **options: Any) -> OnPolicy:
         """Where responses come from."""

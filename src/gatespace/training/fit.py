@@ -37,8 +37,9 @@ def check_fit(config: TrainConfig | TeachConfig, data: Material, encoder: Encode
         config: The run.
         data: Its task.
         encoder: The task in the tokens of the model that learns.
-        models: By setting: `model`, or `student` and, where it is in this process, `teacher`.
+        models: By setting: `model`, or `student` and, of those in this process, `teacher` or `teachers.NAME`.
     """
+    notes = check_teachers(config, data)
     learner = models.get("model") or models["student"]
     longest = encoder.longest_gold(data.rows, learner.turn_end)
     splits = dict.fromkeys((*config.evaluation.final, config.evaluation.split))
@@ -53,7 +54,7 @@ def check_fit(config: TrainConfig | TeachConfig, data: Material, encoder: Encode
         demands.append(Demand("rollout.max_new_tokens", data.rows, config.rollout.max_new_tokens, named))
     else:
         demands.append(Demand("", data.rows, longest, named))
-    notes = list(data.task.notes)
+    notes += data.task.notes
     for demand in demands:
         encoder.check(demand.rows)
         _check_window(demand, encoder, longest)
@@ -68,6 +69,21 @@ def check_fit(config: TrainConfig | TeachConfig, data: Material, encoder: Encode
                 "that does not end costs all of it"
             )
     return notes
+
+
+def check_teachers(config: TrainConfig | TeachConfig, data: Material) -> list[str]:
+    """Raise where a row names none of several teachers; returns notes about teachers that no row names."""
+    if not isinstance(config, TrainConfig) or (teachers := config.pair.teachers) is None:
+        return []
+    for number, row in enumerate(data.rows, start=1):
+        if row.teacher not in teachers:
+            raise UsageError(
+                f"{row.where or f'{data.task.name}, row {number}'}: the row names no teacher of pair.teachers",
+                got=repr(row.teacher),
+                instead=f"one of {', '.join(teachers)}",
+            )
+    unused = teachers.keys() - {row.teacher for row in data.rows}
+    return [f"pair.teachers.{name}: no row that is distilled on names it" for name in sorted(unused)]
 
 
 def check_top_k(objective: ObjectiveConfig, vocab_size: int, where: str = "objective") -> None:

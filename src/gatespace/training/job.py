@@ -101,7 +101,8 @@ class Job(ABC):
         notes = check_fit(self.config, self.data, self.encoder, **models)
         if self.config.optimizer.states == "8bit":
             eight_bit(self.processes)
-        learner, teacher, place = models.get("model") or models["student"], models.get("teacher"), self.place
+        learner, place = models.get("model") or models["student"], self.place
+        teachers = list({id(model): model for model in models.values() if model is not learner}.values())
         self.sizes = sizes_of(learner)
         here = torch.empty(0, device=place.device).device  # with its number
         with self.processes.together():
@@ -109,10 +110,13 @@ class Job(ABC):
                 right = self.encoder.longest_gold(self.data.rows, learner.turn_end)
                 work = Work.of(self.config, self.encoder, [row.text for row in self.data.rows], right)
                 plan = Plan(self.config, place.dtype, here.type, self.sizes, None, learner.vocab_size, work)
-                if teacher is not None:
-                    weights = sum(p.nbytes for p in teacher.network.parameters())  # which may be quantised
-                    plan = replace(plan, teacher=sizes_of(teacher), teacher_bytes=weights)
-                notes += check_devices(plan, self.processes, here, None if teacher is None else teacher.device)
+                if teachers:
+                    item = place.dtype.itemsize  # in which they compute, unless they are quantised
+                    every = [p for one in teachers for p in one.network.parameters()]
+                    weights = [p.numel() * min(p.itemsize, item) for p in every]
+                    largest = max(map(sizes_of, teachers), key=lambda one: one.all)
+                    plan = replace(plan, teacher=largest, teacher_bytes=sum(weights) + plan.average_bytes())
+                notes += check_devices(plan, self.processes, here, teachers[0].device if teachers else None)
         for note in notes:
             self.progress.note(note)
 

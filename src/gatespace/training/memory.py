@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from gatespace.config import TeachConfig, TeachEngineConfig, TrainConfig
+from gatespace.config.sections import SELF_EMA
 from gatespace.errors import UsageError
 from gatespace.models.encode import Encoder
 from gatespace.models.sizes import Sizes
@@ -145,7 +146,8 @@ class Plan:
     def micro_batches(self, processes: int = 1) -> int:
         """Of a step in each process."""
         each = max(1, int(self.limit // self.work.row))
-        return -(-self.work.rows // (processes * each))
+        teachers = len(self.config.pair.scorers()) if isinstance(self.config, TrainConfig) else 1  # each has its own
+        return -(-self.work.rows // (processes * each)) + teachers - 1
 
     def reuses(self, processes: int = 1) -> bool:
         """Whether the update goes back through the forward pass that the rollout began with."""
@@ -261,11 +263,18 @@ class Plan:
         }
 
     def _teacher_weights(self, theirs: Sizes) -> int:
-        if self.teacher_bytes is not None:
-            return self.teacher_bytes
+        return self.weights_of(theirs) + self.average_bytes() if self.teacher_bytes is None else self.teacher_bytes
+
+    def weights_of(self, theirs: Sizes) -> int:
+        """Bytes of a teacher's weights by its shapes and `pair.teacher_quantization`."""
         assert isinstance(self.config, TrainConfig)
         item, how = self.dtype.itemsize, self.config.pair.teacher_quantization
         return int(theirs.body * _QUANTISED.get(how or "", item)) + (theirs.all - theirs.body) * item
+
+    def average_bytes(self) -> int:
+        """Bytes of a teacher self-ema beside the weights that it computes with: averages in float32."""
+        moving = isinstance(self.config, TrainConfig) and SELF_EMA in self.config.pair.scorers().values()
+        return 4 * self.student.trained if moving and self.dtype.itemsize < 4 else 0
 
     def _scoring(self, theirs: Sizes) -> dict[str, int]:
         work, item = self.work, self.dtype.itemsize

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,14 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * height)
 
 
+class Follower(Protocol):
+    """What changes with the weights: a teacher that averages them."""
+
+    def follow(self, weights: Mapping[str, Tensor]) -> None: ...
+    def tensors(self) -> dict[str, Tensor]: ...
+    def restore(self, tensors: Mapping[str, Tensor]) -> None: ...
+
+
 class Optimizer:
     """Takes gradients of a sum of losses over tokens from a network, and updates it.
 
@@ -57,6 +65,8 @@ class Optimizer:
     ) -> None:
         self._config, self._steps, self._processes = config, steps, processes
         self._network = network
+        self.followers: list[Follower] = []
+        """Called after every update, and part of a checkpoint."""
         self._own = {name: p for name, p in network.named_parameters() if p.requires_grad}
         self._mixed = dtype != torch.float32 and not processes.sharded
         if self._mixed:
@@ -107,6 +117,8 @@ class Optimizer:
         torch.autograd.graph.increment_version(list(self.masters.values()))
         self._adam.zero_grad()
         self._publish()
+        for follower in self.followers:
+            follower.follow(self.masters)
         return Update(total, lr)
 
     def discard(self) -> None:
@@ -120,6 +132,8 @@ class Optimizer:
         for name, p in self.masters.items():
             for key, value in self._adam.state.get(p, {}).items():
                 found |= {f"{key}{part}/{name}": tensor for part, tensor in _parts(value).items()}
+        for follower in self.followers:
+            found |= follower.tensors()
         return self._processes.gather_tensors(found)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
@@ -141,6 +155,8 @@ class Optimizer:
                 else:
                     state[key] = self._processes.shard_like(p, tensors[f"{key}/{name}"].to(p.device, copy=True))
         self._publish()
+        for follower in self.followers:
+            follower.restore(tensors)
 
     def widen(self) -> None:
         """Give the network its float32 weights, to be saved; no update can follow."""

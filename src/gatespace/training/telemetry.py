@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,8 @@ class DistillationTrace:
         self._job = job
         self._gate = build_gate(job.config.objective)
         self._trace = Trace()
+        self._teachers: dict[str, dict[str, float]] = {}
+        """Of several teachers, the sums of the run by name."""
         self.begin(0)
 
     def begin(self, step: int) -> None:
@@ -45,6 +48,8 @@ class DistillationTrace:
         self.tokens: float = 0
         self._seen: list[MicroBatch] = []
         self._losses: list[float] = []
+        self._scored: list[list[Any]] = []
+        """Of several teachers, the name of each micro-batch's and its sums."""
         self._sample: list[dict[str, Any]] = []
         self._kappa: float | None = None
         self._agreement: dict[str, float] = {}
@@ -56,6 +61,8 @@ class DistillationTrace:
         self.tokens += out.tokens
         weights = None if batch.weights is None else [weight for row in batch.weights for weight in row]
         self._trace.add(out, rows=batch.numbers, weights=weights)
+        if name := batch.rows[0].teacher:  # a micro-batch has one
+            self._scored.append([name, {"rows": len(batch.trees or batch.samples), **_sums(out, weights)}])
         if batch.places[0] == 0 and due(self._step, every=self._job.config.trace.tokens_every):
             self._look_closely(batch)
         self._seen.append(batch)
@@ -85,6 +92,7 @@ class DistillationTrace:
             own["repeated_ngrams"] = [repeated(batch.rollout.responses[row]) for batch, row in samples]
             if self._job.encoder.prompt.labels and due(self._step, every=self._job.config.trace.tokens_every):
                 own["legal_answers"] = [self._label(batch.rollout.responses[row]) is not None for batch, row in samples]
+        own["teachers"] = self._scored
         counts = {name: count - self._before[name] for name, count in self._counts().items()}
         processes = self._job.processes
         found = processes.gather((own, counts, self._trace.tokens() if processes.size > 1 else None))
@@ -92,11 +100,17 @@ class DistillationTrace:
             if rank != processes.rank:
                 self._trace.take(tokens)
         rows = {name: [value for one, _, _ in found for value in one[name]] for name in own}
+        by_teacher: dict[str, dict[str, float]] = {}
+        for name, sums in rows.pop("teachers"):
+            _add(by_teacher.setdefault(name, {}), sums)
+            _add(self._teachers.setdefault(name, {}), sums)
         means = {name: math.fsum(values) / len(values) for name, values in rows.items() if name in _MEANS}
         self._trace.rollout(**{name: values for name, values in rows.items() if name not in means})
         objective = self._job.objective
         moving = {f"{objective.name}_{name}": value for name, value in objective.state().items() if name != "loss"}
         more: dict[str, Any] = {**dict.fromkeys(_MAYBE), **means, **self._agreement, **moving}
+        if by_teacher:
+            more["teachers"] = _by_token(by_teacher)
         metrics = self._trace.record(grad_norm=update.grad_norm, lr=update.lr, kappa_share=self._kappa, **more)
         objective.advance(metrics["loss"], (self._step - 1) / self._job.config.steps)
         seconds = sum(clock.wall.values())
@@ -129,15 +143,17 @@ class DistillationTrace:
 
     def state(self) -> dict[str, Any]:
         """The sums of the run, for a checkpoint."""
-        return self._trace.state()
+        return {**self._trace.state(), **({"teachers": self._teachers} if self._teachers else {})}
 
     def summary(self) -> dict[str, Any]:
-        """The run so far: tokens, E[λ] over them, saturation."""
-        return self._trace.summary()
+        """The run so far: tokens, E[λ] over them, saturation; of several teachers also by teacher."""
+        return {**self._trace.summary(), **({"teachers": _by_token(self._teachers)} if self._teachers else {})}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Resume from what `state` gave."""
-        self._trace.restore(state)
+        rest = dict(state)
+        self._teachers = {name: dict(sums) for name, sums in rest.pop("teachers", {}).items()}
+        self._trace.restore(rest)
 
     # ------------------------------------------------------------------ single tokens
 
@@ -213,6 +229,7 @@ class DistillationTrace:
         teacher_top: Sequence[Sequence[tuple[int, float]]],
     ) -> dict[str, Any]:
         row = batch.samples[sample]
+        teacher = batch.rows[row].teacher
         example, ids = batch.rows[row].example, batch.rollout.responses[row]
         return token_record(
             step=self._step,
@@ -226,7 +243,11 @@ class DistillationTrace:
             student_top=student_top,
             teacher_top=teacher_top,
             token_text=lambda token: self._token(token),
-            more={"source": batch.sources[row], "index": batch.rows[row].index},
+            more={
+                "source": batch.sources[row],
+                "index": batch.rows[row].index,
+                **({"teacher": teacher} if teacher else {}),
+            },
         )
 
     def _text(self, ids: Sequence[int]) -> str:
@@ -245,6 +266,29 @@ class DistillationTrace:
         if cache is not None:
             counts |= {"cache_hits": cache.stats.hits, "cache_misses": cache.stats.misses}
         return counts
+
+
+def _sums(out: LossOutput, weights: Sequence[float] | None) -> dict[str, float]:
+    """Tokens and the sums of λ and of both divergences over them, each token as often as it counts."""
+    columns = {"lam_mean": out.lam, "forward_kl": out.forward_kl, "reverse_kl": out.reverse_kl}
+    known = {name: column.reshape(-1).tolist() for name, column in columns.items() if column is not None}
+    often = [1.0] * out.per_token.numel() if weights is None else weights
+    summed = {name: math.fsum(map(operator.mul, column, often)) for name, column in known.items()}
+    return {"tokens": out.tokens, **summed}
+
+
+def _add(sums: dict[str, float], more: Mapping[str, float]) -> None:
+    for name, value in more.items():
+        sums[name] = sums.get(name, 0) + value
+
+
+def _by_token(teachers: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Of every teacher rows and tokens, and the means of all else over its tokens; in the order of names."""
+    return {
+        name: {key: value if key in ("rows", "tokens") else value / sums["tokens"] for key, value in sums.items()}
+        for name, sums in sorted(teachers.items())
+        if sums["tokens"]
+    }
 
 
 def _means(values: Mapping[str, Sequence[float]], often: Sequence[float], spans: Sequence[slice]) -> dict[str, float]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gatespace.config import TeachConfig, TrainConfig
+from gatespace.config.sections import SELF_EMA
 from gatespace.errors import GatespaceError, RunError, UsageError, missing_extra
 from gatespace.models.body import Body, body_of
 from gatespace.models.load import Model
@@ -206,8 +207,7 @@ def join(config: TrainConfig | TeachConfig) -> Distributed:
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if not torch.distributed.is_initialized():
         atexit.register(_part)
-    patience = float(config.teacher.options.get("patience") or 600) if isinstance(config, TrainConfig) else 0.0
-    state = PartialState(cpu=cpu, timeout=timedelta(seconds=patience + _SPARE))
+    state = PartialState(cpu=cpu, timeout=timedelta(seconds=_patience(config) + _SPARE))
     sharded = config.engine.parallel == "fsdp" or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     kind = Sharded if sharded else Distributed
     processes = kind(state.process_index, state.num_processes, str(state.device))
@@ -225,7 +225,21 @@ def join(config: TrainConfig | TeachConfig) -> Distributed:
                 why="adapters are small, and the rest has neither gradients nor optimizer state",
                 instead="engine.parallel: ddp",
             )
+        if isinstance(config, TrainConfig) and sharded and SELF_EMA in config.pair.scorers().values():
+            raise UsageError(
+                "pair.teacher: self-ema and engine.parallel: fsdp do not go together",
+                why="no process has all weights of the student, which the teacher averages",
+                instead="engine.parallel: ddp, or self",
+            )
     return processes
+
+
+def _patience(config: TrainConfig | TeachConfig) -> float:
+    """Seconds that a process may wait for a teacher."""
+    if not isinstance(config, TrainConfig):
+        return 0.0
+    given = [config.alone(scorer).teacher.options.get("patience") for scorer in config.pair.scorers()]
+    return max(float(one) if isinstance(one, int | float) and one else 600.0 for one in given)
 
 
 def _part() -> None:

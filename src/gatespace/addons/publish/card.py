@@ -237,6 +237,12 @@ def _base(start: str, source: str, revision: str | None) -> str | None:
 
 def _teacher(config: TrainConfig, environment: Mapping[str, Any]) -> str:
     pair = config.pair
+    if pair.teacher is None:
+        several = environment.get("teachers", {})
+        return ", ".join(
+            f"{name}: {_teacher(config.alone(f'teachers.{name}'), {'teacher': several.get(name, {})})}"
+            for name in pair.teachers or {}
+        )
     if is_address(pair.teacher):
         return shown_name(str(environment.get("teacher", {}).get("model") or pair.teacher))
     if _HUB_NAME.fullmatch(pair.teacher) and pair.teacher_revision is not None:

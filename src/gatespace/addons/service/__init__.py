@@ -35,7 +35,7 @@ def open_teacher(
         keys = client_keys(options.client_key, options.server_key)
     with in_setting("pair.teacher"):
         teacher = RemoteTeacher(
-            config.pair.teacher,
+            str(config.pair.teacher),
             spec,
             tokenizer_digest=vocabulary_digest(student.tokenizer.get_vocab()),
             keys=keys,

@@ -96,7 +96,7 @@ def open_teacher(
         )
     with in_setting("pair.teacher"):
         return VllmTeacher(
-            config.pair.teacher,
+            str(config.pair.teacher),
             spec,
             student.tokenizer,
             device=place.device,
