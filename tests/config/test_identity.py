@@ -102,6 +102,7 @@ COUNTED: dict[type[TrainConfig] | type[TeachConfig], dict[str, Any]] = {
         "pair.student_revision": "v1",
         "pair.teacher_revision": "v1",
         "pair.teacher_quantization": "int8",
+        "pair.student_quantization": "nf4",
         "pair.trust_remote_code": True,
         "pair.lora": {},
         **{f"pair.lora.{key}": value for key, value in LORA.items()},
@@ -187,6 +188,7 @@ OTHER = {
 }
 # What has to be set as well, so that the value is allowed. It is in both of the compared configurations.
 BESIDE: dict[str, dict[str, Any]] = {
+    "pair.student_quantization": {"pair.lora": {}},
     "task.table.": {"task.table": {"source": "mails.csv", "labels": ["a", "b"]}},
     "task.text.": {"task.text": {"source": "chats.jsonl", "messages": "messages"}},
     "task.text.prompt": {"task.text": {"source": "chats.jsonl", "prompt": "{x}", "answer": "y"}},

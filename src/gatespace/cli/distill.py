@@ -128,7 +128,11 @@ def distill(
         summary = train(config, progress)
         minutes = (time.monotonic() - train_begun) / 60
         trained = config.model_copy(
-            update={"pair": config.pair.model_copy(update={"student": str(output / "model"), "student_revision": None})}
+            update={
+                "pair": config.pair.model_copy(
+                    update={"student": str(output / "model"), "student_revision": None, "student_quantization": None}
+                )
+            }
         )
         after = _measure(_open(trained, "student", found, progress.note), found, config, progress.generating)
         after |= _result(summary["evaluation"]["test"])  # as the run's own files have it
@@ -161,22 +165,10 @@ def _split(data: str, teacher: str) -> dict[str, Any]:
 
 
 def _open(config: TrainConfig, role: str, data: Material, report: Callable[[str], None]) -> Model:
-    from gatespace.training.setup import open_model, placement
+    from gatespace.training.setup import open_member, placement
 
-    place, pair = placement(config.engine), config.pair
-    name, revision, whose = pair.model(role)
-    return open_model(
-        name,
-        f"pair.{role}",
-        role=whose,
-        task=data.task,
-        device=place.device,
-        dtype=place.dtype,
-        revision=revision,
-        trust_remote_code=pair.trust_remote_code,
-        quantization=pair.teacher_quantization if role == "teacher" else None,
-        report=report,
-    )
+    place = placement(config.engine)
+    return open_member(config.pair, role, task=data.task, device=place.device, dtype=place.dtype, report=report)
 
 
 def _with_cap(config: TrainConfig, data: Material, model: Model, cap: int | None) -> TrainConfig:
@@ -217,7 +209,7 @@ def _measure(model: Model, data: Material, config: TrainConfig, progress: Callab
     parameters = [*model.network.parameters()]
     return {
         **_result(found.as_json()),
-        "parameters": sum(one.numel() for one in parameters),
+        "parameters": model.network.num_parameters(),  # two in a byte are two
         "megabytes": sum(one.nbytes for one in parameters) / 1e6,
         "tokens_per_second": _tokens(model, data, found) / seconds,
     }

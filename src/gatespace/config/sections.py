@@ -118,6 +118,9 @@ class PairConfig(Section):
     """Quantise a teacher in this process when it is loaded, all linear layers but its head; needs bitsandbytes. One
     that was saved quantised (GPTQ, AWQ, bitsandbytes) is loaded as it is."""
 
+    student_quantization: Literal["int8", "nf4"] | None = None
+    """The same for the student (QLoRA with nf4). Quantised weights are not trained: it needs `lora`."""
+
     trust_remote_code: Switch = False
     """Run Python code that comes with a model. Only for models whose code you have read."""
 
@@ -128,6 +131,17 @@ class PairConfig(Section):
         """Name and revision of the ``student`` or the ``teacher``, and whose it is: student where that is `SELF`."""
         role = "student" if role == "teacher" and self.teacher == SELF else role
         return getattr(self, role), getattr(self, f"{role}_revision"), role
+
+    def quantization(self, role: str) -> str | None:
+        """How the ``student`` or the ``teacher`` is quantised when it is loaded."""
+        found: str | None = getattr(self, f"{role}_quantization")
+        return found or (self.student_quantization if self.model(role)[2] == "student" else None)
+
+    @model_validator(mode="after")
+    def _additions_are_trained(self) -> PairConfig:
+        if self.student_quantization is not None and self.lora is None:
+            raise Fault("student_quantization", "quantised weights are not trained", instead="null, or pair.lora: {}")
+        return self
 
     @model_validator(mode="after")
     def _addresses(self) -> PairConfig:

@@ -118,29 +118,19 @@ def _train(job: Job, reads: Reads) -> None:
 def _baseline(job: Job, reads: Reads) -> None:
     """Evaluate the student or the teacher of a configuration as it is."""
     from gatespace.evaluation import evaluate, write
-    from gatespace.training.setup import material, open_model, placement
+    from gatespace.training.setup import material, open_member, placement
 
     config, role = parse_config(TrainConfig, job["config"]), job["role"]
     load_plugins(config.plugins)
     with folder_of(job).claim() as folder:
         data, pair, settings = material(config.task, "distill"), config.pair, config.evaluation
-        name, revision, kind = pair.model(role)
         about = {"model": getattr(pair, role), "task": data.task.name, "digest": data.task.digest}
         if is_address(getattr(pair, role)):
             # A service scores responses and generates none: its accuracy is for those who run it to measure.
             folder.finish_baseline(about | {"source": "a service", "unmeasured": "a service answers no prompts"})
             return
         place = placement(config.engine)
-        model = open_model(
-            name,
-            f"pair.{role}",
-            role=kind,
-            task=data.task,
-            device=place.device,
-            dtype=place.dtype,
-            revision=revision,
-            trust_remote_code=pair.trust_remote_code,
-        )
+        model = open_member(pair, role, task=data.task, device=place.device, dtype=place.dtype)
         for split in settings.final:
             rows = len(data.task.rows(split))
             reads.record(split, min(rows, settings.limit_of(split) or rows))

@@ -37,7 +37,7 @@ from gatespace.training.memory import chunk_mb, micro_tokens
 from gatespace.training.processes import Processes
 from gatespace.training.progress import Progress
 from gatespace.training.rollouts import Ahead, MicroBatch, OnPolicy
-from gatespace.training.setup import encoder_for, material, open_model, usable
+from gatespace.training.setup import encoder_for, material, open_member, usable
 from gatespace.training.telemetry import DistillationTrace
 
 
@@ -56,32 +56,19 @@ class Distillation(Job):
         self.objective = build_objective(config.objective, expected=expected, sources=sources)
         self.data = material(config.task, "distill")
         pair = config.pair
-        options: dict[str, Any] = {
-            "task": self.data.task,
-            "trust_remote_code": pair.trust_remote_code,
-            "report": progress.note,
-        }
+        options: dict[str, Any] = {"task": self.data.task, "report": progress.note}
         local: Model | None = None
         with processes.in_turn():
             # The teacher first: it is the one that is most often missing.
             if not is_address(pair.teacher):
-                name, revision, role = pair.model("teacher")
-                local = open_model(
-                    name,
-                    "pair.teacher",
-                    role=role,
-                    revision=revision,
-                    device=self._teacher_device(),
-                    dtype=self.place.dtype,
-                    quantization=pair.teacher_quantization,
-                    **options,
-                )
-            self.model = open_model(
-                pair.student,
-                "pair.student",
-                role="student",
+                device = self._teacher_device()
+                local = open_member(pair, "teacher", device=device, dtype=self.place.dtype, **options)
+            self.model = open_member(
+                pair,
+                "student",
                 device=processes.loads_on(self.place.device),
-                revision=pair.student_revision,
+                # of what is quantised there are no float32 weights to round later
+                dtype=self.place.dtype if pair.student_quantization else torch.float32,
                 lora=pair.lora,
                 seed=config.seed,
                 **options,

@@ -34,7 +34,7 @@ _SLICES = {"cpu": 8 << 20, "other": 8 << 26}
 _DRAWN = 28
 """Bytes of a logit from which a token is drawn: float32 once, float64 three times."""
 _QUANTISED = {"int8": 1.0, "nf4": 0.5 + 4 / 64}
-"""Bytes of a teacher's weight that is quantised, with its scales."""
+"""Bytes of a weight that is quantised, with its scales."""
 _SPARE = 0.05
 """Share of a device that is left for its context, and for what the allocator loses between blocks."""
 _CERTAIN = 0.8
@@ -166,7 +166,7 @@ class Plan:
         states = 8 if self.config.optimizer.states == "fp32" else 2 + 8 / 256
         lasting = {
             # The shards of FSDP are the masters.
-            "weights": ours.all * 4 // parts if sharded else ours.all * item,
+            "weights": ours.all * 4 // parts if sharded else self._weights(ours, "student"),
             "master_weights": ours.trained * 4 if mixed and not sharded else 0,
             "optimizer": int(ours.trained * states) // parts,
         }
@@ -197,7 +197,8 @@ class Plan:
             else:
                 own_card = weights | scoring
                 lasting["teacher_head"] = theirs.head * item
-        loading = 0 if sharded else ours.all * 4 + lasting["master_weights"] + lasting.get("teacher_weights", 0)
+        loaded = lasting["weights"] if self._quantization("student") else ours.all * 4
+        loading = 0 if sharded else loaded + lasting["master_weights"] + lasting.get("teacher_weights", 0)
         return Memory(lasting, ours.trained * 4 // parts, phases, loading, own_card)
 
     # ------------------------------------------------------------------ phases
@@ -263,9 +264,15 @@ class Plan:
     def _teacher_weights(self, theirs: Sizes) -> int:
         if self.teacher_bytes is not None:
             return self.teacher_bytes
-        assert isinstance(self.config, TrainConfig)
-        item, how = self.dtype.itemsize, self.config.pair.teacher_quantization
-        return int(theirs.body * _QUANTISED.get(how or "", item)) + (theirs.all - theirs.body) * item
+        return self._weights(theirs, "teacher")
+
+    def _weights(self, sizes: Sizes, role: str) -> int:
+        item = self.dtype.itemsize
+        each = _QUANTISED.get(self._quantization(role) or "", item)
+        return int(sizes.body * each) + (sizes.all - sizes.body) * item
+
+    def _quantization(self, role: str) -> str | None:
+        return self.config.pair.quantization(role) if isinstance(self.config, TrainConfig) else None
 
     def _scoring(self, theirs: Sizes) -> dict[str, int]:
         work, item = self.work, self.dtype.itemsize
