@@ -193,7 +193,6 @@ BESIDE: dict[str, dict[str, Any]] = {
     "task.text.": {"task.text": {"source": "chats.jsonl", "messages": "messages"}},
     "task.text.prompt": {"task.text": {"source": "chats.jsonl", "prompt": "{x}", "answer": "y"}},
     "task.text.too_long": {"task.text.max_prompt_tokens": 100},
-    "teacher.prompt": {"task.text": {"source": "chats.jsonl", "messages": "messages"}},
     "teacher.prompt.": {"teacher.prompt": {"system": "Be brief."}},
     "pair.lora.": {"pair.lora": {}},
     "rollout.expected.": {"rollout.expected": {}},

@@ -262,9 +262,8 @@ def test_a_teacher_scores_after_its_own_prompt(task: dict[str, Any], text_teache
         job = Distillation(config, RunFolder(config.output), ONE, SILENT, stack)
         job.prepare()
         row: Any = job.data.rows[0]
-        other = job.teacher_prompt
-        assert other is not None
-        turns = other.prompt.messages(other.text(row))
+        other = job.teacher_encoder.prompt
+        turns = other.messages(other.text(row))
         assert [turn["role"] for turn in turns] == ["system", "user", "assistant", "user"]
         assert turns[-1]["content"] == f"thing[{row.columns['thing']}]: {row.references[0]}"
         response = job.encoder.gold("It is blue.", job.model.turn_end)
@@ -273,7 +272,7 @@ def test_a_teacher_scores_after_its_own_prompt(task: dict[str, Any], text_teache
         payload: Any = job.teacher.score([first.teacher_prompt], [response]).payload
         assert job._local is not None
         whole = [*job.teacher_encoder.prefix, *first.teacher_prompt, *response]
-        assert whole == [*other.prompt.render(job.model.tokenizer, other.text(first.example)), *response]  # type: ignore[arg-type]
+        assert whole == [*other.render(job.model.tokenizer, other.text(first.example)), *response]
         with torch.no_grad():
             found = job._local.network.model(torch.tensor([whole])).last_hidden_state[0]
         expected = found[len(whole) - len(response) - 1 : -1]

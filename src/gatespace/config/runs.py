@@ -107,8 +107,6 @@ class TrainConfig(Section):
             what = f"{self.objective.support} is over labels, and task.text has none"
             raise Fault("objective.support", what, instead="full")
         _check_probabilities(self.task, self.evaluation)
-        if self.task.text is None and self.teacher.prompt is not None:
-            raise Fault("teacher.prompt", "a teacher's own prompt is for text tasks", instead="null, or task.text")
         return self
 
     @model_validator(mode="after")

@@ -272,7 +272,8 @@ class TeacherPromptConfig(Section):
 
     prompt: Name | None = None
     """The user's turn, with columns in braces; they may hold what the student does not see: the right response, a
-    retrieved text. null: the student's turns."""
+    retrieved text. {prompt} is the student's turn, and rows with labels have {text} and {label}. null: the student's
+    turns."""
 
     system: Text | None = None
     """The system's turn; "" for none, null: the student's."""
@@ -307,8 +308,7 @@ class TeacherConfig(Section):
     """Settings of a teacher behind an address, e.g. {timeout: 60, patience: 600, client_key: ..., server_key: ...}."""
 
     prompt: TeacherPromptConfig | None = None
-    """A prompt of the teacher's own, for text tasks: it scores the student's response tokens after this one. null: the
-    student's prompt."""
+    """A prompt of the teacher's own: it scores the student's response tokens after this one. null: the student's."""
 
 
 class OptimizerConfig(Section):

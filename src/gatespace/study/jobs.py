@@ -118,12 +118,14 @@ def _train(job: Job, reads: Reads) -> None:
 def _baseline(job: Job, reads: Reads) -> None:
     """Evaluate the student or the teacher of a configuration as it is."""
     from gatespace.evaluation import evaluate, write
+    from gatespace.tasks.configured import teacher_prompt
     from gatespace.training.setup import material, open_member, placement
 
     config, role = parse_config(TrainConfig, job["config"]), job["role"]
     load_plugins(config.plugins)
     with folder_of(job).claim() as folder:
         data, pair, settings = material(config.task, "distill"), config.pair, config.evaluation
+        prompt = teacher_prompt(config.teacher.prompt, data.prompt) if role == "teacher" else data.prompt
         about = {"model": getattr(pair, role), "task": data.task.name, "digest": data.task.digest}
         if is_address(getattr(pair, role)):
             # A service scores responses and generates none: its accuracy is for those who run it to measure.
@@ -137,7 +139,7 @@ def _baseline(job: Job, reads: Reads) -> None:
             evaluation = evaluate(
                 model,
                 data.task,
-                data.prompt,
+                prompt,
                 split=split,
                 limit=settings.limit_of(split),
                 max_new_tokens=settings.max_new_tokens,

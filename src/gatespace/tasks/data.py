@@ -107,6 +107,11 @@ class Example:
         return self.label
 
     @property
+    def columns(self) -> dict[str, str]:
+        """What templates can name."""
+        return {"text": self.text, "label": self.label}
+
+    @property
     def where(self) -> str:
         """Not known: the row's text says which one it is."""
         return ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from gatespace.models.encode import Encoder
 from gatespace.plugins import provider
 from gatespace.runs import RunFolder
 from gatespace.seeding import generator, permutation
-from gatespace.tasks.text import OtherPrompt, Template, TextPrompt
+from gatespace.tasks.configured import teacher_prompt
 from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.local import LocalTeacher
 from gatespace.teacher.scores import ScoreSpec, Teacher
@@ -79,6 +78,7 @@ class Distillation(Job):
         if self.cache is not None:
             stack.enter_context(self.cache)
         self._local = local
+        _ = self.teacher_encoder  # what is wrong with its prompts is said before the folder is this run's
         if local is not None:
             self.vocab_size = self.check_pair(local)
             if processes.size > 1:
@@ -117,33 +117,22 @@ class Distillation(Job):
         )
 
     @cached_property
-    def teacher_prompt(self) -> OtherPrompt | None:
-        """The teacher's own prompt; None: it reads the student's."""
-        own, prompt = self.config.teacher.prompt, self.data.prompt
-        if own is None or not isinstance(prompt, TextPrompt):
-            return None
-        examples = tuple((shot.user, shot.assistant) for shot in own.examples)
-        with in_setting("teacher.prompt.prompt"):
-            template = None if own.prompt is None else Template(own.prompt)
-        return OtherPrompt(prompt, template, own.system, examples)
-
-    @cached_property
     def teacher_encoder(self) -> Encoder:
         """The prompts that the teacher reads, in tokens: those of the student, unless it has its own."""
-        other = self.teacher_prompt
-        if other is None:
+        prompt = teacher_prompt(self.config.teacher.prompt, self.data.prompt)
+        if prompt is self.data.prompt:
             return self.encoder
-        model, share = self._local or self.model, self.config.engine.share_prefix
-        rows: Any = self.data.rows
-        encoder = Encoder(other.prompt, model.tokenizer, [other.text(row) for row in rows], share=share)
-        asked = [replace(row, text=other.text(row)) for row in rows]
+        model, share, rows = self._local or self.model, self.config.engine.share_prefix, self.data.rows
+        encoder = Encoder(prompt, model.tokenizer, [prompt.text(row) for row in rows], share=share)
         with in_setting("teacher.prompt"):
-            encoder.check(asked, model.window, self.config.rollout.max_new_tokens)
+            encoder.check(rows, model.window, self.config.rollout.max_new_tokens)
         return encoder
 
     def _asked(self) -> Callable[[Any], list[int]] | None:
-        other = self.teacher_prompt
-        return None if other is None else lambda row: self.teacher_encoder.suffix(other.text(row))
+        encoder = self.teacher_encoder
+        if encoder.prompt is self.data.prompt:
+            return None
+        return lambda row: encoder.suffix(encoder.prompt.text(row))
 
     def _teacher_device(self) -> str:
         device = self.config.pair.teacher_device or self.place.device

@@ -26,6 +26,7 @@ from gatespace.rollout import Rollout
 from gatespace.rollout.labels import label_log_probs, label_responses
 from gatespace.seeding import permutation
 from gatespace.teacher.scores import ScoreSpec
+from gatespace.training.batches import Row
 from gatespace.training.clock import Clock
 from gatespace.training.distill import Distillation
 from gatespace.training.rollouts import MicroBatch, OnPolicy
@@ -59,8 +60,8 @@ class LabelDistillation(Distillation):
     @cached_property
     def teacher_encoder(self) -> Encoder:
         """The task in the teacher's tokens; a teacher elsewhere has those of the student."""
-        if self._local is None:
-            return self.encoder
+        if self._local is None or self.config.teacher.prompt is not None:
+            return super().teacher_encoder
         return encoder_for(self.data, self._local, self.splits, share=self.config.engine.share_prefix)
 
     @cached_property
@@ -108,18 +109,18 @@ class LabelDistillation(Distillation):
         return torch.cat([log_probs, torch.log(-torch.expm1(known))], -1)
 
     @torch.no_grad()
-    def teacher_logits(self, texts: Sequence[str]) -> Tensor:
+    def teacher_logits(self, rows: Sequence[Row]) -> Tensor:
         """(B, L) of the outcomes by the teacher, whose states are in its score cache."""
         labels, encoder = self.teacher_labels, self.teacher_encoder
-        prompts = [encoder.suffix(text) for text in texts for _ in labels]
-        scores = self.teacher.score(prompts, labels * len(texts))
+        texts = [encoder.prompt.text(row.example) for row in rows]
+        scores = self.teacher.score([encoder.suffix(text) for text in texts for _ in labels], labels * len(texts))
         payload, head = scores.payload, scores.head
         assert isinstance(payload, Tensor)
         assert head is not None
         states = payload[0]
         ids = torch.tensor([token for label in labels for token in label] * len(texts), device=states.device)
-        rows = torch.arange(len(ids), device=states.device)
-        found = token_log_probs(states, head, rows, ids, self.teacher.vocab_size).view(len(texts), -1)
+        places = torch.arange(len(ids), device=states.device)
+        found = token_log_probs(states, head, places, ids, self.teacher.vocab_size).view(len(texts), -1)
         return self.logits(torch.stack([part.sum(-1) for part in found.split([len(ids) for ids in labels], 1)], 1))
 
     def loss(self, step: int, batch: MicroBatch) -> LossOutput:
@@ -165,7 +166,7 @@ class _LabelRows(OnPolicy):
         """Each micro-batch with the teacher's logits."""
         for batch in batches:
             with clock("score"):
-                teacher = self.job.teacher_logits([row.example.text for row in batch.rows])
+                teacher = self.job.teacher_logits(batch.rows)
             self.current = LabelBatch(batch.rows, batch.places, prefix=prefix, teacher=teacher)
             yield self.current
 
