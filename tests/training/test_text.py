@@ -12,11 +12,13 @@ import pytest
 from filelock import FileLock
 
 from gatespace.config import TeachConfig, TrainConfig, parse_config
+from gatespace.config.sections import TeacherPromptConfig
 from gatespace.errors import UsageError
+from gatespace.evaluation import evaluate
 from gatespace.models import load_model
 from gatespace.models.encode import Encoder
 from gatespace.rollout import greedy
-from gatespace.tasks.configured import configured_prompt, configured_rows, load_configured_task
+from gatespace.tasks.configured import configured_prompt, configured_rows, load_configured_task, teacher_prompt
 from gatespace.training.progress import Silent
 from gatespace.training.setup import material
 from gatespace.training.train import teach, train
@@ -291,6 +293,17 @@ def test_a_student_learns_a_prompt_that_it_does_not_see(
     found = losses(tmp_path / "shown")
     assert found[0] > 1e-3
     assert found[-1] < found[0]
+
+
+def test_a_teacher_is_evaluated_by_what_it_is_shown(task: dict[str, Any], text_teacher: Path) -> None:
+    model, settings = load_model(str(text_teacher / "model")), parse_config(TeachConfig, {"task": task}).task
+    loaded = load_configured_task(settings)
+    student = configured_prompt(settings, loaded)
+    assert teacher_prompt(None, student) is student
+    own = parse_config(TeacherPromptConfig, {"prompt": "thing[{thing}], colour[red]"})
+    found = evaluate(model, loaded, teacher_prompt(own, student), split="test", limit=12, max_new_tokens=14)
+    assert [row.text for row in found.predictions] == [row.text for row in loaded.rows("test")[:12]]
+    assert sum("red" in row.response for row in found.predictions) > 8  # type: ignore[union-attr]
 
 
 def test_columns_that_a_teacher_prompt_lacks(task: dict[str, Any], text_teacher: Path, tmp_path: Path) -> None:

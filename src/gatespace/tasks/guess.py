@@ -58,6 +58,13 @@ def guess_task(
                 how = {"source": source, "messages": column, "metric": metric or _metric([])}
                 return Guess({"text": how}, f"a text task: {column!r} holds conversations, judged by {how['metric']}")
         label = next((spelled[name] for name in _LABELS if name in spelled), None)
+        if label is not None and len(only := {str(row.get(label)).strip() for row in rows}) == 1:
+            raise UsageError(
+                f"all rows have the same {label}",
+                got=f"{source}: {only.pop()!r} in {len(rows)} rows",
+                why="there is nothing to learn where one response is always right",
+                instead="rows with other labels; or --answer, where the right response is in another column",
+            )
         if label is not None and metric is None and (labels := _labels(rows, label)):
             text = _longest(rows, [column for column in columns if column != label])
             table = {"source": source, "labels": labels, "text_column": text, "label_column": label}
