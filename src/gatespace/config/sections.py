@@ -519,7 +519,7 @@ class AlarmsConfig(Section):
     """The share of a response's 4-grams that stand in it before: at least this much."""
 
     legal: Share | None = 0.3
-    """The share of responses that have a legal answer: at most this much."""
+    """The share of responses that have a legal answer: at most this much. Tasks with labels only."""
 
     stop_on: Annotated[tuple[AlarmName, ...], AfterValidator(_once)] = ()
     """Alarms that end the run, with a checkpoint and exit code 3. Without them here the same command resumes it."""

@@ -336,7 +336,8 @@ def _responses(view: View) -> Table:
             )  # fmt: skip
     columns = (
         TASK, text("model", "point"), SEEDS, text("judged_by", "judged by"), percent("score", "mean score, %"),
-        *(percent(name, f"{name}, %") for name in names), number("length", "tokens"), percent("truncated", "cut off, %"),
+        *(percent(name, f"{name}, %") for name in names), number("length", "tokens"),
+        percent("truncated", "cut off, %"),
     )  # fmt: skip
     return Table.of(
         "responses", "Responses in free text on the test split", columns, records, stub=2,
