@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from gatespace.errors import UsageError
 from gatespace.tasks.scores import number_in
-from gatespace.tasks.table import read_source
+from gatespace.tasks.table import place_of, read_source
 
 _MESSAGES = ("messages", "conversations", "conversation", "chat", "dialog", "dialogue")
 _LABELS = ("label", "labels", "class", "category", "intent", "sentiment")
@@ -44,7 +43,7 @@ def guess_task(
         answer: The column of the right response; None: guessed.
         metric: By its name; None: guessed from the right responses. With one, responses are free text.
     """
-    if not Path(source).expanduser().exists():
+    if not place_of(source).exists():
         raise UsageError("there is no such file or folder", got=source, instead="for a dataset of the Hub, task.text")
     found, _ = read_source(source, (), [])
     rows = [cells for _, (_, cells) in zip(range(_LOOKED_AT), found["train"], strict=False) if cells is not None]
