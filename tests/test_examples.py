@@ -14,8 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gatespace import signals
+from gatespace.cli.study_file import checked_plan, load_study
+from gatespace.config import TaskConfig, TeachConfig, TrainConfig, load_config, parse_config
 from gatespace.models import TinyPair, build_tiny
+from gatespace.plugins import load_plugins
 from gatespace.tasks import synthetic_task
+from gatespace.tasks.configured import load_configured_task
+from gatespace.tasks.scores import find_metric
+from gatespace.training.train import train
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 LONGEST = 60
@@ -139,3 +145,69 @@ def test_a_signal_of_ones_own(place: Path, capsys: pytest.CaptureFixture[str]) -
     finally:
         for name in ("margin", "lag"):
             signals.unregister(name)
+
+
+# ---------------------------------------------------------------------------------------------------- free text
+
+TEXT = EXAMPLES / "text"
+
+
+@pytest.fixture
+def at_the_root(text_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the commands of docs/text.md are pasted."""
+    monkeypatch.setenv("GATESPACE_TEXT", str(text_data))
+    monkeypatch.chdir(EXAMPLES.parent)
+
+
+def test_every_configuration_is_read() -> None:
+    names = {file.name for file in TEXT.glob("*.yaml")}
+    assert names == {"e2e.yaml", "e2e-study.yaml", "instruction.yaml", "gsm8k.yaml"}
+    for name in ("e2e", "gsm8k"):
+        load_config(TeachConfig, TEXT / f"{name}.yaml")
+    for name in ("e2e", "gsm8k", "instruction"):
+        load_config(TrainConfig, TEXT / f"{name}.yaml", ["pair.teacher=self"])
+    config = load_study(str(TEXT / "e2e-study.yaml"), trust_plugins=True)
+    plan = checked_plan(config)
+    assert {(run.point, run.seed) for run in plan.runs.values()} == {
+        (point, seed) for point in ("G4", "G5", "static:0.5") for seed in (42, 2)
+    }
+    assert {one.axis for one in plan.comparisons if one.status == "comparable"} == {"static"}
+    # the study asks what the single runs ask
+    assert parse_config(TaskConfig, config.tasks["e2e"].task) == load_config(TeachConfig, TEXT / "e2e.yaml").task
+
+
+@pytest.mark.usefixtures("at_the_root")
+def test_slots_are_covered_by_references() -> None:
+    load_plugins([str(TEXT / "e2e_metrics.py")])
+    rows = load_configured_task(load_config(TeachConfig, TEXT / "e2e.yaml").task).rows("test")
+    assert len(rows) == 630
+    covered, sentence = find_metric("slots"), find_metric("one_sentence")
+    own = [covered(row.references[0], (), row.columns) for row in rows]
+    others = [
+        covered(other.references[0], (), row.columns) for row, other in zip(rows, rows[300:] + rows[:300], strict=True)
+    ]
+    assert sum(own) / len(own) > 0.9 > 0.5 > sum(others) / len(others)
+    said = {"The Mill is a pub.": 1, "The Mill is a pub. It is old.": 0, "name[The Mill]": 0, "The Mill is": 0}
+    assert {text: sentence(text, (), {}) for text in said} == said
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("at_the_root")
+@pytest.mark.parametrize("name", ["e2e", "instruction", "gsm8k"])
+def test_a_step_of_each(name: str, short_smollm2: Path, tmp_path: Path) -> None:
+    load("text/gsm8k_messages").main(str(tmp_path / "gsm8k"))
+    teacher = "self" if name == "instruction" else str(short_smollm2)
+    source = [f"task.text.source={tmp_path / 'gsm8k'}"] if name == "gsm8k" else []
+    smaller = [
+        f"pair.student={short_smollm2}",
+        f"pair.teacher={teacher}",
+        "steps=1",
+        "batch_size=2",
+        "engine.threads=1",
+    ]
+    smaller += ["rollout.max_new_tokens=6", "evaluation.max_new_tokens=6", "evaluation.limit=2", "evaluation.every=0"]
+    smaller += ["evaluation.final=[test]", "teacher.cache=null", f"output={tmp_path / 'run'}"]
+    config = load_config(TrainConfig, TEXT / f"{name}.yaml", [*smaller, *source])
+    found = train(config)["evaluation"]["test"]
+    assert found["metrics"]["metric"] == {"e2e": "rouge_l", "instruction": "one_sentence", "gsm8k": "number"}[name]
+    assert found["available"] == {"e2e": 630, "instruction": 630, "gsm8k": 1319}[name]

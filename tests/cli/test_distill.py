@@ -2,24 +2,86 @@ from __future__ import annotations
 
 import json
 
+import pytest
 
-def test_one_command_from_a_table_to_a_model(cli, tmp_path):
-    data = tmp_path / "rows.csv"
-    data.write_text("mr,ref\n" + "".join(f"thing {i},The thing number {i} is good.\n" for i in range(30)))
-    words = [
-        "distill", data, "--teacher", "tiny-teacher", "--student", "tiny-student", "--steps", "2", "--batch-size", "4",
-        "--metric", "token_f1", "--set", "engine.precision=fp32", "-o", tmp_path / "run",
-    ]  # fmt: skip
+from gatespace.files import read
+
+PAIR = ("--teacher", "tiny-teacher", "--student", "tiny-student", "--set", "engine.precision=fp32")
+TEXT = "mr,ref\n" + "".join(f"thing {i},The thing number {i} is good.\n" for i in range(30))
+LABELS = "text,label\n" + "".join(
+    f"I feel {('fine', 'ill')[i % 2]} on day {i},{('yes', 'no')[i % 2]}\n" for i in range(40)
+)
+
+
+def names_and_scores(printed):
+    """Name → the number beside it, of the printed table."""
+    rows = [line.strip().partition("  ") for line in printed.splitlines()]
+    models = ("teacher", "student before", "student after")
+    return {name: float(rest.split()[0]) for name, _, rest in rows if name in models}
+
+
+@pytest.mark.parametrize(
+    "rows, options, said, metric",
+    [
+        (
+            TEXT,
+            ("--metric", "token_f1", "--steps", "2"),
+            "a text task: prompt '{mr}', right response 'ref'",
+            "token_f1",
+        ),
+        (LABELS, ("--steps", "12"), "a label task: 'label' holds 2 labels (no, yes), 'text' the text", "accuracy"),
+    ],
+)
+def test_one_command_from_a_table_to_a_model(cli, tmp_path, rows, options, said, metric):
+    data, run = tmp_path / "rows.csv", tmp_path / "run"
+    data.write_text(rows)
+    words = ["distill", data, *PAIR, *options, "--batch-size", "4", "-o", run]
     result = cli(*words)
     assert result.exit_code == 0, result.stderr
-    assert "a text task: prompt '{mr}', right response 'ref', judged by token_f1" in result.stderr
-    firsts = [line.strip().partition("  ")[0] for line in result.stdout.splitlines()]
-    assert [one for one in firsts if one in ("teacher", "student before", "student after")] == [
-        "teacher", "student before", "student after",
-    ]  # fmt: skip
-    assert (tmp_path / "run" / "model" / "config.json").is_file()
+    assert said in result.stderr
+    assert f"test {metric}" in result.stdout
+    assert (run / "model" / "config.json").is_file()
     again = json.loads(cli(*words, "--json", "--quiet").stdout)
-    run = json.loads((tmp_path / "run" / "evaluation-test.json").read_text())
-    assert again["models"]["student after"]["score"] == run["metrics"]["score"]
-    assert again["models"]["teacher"]["parameters"] > again["models"]["student after"]["parameters"] > 0
-    assert run["max_new_tokens"] > 8
+    assert again["metric"] == metric
+    models, found = again["models"], json.loads((run / "evaluation-test.json").read_text())["metrics"]
+    assert models["student after"]["score"] == found["score" if metric == "token_f1" else "accuracy"]
+    assert names_and_scores(result.stdout) == {name: round(one["score"], 4) for name, one in models.items()}
+    assert models["teacher"]["parameters"] > models["student after"]["parameters"] > 0
+    assert models["student before"]["parameters"] == models["student after"]["parameters"]
+    for one in models.values():
+        assert one["megabytes"] == pytest.approx(4e-6 * one["parameters"])
+        assert one["tokens_per_second"] > 0
+        assert one["rows"] == one["of"] == found["count"]
+    assert again["minutes"] > 0 < again["train_minutes"]
+    # training ended by the rule of patience, and with the best weights
+    curve = [record.get("score", record.get("accuracy")) for record in read(run / "evaluations.jsonl")]
+    steps, best = [record["step"] for record in read(run / "evaluations.jsonl")], curve.index(max(curve))
+    done = again["steps"]
+    assert done["chosen_step"] == steps[best]
+    assert done["steps"] == steps[-1] == (done["planned_steps"] if len(curve) - 1 - best < 3 else steps[best + 3])
+    assert f"{done['steps']} of {options[-1]} steps" in result.stdout
+    if done["chosen_step"] == 0:
+        assert models["student after"]["score"] == models["student before"]["score"]
+
+
+@pytest.mark.parametrize(
+    "rows, options, message",
+    [
+        ("", (), "there are no rows"),
+        ("text,label\n", (), "there are no rows"),
+        ("text,label\na,x\nb,x\nc,x\n", (), "all rows have the same label"),
+        ("text,label\na,x\nb,y\n", (), "no row is left for test"),
+        ("mr,ref\na,b\nc,d\ne,f\n", (), "no row is left for val"),
+        (LABELS + "what,\n", (), "rows.csv:42: 'label' is not a label"),
+        (TEXT, ("--prompt", "{nope}"), "rows.csv:2 has no column 'nope'"),
+        (TEXT, ("--answer", "nope"), "rows.csv:2 has no column 'nope'"),
+        (TEXT, ("--metric", "rogue"), "unknown metric"),
+        ("a,b,c\n1,2,3\n", (), "which columns are the prompt and the right response?"),
+    ],
+)
+def test_tables_that_cannot_be_distilled_on(cli, tmp_path, rows, options, message):
+    (tmp_path / "rows.csv").write_text(rows)
+    result = cli("distill", tmp_path / "rows.csv", *PAIR, *options, "-o", tmp_path / "run")
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+    assert not (tmp_path / "run").exists()

@@ -69,7 +69,6 @@ WRONG = [
     ("task.text={source: x, messages: z, too_long: truncate}", "task.text.too_long", "needs max_prompt_tokens"),
     ("task={name: synthetic, text: {source: x, messages: z}}", "task.name", "no meaning beside task.text"),
     ("task={brief: true, text: {source: x, messages: z}}", "task.brief", "no meaning beside task.text"),
-    ("teacher.prompt={system: x}", "teacher.prompt", "for text tasks"),
     ("teacher.prompt={}", "teacher.prompt", "names nothing"),
     ("task.table={labels: [x, y]}", "task.table.source", "is needed"),
     ("task.table={source: 5, labels: [x, y]}", "task.table.source", "a file, a folder"),

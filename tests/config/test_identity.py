@@ -106,6 +106,7 @@ COUNTED: dict[type[TrainConfig] | type[TeachConfig], dict[str, Any]] = {
         "pair.student_revision": "v1",
         "pair.teacher_revision": "v1",
         "pair.teacher_quantization": "int8",
+        "pair.student_quantization": "nf4",
         "pair.trust_remote_code": True,
         "pair.lora": {},
         **{f"pair.lora.{key}": value for key, value in LORA.items()},
@@ -191,11 +192,11 @@ OTHER = {
 }
 # What has to be set as well, so that the value is allowed. It is in both of the compared configurations.
 BESIDE: dict[str, dict[str, Any]] = {
+    "pair.student_quantization": {"pair.lora": {}},
     "task.table.": {"task.table": {"source": "mails.csv", "labels": ["a", "b"]}},
     "task.text.": {"task.text": {"source": "chats.jsonl", "messages": "messages"}},
     "task.text.prompt": {"task.text": {"source": "chats.jsonl", "prompt": "{x}", "answer": "y"}},
     "task.text.too_long": {"task.text.max_prompt_tokens": 100},
-    "teacher.prompt": {"task.text": {"source": "chats.jsonl", "messages": "messages"}},
     "teacher.prompt.": {"teacher.prompt": {"system": "Be brief."}},
     "pair.lora.": {"pair.lora": {}},
     "pair.teachers": {"pair.teacher": None, "pair.teachers": {"math": "one"}},

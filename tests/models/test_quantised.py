@@ -1,4 +1,4 @@
-"""Quantised teachers: what runs with bitsandbytes on this machine, and what is said where a package is missing."""
+"""Quantised teachers and students: what bitsandbytes does on this machine, and what is said where it is missing."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from gatespace.config import TrainConfig, parse_config
+from gatespace.config import TrainConfig, dump_config, parse_config
 from gatespace.errors import UsageError
-from gatespace.models import Model, TinyPair, build_tiny, load_model
+from gatespace.models import Model, TinyPair, build_tiny, load_model, merged, with_lora
+from gatespace.study.jobs import execute
 from gatespace.tasks import synthetic_task
 from gatespace.teacher.local import LocalTeacher
 from gatespace.teacher.scores import ScoreSpec
@@ -28,6 +30,21 @@ needs_bitsandbytes = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     return build_tiny(synthetic_task(size=600), tmp_path_factory.mktemp("tiny"))
+
+
+def run(tiny: TinyPair, output: Path, **pair: object) -> TrainConfig:
+    settings = {
+        "task": {"name": "synthetic", "brief": True},
+        "pair": {"student": str(tiny.student), "teacher": str(tiny.teacher), **pair},
+        "teacher": {"cache": None},
+        "steps": 2,
+        "batch_size": 4,
+        "rollout": {"max_new_tokens": 4},
+        "optimizer": {"lr": 1e-2},
+        "evaluation": {"every": 0, "limit": 4, "max_new_tokens": 8, "final": ["val"]},
+        "output": str(output),
+    }
+    return parse_config(TrainConfig, settings)
 
 
 def scores(model: Model, questions: list[tuple[list[int], list[int]]]) -> Tensor:
@@ -83,11 +100,74 @@ def test_saved_quantised_weights_are_scored_with_and_not_trained(tiny: TinyPair,
     again = load_model(str(tmp_path / "nf4"))
     assert again.fingerprint() == model.fingerprint()
     assert scores(again, QUESTIONS).equal(scores(model, QUESTIONS))
-    settings = {
-        "task": {"name": "synthetic", "brief": True},
-        "pair": {"student": str(tmp_path / "nf4"), "teacher": str(tiny.teacher)},
-        "teacher": {"cache": None},
-        "output": str(tmp_path / "run"),
-    }
     with pytest.raises(UsageError, match="quantised weights are not trained"):
-        train(parse_config(TrainConfig, settings))
+        train(run(tiny, tmp_path / "run", student=str(tmp_path / "nf4")))
+
+
+# ---------------------------------------------------------------------------------------------------- students
+
+
+def test_a_quantised_student_learns_in_additions(tiny: TinyPair, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"student_quantization: quantised weights are not trained"):
+        run(tiny, tmp_path, student_quantization="nf4")
+    pair = run(tiny, tmp_path, student_quantization="nf4", teacher="self", lora={}).pair
+    assert (pair.quantization("student"), pair.quantization("teacher")) == ("nf4", "nf4")
+    assert run(tiny, tmp_path, student_quantization="nf4", lora={}).pair.quantization("teacher") is None
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="it is installed")
+@pytest.mark.parametrize("role", ["student", "teacher"])
+def test_a_run_and_a_baseline_say_what_is_missing(role: str, tiny: TinyPair, tmp_path: Path) -> None:
+    config = run(tiny, tmp_path / "run", **{f"{role}_quantization": "nf4"}, lora={})
+    with pytest.raises(UsageError, match=rf"(?s)pair\.{role}: .*pip install bitsandbytes"):
+        train(config)
+    job = {"do": "baseline", "role": role, "config": dump_config(config), "folder": str(tmp_path / "base")}
+    outcome = execute(job)
+    assert outcome["state"] == "failed"
+    assert "pip install bitsandbytes" in outcome["error"]
+
+
+IDS = torch.tensor([[5, 17, 300, 2, 41], [9, 8, 7, 6, 5]])
+
+
+def learned(model: Model) -> dict[str, Tensor]:
+    """The adapters' gradients, after they have moved."""
+    found = {name: weight for name, weight in model.network.named_parameters() if weight.requires_grad}
+    for _ in range(2):
+        model.network.zero_grad()
+        (model.body(input_ids=IDS).last_hidden_state @ model.head.weight.T).log_softmax(-1)[..., 11].mean().backward()
+        with torch.no_grad():
+            for weight in found.values():
+                weight += weight.grad
+    return {name: weight.grad for name, weight in found.items() if weight.grad is not None}
+
+
+@needs_bitsandbytes
+def test_gradients_and_the_merged_model_are_those_of_the_same_weights_unquantised(tiny: TinyPair) -> None:
+    model = with_lora(load_model(str(tiny.student), quantization="nf4"), r=4)
+    plain = with_lora(merged(model), r=4)
+    assert not getattr(plain.network, "is_quantized", False)
+    found, expected = learned(model), learned(plain)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+    with torch.no_grad():
+        right = model.network(IDS).logits
+        for other in (plain, merged(model)):
+            torch.testing.assert_close(other.network(IDS).logits, right, rtol=1e-4, atol=1e-4)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_student_on_a_quantised_base_is_trained_and_saved_whole(
+    precision: str, tiny: TinyPair, tmp_path: Path
+) -> None:
+    config = run(tiny, tmp_path / "run", student_quantization="nf4", teacher_quantization="int8", lora={"r": 4})
+    config = config.model_copy(update={"engine": config.engine.model_copy(update={"precision": precision})})
+    summary = train(config)
+    assert summary["steps"] == 2
+    saved = tmp_path / "run" / "model"
+    assert "quantization_config" not in json.loads((saved / "config.json").read_text())
+    assert {tensor.dtype for tensor in load_file(saved / "model.safetensors").values()} == {torch.float32}
+    model = load_model(str(saved))
+    assert model.end_ids == load_model(str(tiny.student)).end_ids

@@ -328,3 +328,30 @@ def test_a_published_method_with_rollouts_of_its_own() -> None:
     assert {run.objective.method for run in runs.values()} == {"revisiting_opd", "distillm2"}
     ids = {run.point: run.id for run in plan.runs.values() if run.kind == "published"}
     assert len(set(ids.values())) == 3
+
+
+def test_a_teacher_prompt_is_common_to_all_seeds_of_a_study():
+    """Another prompt is other runs at every seed, and another evaluation of the teacher: none is taken over."""
+
+    def planned(system):
+        config = study(train={**settings()["train"], "teacher": {"prompt": {"system": system}}})
+        prompts = {train_config(config, "messages", seed, {}).teacher.prompt.system for seed in config.seeds}
+        assert prompts == {system}
+        return {*make_plan(config).runs}, baseline_name(config, "messages", "teacher")
+
+    (runs, teacher), (others, other) = planned("Be brief."), planned("Be long.")
+    assert len(runs) == len(others)
+    assert not runs & others
+    assert teacher != other
+
+
+def test_a_baseline_is_named_by_how_its_model_is_loaded():
+    def named(**pair):
+        config = study(train={**settings()["train"], "pair": {"lora": {}, **pair}}, teach={})
+        return [baseline_name(config, "messages", role) for role in ("student", "teacher")]
+
+    own = {"student": "a", "teacher": "b"}
+    assert named(**own, teacher_quantization="nf4")[0] == named(**own)[0]
+    assert named(**own, teacher_quantization="nf4")[1] != named(**own)[1]
+    assert named(**own, student_quantization="nf4")[0] != named(**own)[0]
+    assert named(student="a", teacher="self")[1] != named(student="c", teacher="self")[1]

@@ -12,11 +12,14 @@ import pytest
 from filelock import FileLock
 
 from gatespace.config import TeachConfig, TrainConfig, parse_config
+from gatespace.config.sections import TeacherPromptConfig
 from gatespace.errors import UsageError
+from gatespace.evaluation import evaluate
 from gatespace.models import load_model
 from gatespace.models.encode import Encoder
 from gatespace.rollout import greedy
-from gatespace.tasks.configured import configured_prompt, configured_rows, load_configured_task
+from gatespace.tasks.configured import configured_prompt, configured_rows, load_configured_task, teacher_prompt
+from gatespace.training.alarms import AlarmError
 from gatespace.training.progress import Silent
 from gatespace.training.setup import material
 from gatespace.training.train import teach, train
@@ -222,6 +225,27 @@ def test_labels_are_needed_for_what_is_about_labels(task: dict[str, Any], text_t
         distillation(task, text_teacher, tmp_path, evaluation={"probabilities": True})
     with pytest.raises(UsageError, match=r"over labels"):
         distillation(task, text_teacher, tmp_path, objective={"support": "labels"})
+    with pytest.raises(UsageError, match=r"alarms\.stop_on: legal is about labels"):
+        distillation(task, text_teacher, tmp_path, alarms={"stop_on": ["legal"]})
+
+
+def test_alarms_of_free_text_are_measured(task: dict[str, Any], text_teacher: Path, tmp_path: Path) -> None:
+    """A cap that cuts every response raises the alarm that says so; of labels nothing is known."""
+    config = distillation(
+        task,
+        text_teacher,
+        tmp_path / "run",
+        rollout={"max_new_tokens": 2},
+        alarms={"window": 1, "stop_on": ["truncated"]},
+        trace={"tokens_every": 1},
+    )
+    with pytest.raises(AlarmError, match=r"truncated") as error:
+        train(config)
+    assert "task.text.stop" in str(error.value)
+    (record, *_) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert record.get("legal_answers") is None
+    for name in ("student_entropy_nats", "teacher_entropy_nats", "top_k_overlap", "repeated_ngrams", "ended"):
+        assert record[name] is not None
 
 
 # ---------------------------------------------------------------------------------------------------- teacher's prompt
@@ -262,9 +286,8 @@ def test_a_teacher_scores_after_its_own_prompt(task: dict[str, Any], text_teache
         job = Distillation(config, RunFolder(config.output), ONE, SILENT, stack)
         job.prepare()
         row: Any = job.data.rows[0]
-        other = job.teacher_prompt
-        assert other is not None
-        turns = other.prompt.messages(other.text(row))
+        other = job.teacher_encoder.prompt
+        turns = other.messages(other.text(row))
         assert [turn["role"] for turn in turns] == ["system", "user", "assistant", "user"]
         assert turns[-1]["content"] == f"thing[{row.columns['thing']}]: {row.references[0]}"
         response = job.encoder.gold("It is blue.", job.model.turn_end)
@@ -273,7 +296,7 @@ def test_a_teacher_scores_after_its_own_prompt(task: dict[str, Any], text_teache
         payload: Any = job.teacher.score([first.teacher_prompt], [response]).payload
         assert job._local is not None
         whole = [*job.teacher_encoder.prefix, *first.teacher_prompt, *response]
-        assert whole == [*other.prompt.render(job.model.tokenizer, other.text(first.example)), *response]  # type: ignore[arg-type]
+        assert whole == [*other.render(job.model.tokenizer, other.text(first.example)), *response]
         with torch.no_grad():
             found = job._local.network.model(torch.tensor([whole])).last_hidden_state[0]
         expected = found[len(whole) - len(response) - 1 : -1]
@@ -292,6 +315,30 @@ def test_a_student_learns_a_prompt_that_it_does_not_see(
     found = losses(tmp_path / "shown")
     assert found[0] > 1e-3
     assert found[-1] < found[0]
+
+
+def test_a_teacher_is_evaluated_by_what_it_is_shown(task: dict[str, Any], text_teacher: Path) -> None:
+    model, settings = load_model(str(text_teacher / "model")), parse_config(TeachConfig, {"task": task}).task
+    loaded = load_configured_task(settings)
+    student = configured_prompt(settings, loaded)
+    assert teacher_prompt(None, student) is student
+    own = parse_config(TeacherPromptConfig, {"prompt": "thing[{thing}], colour[red]"})
+    found = evaluate(model, loaded, teacher_prompt(own, student), split="test", limit=12, max_new_tokens=14)
+    assert [row.text for row in found.predictions] == [row.text for row in loaded.rows("test")[:12]]
+    assert sum("red" in row.response for row in found.predictions) > 8  # type: ignore[union-attr]
+
+
+def test_a_teacher_prompt_is_the_same_at_all_seeds(task: dict[str, Any], text_teacher: Path, tmp_path: Path) -> None:
+    """Nothing of a run's seed can be in it, and a folder that was begun with one is not resumed with another."""
+    by_seed = {"prompt": {"prompt": "thing[{thing}] {seed}"}}
+    with pytest.raises(UsageError, match=r"things\.jsonl:\d+ has no column 'seed'"):
+        train(distillation(task, text_teacher, tmp_path / "run", teacher=by_seed))
+    assert not (tmp_path / "run" / "config.yaml").exists()
+    one, other = ({"prompt": {"prompt": f"thing[{{thing}}] {word}"}} for word in ("one", "two"))
+    made = distillation(task, text_teacher, tmp_path / "run", steps=1, teacher=one)
+    train(made)
+    with pytest.raises(UsageError, match=r"teacher\.prompt\.prompt"):
+        train(distillation(task, text_teacher, tmp_path / "run", steps=1, teacher=other))
 
 
 def test_columns_that_a_teacher_prompt_lacks(task: dict[str, Any], text_teacher: Path, tmp_path: Path) -> None:

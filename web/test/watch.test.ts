@@ -3,11 +3,11 @@ import { test } from "node:test";
 import { extent, lastOf, look } from "../src/watch/Charts.tsx";
 import { waiting } from "../src/watch/client.ts";
 import { quoted } from "../src/watch/Overview.tsx";
-import { counted, type Curves, duration, headline, merged, type Row, share, type Snapshot } from "../src/watch/snapshot.ts";
+import { counted, type Curves, duration, headline, merged, metricOf, type Row, share, type Snapshot } from "../src/watch/snapshot.ts";
 import { drawn, FOLLOWED, fromLink, listed, Looks, START, toLink } from "../src/watch/state.ts";
 
 const row = (id: string, change: Partial<Row> = {}): Row => ({
-  id, title: `x ${id}`, task: "x", point: id, kind: "point", seed: 1, state: "waiting", step: 0, steps: 10, loss: null, lam: null, accuracy: null, seconds: null,
+  id, title: `x ${id}`, task: "x", point: id, kind: "point", seed: 1, state: "waiting", step: 0, steps: 10, loss: null, lam: null, accuracy: null, metric: "", seconds: null,
   error: "", details: "", when: "", alarms: [], ...change,
 });
 const curves = (last: number): Curves => ({ step: [1, last], loss: [1, null], lam: [null, null], evaluated: [0], accuracy: [0.5] });
@@ -77,6 +77,12 @@ test("a link brings the choices back, and nonsense changes nothing", () => {
 
 test("a server that is gone is asked ever more rarely, up to a bound", () => {
   assert.deepEqual([0, 1, 2, 3, 50].map(waiting), [500, 1000, 2000, 4000, 4000]);
+});
+
+test("what the scores of runs are called", () => {
+  assert.equal(metricOf([]), "score");
+  assert.equal(metricOf([row("a", { metric: "rouge_l" }), row("b", {})]), "rouge_l");
+  assert.equal(metricOf([row("a", { metric: "rouge_l" }), row("b", { metric: "accuracy" })]), "score");
 });
 
 test("ranges of charts", () => {

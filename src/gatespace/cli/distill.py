@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 STEPS, BATCH_SIZE, LR = 60, 24, 5e-5
 """As measured with SmolLM2-135M on emotion (docs/smollm2.md)."""
+CHECKS, PATIENCE, CHECKED_ROWS = 6, 3, 200
+"""Evaluations on validation, how many of them in a row may be no better than the best, and on how many rows."""
 _MOST_TOKENS = 512
 _SPARE_TOKENS = 8
 
@@ -69,7 +72,9 @@ def distill(
 
     Reads the table, guesses what kind of task it is and says so, evaluates
     the teacher and the untouched student, trains, evaluates again, and
-    prints one table. A killed command resumes.
+    prints one table. Training ends where validation has not become better
+    three times in a row, and keeps the best weights. A killed command
+    resumes.
 
     \b
     gatespace distill rows.csv --teacher runs/teach --student smollm2 -o runs/small
@@ -86,6 +91,8 @@ def distill(
     from gatespace.config import TrainConfig
     from gatespace.models.load import TINY
     from gatespace.plugins import load_plugins
+    from gatespace.runs import RunFolder
+    from gatespace.tasks.configured import teacher_prompt
     from gatespace.tasks.guess import guess_task
     from gatespace.training.setup import material
     from gatespace.training.train import train
@@ -95,8 +102,10 @@ def distill(
     own = {"lr": 3e-3 if student in TINY else LR, "steps": steps or STEPS}
     usual = [
         Flag("DATA", "task", {**guess.task, **_split(data, teacher)}),
-        Flag("--steps", "evaluation.every", max(1, own["steps"] // 5)),
+        Flag("--steps", "evaluation.every", max(1, own["steps"] // CHECKS)),
+        Flag("--steps", "evaluation.patience", PATIENCE),
         Flag("--steps", "checkpoint.every", 20),
+        Flag("--steps", "checkpoint.select", "best"),
     ]
     flags = [
         *usual,
@@ -107,7 +116,7 @@ def distill(
         Flag("--batch-size", "batch_size", batch_size or BATCH_SIZE),
         Flag("--lr", "optimizer.lr", lr or own["lr"]),
         Flag("--seed", "seed", seed),
-        Flag("--limit", "evaluation.limit", limit),
+        Flag("--limit", "evaluation.limit", limit or {"val": CHECKED_ROWS}),
         Flag("--output", "output", output),
     ]
     config = with_model_folders(options.load(TrainConfig, None, flags, sets or [], plugins))
@@ -122,13 +131,16 @@ def distill(
         measured["student before"] = _measure(model, found, config, progress.generating)
         del model
         model = _open(config, "teacher", found, progress.note)
-        measured["teacher"] = _measure(model, found, config, progress.generating)
+        shown = replace(found, prompt=teacher_prompt(config.teacher.prompt, found.prompt))
+        measured["teacher"] = _measure(model, shown, config, progress.generating)
         del model
-        train_begun = time.monotonic()
         summary = train(config, progress)
-        minutes = (time.monotonic() - train_begun) / 60
         trained = config.model_copy(
-            update={"pair": config.pair.model_copy(update={"student": str(output / "model"), "student_revision": None})}
+            update={
+                "pair": config.pair.model_copy(
+                    update={"student": str(output / "model"), "student_revision": None, "student_quantization": None}
+                )
+            }
         )
         after = _measure(_open(trained, "student", found, progress.note), found, config, progress.generating)
         after |= _result(summary["evaluation"]["test"])  # as the run's own files have it
@@ -137,7 +149,8 @@ def distill(
         "task": guess.said,
         "metric": found.task.metric,
         "models": {name: measured[name] for name in ("teacher", "student before", "student after")},
-        "train_minutes": minutes,
+        "steps": {key: summary[key] for key in ("steps", "planned_steps", "chosen_step") if key in summary},
+        "train_minutes": (RunFolder(output).seconds() or 0.0) / 60,  # also where it was done before
         "minutes": (time.monotonic() - begun) / 60,
         "model": str(output / "model"),
         "warnings": summary.get("warnings", []),
@@ -161,22 +174,10 @@ def _split(data: str, teacher: str) -> dict[str, Any]:
 
 
 def _open(config: TrainConfig, role: str, data: Material, report: Callable[[str], None]) -> Model:
-    from gatespace.training.setup import open_model, placement
+    from gatespace.training.setup import open_member, placement
 
-    place, pair = placement(config.engine), config.pair
-    name, revision, whose = pair.model(role)
-    return open_model(
-        name,
-        f"pair.{role}",
-        role=whose,
-        task=data.task,
-        device=place.device,
-        dtype=place.dtype,
-        revision=revision,
-        trust_remote_code=pair.trust_remote_code,
-        quantization=pair.teacher_quantization if role == "teacher" else None,
-        report=report,
-    )
+    place = placement(config.engine)
+    return open_member(config.pair, role, task=data.task, device=place.device, dtype=place.dtype, report=report)
 
 
 def _with_cap(config: TrainConfig, data: Material, model: Model, cap: int | None) -> TrainConfig:
@@ -217,7 +218,7 @@ def _measure(model: Model, data: Material, config: TrainConfig, progress: Callab
     parameters = [*model.network.parameters()]
     return {
         **_result(found.as_json()),
-        "parameters": sum(one.numel() for one in parameters),
+        "parameters": model.network.num_parameters(),  # two in a byte are two
         "megabytes": sum(one.nbytes for one in parameters) / 1e6,
         "tokens_per_second": _tokens(model, data, found) / seconds,
     }
@@ -245,5 +246,9 @@ def _print(out: Any, result: dict[str, Any]) -> None:
         numbers = (f"{one['parameters'] / 1e6:.1f}", f"{one['megabytes']:.0f}", f"{one['tokens_per_second']:.0f}")
         shown.add_row(name, f"{one['score']:.4f}", str(one["rows"]), *numbers)
     out.print(shown)
-    out.print(f"{result['minutes']:.1f} minutes, {result['train_minutes']:.1f} of them training")
+    done = result["steps"]
+    if "chosen_step" in done:
+        steps = f"{done['steps']} of {done['planned_steps']} steps"
+        out.print(f"{steps}; the weights are those after step {done['chosen_step']}, the best on validation")
+    out.print(f"{result['minutes']:.1f} minutes; training took {result['train_minutes']:.1f}")
     out.print(f"model  {result['model']}", soft_wrap=True)

@@ -48,6 +48,7 @@ LATER: Mapping[str, Any] = MappingProxyType(
     {
         "objective.shuffle": False,
         "pair.teacher_quantization": None,
+        "pair.student_quantization": None,
         "rollout.staleness": 0,
         "rollout.engine": "native",
         "rollout.expected": None,
@@ -78,7 +79,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 CONTENT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "task": ("task.name", "task.root", "task.table", "task.text"),
-        "student": ("pair.student", "pair.student_revision"),
+        "student": ("pair.student", "pair.student_revision", "pair.student_quantization"),
         "teacher": ("pair.teacher", "pair.teachers", "pair.teacher_revision", "pair.teacher_quantization"),
         "model": ("model", "revision"),
         "gate": ("objective.gate",),

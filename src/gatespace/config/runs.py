@@ -99,6 +99,10 @@ class TrainConfig(Section):
         for name in ("entropy", "overlap", "legal"):
             if name in self.alarms.stop_on and not self.trace.tokens_every:
                 raise Fault("alarms.stop_on", f"{name} is measured every trace.tokens_every steps, which is 0")
+        if "legal" in self.alarms.stop_on and self.task.text is not None:
+            raise Fault(
+                "alarms.stop_on", "legal is about labels, and task.text has none", instead="truncated, repeated"
+            )
         return self
 
     @model_validator(mode="after")
@@ -107,8 +111,6 @@ class TrainConfig(Section):
             what = f"{self.objective.support} is over labels, and task.text has none"
             raise Fault("objective.support", what, instead="full")
         _check_probabilities(self.task, self.evaluation)
-        if self.task.text is None and self.teacher.prompt is not None:
-            raise Fault("teacher.prompt", "a teacher's own prompt is for text tasks", instead="null, or task.text")
         return self
 
     @model_validator(mode="after")

@@ -134,6 +134,9 @@ class PairConfig(Section):
     """Quantise a teacher in this process when it is loaded, all linear layers but its head; needs bitsandbytes. One
     that was saved quantised (GPTQ, AWQ, bitsandbytes) is loaded as it is."""
 
+    student_quantization: Literal["int8", "nf4"] | None = None
+    """The same for the student (QLoRA with nf4). Quantised weights are not trained: it needs `lora`."""
+
     trust_remote_code: Switch = False
     """Run Python code that comes with a model. Only for models whose code you have read."""
 
@@ -168,6 +171,17 @@ class PairConfig(Section):
             raise Fault("teacher_quantization", "quantised weights cannot be averaged", instead="null")
         if SELF_EMA not in models and self.ema_decay != type(self).model_fields["ema_decay"].default:
             raise Fault("ema_decay", "has a meaning for the teacher self-ema only")
+        return self
+
+    def quantization(self, role: str) -> str | None:
+        """How the ``student`` or the ``teacher`` is quantised when it is loaded."""
+        found: str | None = getattr(self, f"{role}_quantization")
+        return found or (self.student_quantization if self.model(role)[2] == "student" else None)
+
+    @model_validator(mode="after")
+    def _additions_are_trained(self) -> PairConfig:
+        if self.student_quantization is not None and self.lora is None:
+            raise Fault("student_quantization", "quantised weights are not trained", instead="null, or pair.lora: {}")
         return self
 
     @model_validator(mode="after")
@@ -301,7 +315,8 @@ class TeacherPromptConfig(Section):
 
     prompt: Name | None = None
     """The user's turn, with columns in braces; they may hold what the student does not see: the right response, a
-    retrieved text. null: the student's turns."""
+    retrieved text. {prompt} is the student's turn, and rows with labels have {text} and {label}. null: the student's
+    turns."""
 
     system: Text | None = None
     """The system's turn; "" for none, null: the student's."""
@@ -337,8 +352,7 @@ class TeacherConfig(Section):
     several teachers those of one stand under its name: {timeout: 60, math: {server_key: ...}}."""
 
     prompt: TeacherPromptConfig | None = None
-    """A prompt of the teacher's own, for text tasks: it scores the student's response tokens after this one. null: the
-    student's prompt."""
+    """A prompt of the teacher's own: it scores the student's response tokens after this one. null: the student's."""
 
 
 class OptimizerConfig(Section):
@@ -549,7 +563,7 @@ class AlarmsConfig(Section):
     """The share of a response's 4-grams that stand in it before: at least this much."""
 
     legal: Share | None = 0.3
-    """The share of responses that have a legal answer: at most this much."""
+    """The share of responses that have a legal answer: at most this much. Tasks with labels only."""
 
     stop_on: Annotated[tuple[AlarmName, ...], AfterValidator(_once)] = ()
     """Alarms that end the run, with a checkpoint and exit code 3. Without them here the same command resumes it."""

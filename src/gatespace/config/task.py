@@ -60,7 +60,7 @@ class TableConfig(Section):
 
     source: Annotated[str | dict[str, str], BeforeValidator(_source)]
     """A file (.jsonl, .csv, .tsv, .parquet; its rows are train), a folder with train, val and test files, a mapping of
-    split to file, or a Hub dataset as `owner/name` or `owner/name:config`."""
+    split to file ($VARIABLES are filled in), or a Hub dataset as `owner/name` or `owner/name:config`."""
 
     labels: Annotated[tuple[Name, ...], AfterValidator(_different)]
     """All labels, in the order of the data's integers where it has integers."""
@@ -95,7 +95,7 @@ class TextConfig(Section):
 
     source: Annotated[str | dict[str, str], BeforeValidator(_source)]
     """A file (.jsonl, .csv, .tsv, .parquet; its rows are train), a folder with train, val and test files, a mapping of
-    split to file, or a Hub dataset as `owner/name` or `owner/name:config`."""
+    split to file ($VARIABLES are filled in), or a Hub dataset as `owner/name` or `owner/name:config`."""
 
     prompt: Name | None = None
     """The user's turn, with columns in braces: "Describe: {mr}". A brace itself is written twice."""

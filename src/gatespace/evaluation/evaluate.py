@@ -214,7 +214,7 @@ def evaluate(
     from gatespace.rollout import greedy
 
     rows = available[:limit]
-    texts = [row.text for row in rows]
+    texts = [prompt.text(row) for row in rows]
     known_encoder = encoder or Encoder(prompt, model.tokenizer, texts)
     if not prompt.closes:
         known_encoder.check(rows, model.window, max_new_tokens)

@@ -71,7 +71,7 @@ class Encoder:
         """Raise where a prompt is longer than wished, or leaves no room for a response in the context window."""
         most = self.prompt.max_prompt_tokens
         for row in rows:
-            length = len(self.prefix) + len(self.suffix(row.text))
+            length = len(self.prefix) + len(self.suffix(self.prompt.text(row)))
             where = row.where or repr(row.text[:80])
             if most is not None and length > most:
                 raise UsageError(

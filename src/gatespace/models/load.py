@@ -244,6 +244,11 @@ def load_model(
             f"{name} does not fit on the GPUs of this machine together",
             instead="quantised weights (int8, nf4), cpu, or a service on another machine",
         )
+    for part in network.modules() if quantised else ():
+        # On such a CPU bitsandbytes packs 4-bit weights anew in passes without gradient, for a kernel of less precision
+        # that has no backward pass.
+        if hasattr(part, "support_avx512bf16_for_cpu"):
+            part.support_avx512bf16_for_cpu = False
     if device != "meta":
         _align(network)
         if not by_map:

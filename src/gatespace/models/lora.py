@@ -75,11 +75,44 @@ def merged(model: Model) -> Model:
     """A copy of the model with its adapters added to the weights, as any other model. `model` stays as it is."""
     if not hasattr(model.network, "merge_and_unload"):
         raise UsageError("the model has no adapters", got=model.name)
-    wrapped: Any = copy.deepcopy(model.network)
-    network = wrapped.merge_and_unload(safe_merge=True)
+    if getattr(model.network, "is_quantized", False):
+        network = _without_quantisation(model.network)
+    else:
+        wrapped: Any = copy.deepcopy(model.network)
+        network = wrapped.merge_and_unload(safe_merge=True)
     for parameter in network.parameters():
         parameter.grad = None
     return Model(network.requires_grad_(True).eval(), model.tokenizer, model.name, model.source)
+
+
+@torch.no_grad()
+def _without_quantisation(wrapped: Any) -> Any:
+    """A network of plain weights that computes what a quantised one with adapters does.
+
+    To add them to quantised weights would round them away. A linear layer's weight is what it makes of the unit
+    vectors, however it is stored, so that no kind of quantisation needs code of its own.
+    """
+    network = wrapped.get_base_model()
+    weights: dict[str, torch.Tensor] = {}
+    done: tuple[str, ...] = ()
+    for name, part in network.named_modules():
+        # Adapters have plain layers inside; a layer without any may be quantised too.
+        if not hasattr(part, "in_features") or type(part) is nn.Linear or name.startswith(done):
+            continue
+        done += (f"{name}.",)
+        units = torch.eye(part.in_features, dtype=network.dtype, device=next(part.parameters()).device)
+        if (bias := part.bias) is not None:
+            weights[f"{name}.bias"] = bias
+        weights[f"{name}.weight"] = (part(units) - (0 if bias is None else bias)).T
+    kept = {name: value for name, value in network.state_dict().items() if not name.startswith(done)}
+    config = copy.deepcopy(network.config)
+    del config.quantization_config
+    fresh = type(network)(config).to(network.dtype)
+    missing, unknown = fresh.load_state_dict(kept | weights, strict=False)
+    assert not unknown, unknown
+    assert not {*missing} - {*(fresh._tied_weights_keys or ())}, missing
+    fresh.generation_config = network.generation_config
+    return fresh
 
 
 def _peft() -> Any:

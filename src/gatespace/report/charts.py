@@ -76,7 +76,11 @@ def all_charts(view: View) -> list[Chart]:
     for task in view.results.tasks:
         charts += [_against_lam(view, task), _lam(view, task), _curves(view, task), _confusion(view, task)]
         charts.append(reliability(view, task))
-    return [chart_about(chart, view.metric_name) for chart in charts if chart.data.rows]
+    return [
+        chart_about(chart, view.metric(chart.task) if chart.task else view.metric_name)
+        for chart in charts
+        if chart.data.rows
+    ]
 
 
 def _chart(

@@ -143,7 +143,7 @@ def _below_start(view: View) -> Iterator[str]:
     """Points that ended below the untouched student."""
     for task, point, start, shares, gain in view.analysis.below_start:
         kind = KINDS[view.kind(task, point)]
-        text = f"{task}: {point} ({kind}) ends below its start: {_percent(fmean(shares))}"
+        text = f"{view.said(task)}: {point} ({kind}) ends below its start: {_percent(fmean(shares))}"
         if len(shares) > 1:
             text += f" on average over {len(shares)} seeds ({_percent(min(shares))} to {_percent(max(shares))})"
         text += f", the untouched student {_percent(start)}"
@@ -196,7 +196,7 @@ def _training(view: View) -> list[str]:
             found.append(f"{task}: no run of the family is done.")
             continue
         runs = f"{known.runs} runs are" if known.runs > 1 else "one run is"
-        text = f"{task}: the family's {runs} at {_percent(known.trained)}{' on average' * (known.runs > 1)}"
+        text = f"{view.said(task)}: the family's {runs} at {_percent(known.trained)}{' on average' * (known.runs > 1)}"
         if known.start is not None and known.gain is not None:
             text += f", from {_percent(known.start)} before training ({_pp(known.gain)})"
         beside = []
@@ -379,7 +379,7 @@ def _limits(view: View) -> list[str]:
         chosen, observed = selection.chosen, selection.observed
         if isinstance(chosen, NotApplicable) or isinstance(observed, NotApplicable):
             continue
-        text = f"{task}: best on validation is {chosen.label}, with {_percent(chosen.test)} on test."
+        text = f"{view.said(task)}: best on validation is {chosen.label}, with {_percent(chosen.test)} on test."
         if observed.label != chosen.label and selection.optimism:
             text += (
                 f" {observed.label} looks {abs(selection.optimism):.2f} pp better on test, but that would be picking "

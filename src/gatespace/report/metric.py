@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from gatespace.report.drawing import Chart
-from gatespace.report.table import Table
+from gatespace.report.table import Table, text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,12 +27,21 @@ def in_words(text: str, metric: str) -> str:
     return text if metric == "accuracy" else _ACCURACY.sub(metric, text)
 
 
-def table_about(table: Table, metric: str) -> Table:
-    """A table in the words of `metric`; the keys of its columns stay."""
+def table_about(table: Table, metric: str, metrics: Mapping[str, str] = MappingProxyType({})) -> Table:
+    """A table in the words of `metric`; the keys of its columns stay.
+
+    `metrics`, of tasks that have different ones, stand beside each task.
+    """
     if metric == "accuracy":
         return table
+    keys = [column.key for column in table.columns]
+    if metrics and "task" in keys and "judged_by" not in keys:
+        at = keys.index("task")
+        rows = tuple((*row[: at + 1], metrics.get(str(row[at])), *row[at + 1 :]) for row in table.rows)
+        columns = (*table.columns[: at + 1], text("metric"), *table.columns[at + 1 :])
+        table = replace(table, columns=columns, rows=rows, stub=table.stub + 1)
     columns = tuple(replace(column, title=in_words(column.title, metric)) for column in table.columns)
-    title, note, empty = (in_words(text, metric) for text in (table.title, table.note, table.empty))
+    title, note, empty = (in_words(words, metric) for words in (table.title, table.note, table.empty))
     return replace(table, columns=columns, title=title, note=note, empty=empty)
 
 
@@ -54,8 +64,8 @@ def _drawn(draw: Callable[[], Figure], metric: str) -> Callable[[], Figure]:
         for axes in figure.axes:
             axes.set_xlabel(in_words(axes.get_xlabel(), metric))
             axes.set_ylabel(in_words(axes.get_ylabel(), metric))
-            for text in axes.texts:
-                text.set_text(in_words(text.get_text(), metric))
+            for label in axes.texts:
+                label.set_text(in_words(label.get_text(), metric))
         return figure
 
     return drawn

@@ -66,7 +66,7 @@ def file_tables(view: View) -> list[Table]:
         *(_comparisons(view, axis) for axis in view.axes),
         *(build(view) for build in claimed),
     ]
-    return [table_about(table, view.metric_name) for table in found]
+    return [table_about(table, view.metric_name, view.metrics) for table in found]
 
 
 def page_tables(view: View) -> list[Table]:
@@ -336,7 +336,8 @@ def _responses(view: View) -> Table:
             )  # fmt: skip
     columns = (
         TASK, text("model", "point"), SEEDS, text("judged_by", "judged by"), percent("score", "mean score, %"),
-        *(percent(name, f"{name}, %") for name in names), pp("length", "tokens"), percent("truncated", "cut off, %"),
+        *(percent(name, f"{name}, %") for name in names), number("length", "tokens"),
+        percent("truncated", "cut off, %"),
     )  # fmt: skip
     return Table.of(
         "responses", "Responses in free text on the test split", columns, records, stub=2,

@@ -262,13 +262,25 @@ class View:
         known = self.results.baselines.get(task)
         scores = [*known.start.values(), *known.teacher.values()] if known is not None else []
         scores += [score for run in self.results.done if run.spec.task == task for score in run.scores.values()]
-        return scores[0].metric if scores else "accuracy"
+        if scores:
+            return scores[0].metric
+        planned = self.results.config.tasks[task].task.get("text")
+        return str(planned.get("metric", "exact")) if planned else "accuracy"
+
+    @cached_property
+    def metrics(self) -> dict[str, str]:
+        """Task → its metric, where tasks have different ones."""
+        found = {task: self.metric(task) for task in self.results.tasks}
+        return found if len({*found.values()}) > 1 else {}
 
     @cached_property
     def metric_name(self) -> str:
         """What all tasks are judged by; score where they differ."""
-        names = {self.metric(task) for task in self.results.tasks}
-        return names.pop() if len(names) == 1 else "score"
+        return "score" if self.metrics else self.metric(self.results.tasks[0])
+
+    def said(self, task: str) -> str:
+        """A task's name, with its metric where tasks have different ones."""
+        return f"{task} ({self.metrics[task]})" if self.metrics else task
 
     def labelled(self) -> list[str]:
         """The tasks with labels."""

@@ -118,41 +118,33 @@ def _train(job: Job, reads: Reads) -> None:
 def _baseline(job: Job, reads: Reads) -> None:
     """Evaluate the student or the teacher of a configuration as it is."""
     from gatespace.evaluation import evaluate, write
-    from gatespace.training.setup import material, open_model, placement
+    from gatespace.tasks.configured import teacher_prompt
+    from gatespace.training.setup import material, open_member, placement
 
     config, role = parse_config(TrainConfig, job["config"]), job["role"]
     load_plugins(config.plugins)
     with folder_of(job).claim() as folder:
         data, pair, settings = material(config.task, "distill"), config.pair, config.evaluation
+        prompt = teacher_prompt(config.teacher.prompt, data.prompt) if role == "teacher" else data.prompt
         named = getattr(pair, role)
         about = {"model": named or pair.teachers, "task": data.task.name, "digest": data.task.digest}
         if named is None:
             why = "a held-out row has none of several teachers; `gatespace evaluate` measures each"
             folder.finish_baseline(about | {"source": "several teachers", "unmeasured": why})
             return
-        name, revision, kind = pair.model(role)
         if is_address(named):
             # A service scores responses and generates none: its accuracy is for those who run it to measure.
             folder.finish_baseline(about | {"source": "a service", "unmeasured": "a service answers no prompts"})
             return
         place = placement(config.engine)
-        model = open_model(
-            name,
-            f"pair.{role}",
-            role=kind,
-            task=data.task,
-            device=place.device,
-            dtype=place.dtype,
-            revision=revision,
-            trust_remote_code=pair.trust_remote_code,
-        )
+        model = open_member(pair, role, task=data.task, device=place.device, dtype=place.dtype)
         for split in settings.final:
             rows = len(data.task.rows(split))
             reads.record(split, min(rows, settings.limit_of(split) or rows))
             evaluation = evaluate(
                 model,
                 data.task,
-                data.prompt,
+                prompt,
                 split=split,
                 limit=settings.limit_of(split),
                 max_new_tokens=settings.max_new_tokens,

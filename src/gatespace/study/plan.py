@@ -430,22 +430,26 @@ def ending(study: StudyConfig, task: str) -> str:
 
 def baseline_name(study: StudyConfig, task: str, role: str) -> str:
     """The name of the evaluation of a task's student or teacher as it is before the runs."""
-    config = dump_config(train_config(study, task, study.seeds[0], {}))
+    run = train_config(study, task, study.seeds[0], {})
+    config, name = dump_config(run), run.pair.model(role)
     del config["evaluation"]["patience"]  # of a training
     if not config["evaluation"]["probabilities"]:  # names from before there was the setting
         del config["evaluation"]["probabilities"]
     for kind in ("table", "text"):
         if config["task"][kind] is not None and config["task"][kind]["teacher_column"] is None:
             del config["task"][kind]["teacher_column"]
-    own = config["pair"][role] or config["pair"]["teachers"]
     recipe = {
         "task": config["task"],
-        "model": [own, config["pair"][f"{role}_revision"], model_name(study, task, role)],
+        "model": [name[0] or config["pair"]["teachers"], name[1], model_name(study, task, name[2])],
         "evaluation": config["evaluation"],
         "precision": config["engine"]["precision"],
     }
     if study.plugins:
         recipe["plugins"] = plugins_digest(study.plugins)
+    if (how := run.pair.quantization(role)) is not None:
+        recipe["quantization"] = how
+    if role == "teacher" and run.teacher.prompt is not None:
+        recipe["prompt"] = config["teacher"]["prompt"]
     return f"{task}-{'start' if role == 'student' else role}-{_digest(recipe)}"
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gatespace.config import TaskConfig, TextConfig, in_setting
+from gatespace.config.sections import TeacherPromptConfig
 from gatespace.errors import UsageError
 from gatespace.tasks.data import AnyExample, AnyTask, Task, split_rows
 from gatespace.tasks.load import load_task
 from gatespace.tasks.prompt import AnyPrompt, Prompt
 from gatespace.tasks.table import load_table
-from gatespace.tasks.text import TextPrompt, TextTask, load_text
+from gatespace.tasks.text import OtherPrompt, Template, TextPrompt, TextTask, load_text
 
 
 def load_configured_task(config: TaskConfig, *, path: str = "task") -> AnyTask:
@@ -79,6 +80,15 @@ def configured_prompt(config: TaskConfig, task: AnyTask, *, path: str = "task") 
     assert isinstance(task, Task)
     with in_setting(f"{path}.prefill"):
         return Prompt.of(task, config.prefill, brief=config.brief)
+
+
+def teacher_prompt(own: TeacherPromptConfig | None, prompt: AnyPrompt) -> AnyPrompt:
+    """What a teacher is shown of the rows that a student is shown by `prompt`: that, unless it has its `own`."""
+    if own is None:
+        return prompt
+    with in_setting("teacher.prompt.prompt"):
+        template = None if own.prompt is None else Template(own.prompt)
+    return OtherPrompt(prompt, template, own.system, tuple((shot.user, shot.assistant) for shot in own.examples))
 
 
 def configured_rows(config: TaskConfig, task: AnyTask, part: str, *, path: str = "task") -> list[AnyExample]:

@@ -113,6 +113,11 @@ class Example:
         """The label."""
         return self.label
 
+    @property
+    def columns(self) -> dict[str, str]:
+        """What templates can name."""
+        return {"text": self.text, "label": self.label}
+
 
 class Baseline(NamedTuple):
     """A label that is given to every text, and the accuracy of doing so."""

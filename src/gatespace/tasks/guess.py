@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from gatespace.errors import UsageError
 from gatespace.tasks.scores import number_in
-from gatespace.tasks.table import read_source
+from gatespace.tasks.table import place_of, read_source
 
 _MESSAGES = ("messages", "conversations", "conversation", "chat", "dialog", "dialogue")
 _LABELS = ("label", "labels", "class", "category", "intent", "sentiment")
@@ -44,7 +43,7 @@ def guess_task(
         answer: The column of the right response; None: guessed.
         metric: By its name; None: guessed from the right responses. With one, responses are free text.
     """
-    if not Path(source).expanduser().exists():
+    if not place_of(source).exists():
         raise UsageError("there is no such file or folder", got=source, instead="for a dataset of the Hub, task.text")
     found, _ = read_source(source, (), [])
     rows = [cells for _, (_, cells) in zip(range(_LOOKED_AT), found["train"], strict=False) if cells is not None]
@@ -58,6 +57,13 @@ def guess_task(
                 how = {"source": source, "messages": column, "metric": metric or _metric([])}
                 return Guess({"text": how}, f"a text task: {column!r} holds conversations, judged by {how['metric']}")
         label = next((spelled[name] for name in _LABELS if name in spelled), None)
+        if label is not None and len(only := {str(row.get(label)).strip() for row in rows}) == 1:
+            raise UsageError(
+                f"all rows have the same {label}",
+                got=f"{source}: {only.pop()!r} in {len(rows)} rows",
+                why="there is nothing to learn where one response is always right",
+                instead="rows with other labels; or --answer, where the right response is in another column",
+            )
         if label is not None and metric is None and (labels := _labels(rows, label)):
             text = _longest(rows, [column for column in columns if column != label])
             table = {"source": source, "labels": labels, "text_column": text, "label_column": label}

@@ -50,6 +50,11 @@ class AnyPrompt(ABC):
     tail: int | None = None
     """`closed` can be told by this many last tokens of a response; None: by all of it."""
 
+    def text(self, row: Any) -> str:
+        """What `messages` makes the chat of."""
+        found: str = row.text
+        return found
+
     @abstractmethod
     def messages(self, text: str, special_tokens: Sequence[str] = ()) -> list[dict[str, str]]:
         """The chat for a row's text, in which no special token of the model is spelled by a text."""

@@ -7,6 +7,7 @@ import contextlib
 import csv
 import io
 import json
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -228,7 +229,7 @@ def read_source(
     """
     more = () if for_train is None else (for_train,)
     if isinstance(source, Mapping):
-        files = {split: Path(path).expanduser() for split, path in source.items()}
+        files = {split: place_of(path) for split, path in source.items()}
         for split in files:
             if split not in SPLITS:
                 raise unknown_name("split", split, SPLITS)
@@ -236,7 +237,7 @@ def read_source(
             raise UsageError("a mapping of split to file names train", got=", ".join(files) or "nothing")
         shown = str(files["train"])
     else:
-        path = Path(source).expanduser()
+        path = place_of(source)
         if path.is_dir():
             files = _files_of(path)
         elif path.is_file() or path.suffix.lower() in _READERS:
@@ -248,6 +249,11 @@ def read_source(
         shown = str(path)
     wanted = {split: (*columns, *more) if split == "train" else columns for split in files}
     return {split: read_rows(path, wanted[split], notes, settings=settings) for split, path in files.items()}, shown
+
+
+def place_of(source: str | Path) -> Path:
+    """A path as it was given, with ~ and variables of the environment ($DATA/rows.csv) in full."""
+    return Path(os.path.expandvars(source)).expanduser()
 
 
 def _files_of(folder: Path) -> dict[str, Path]:

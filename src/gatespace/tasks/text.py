@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from string import Formatter
 from typing import Any, ClassVar
@@ -266,8 +267,8 @@ class TextTask(AnyTask):
 
 
 @dataclass(frozen=True)
-class OtherPrompt:
-    """Another prompt for the rows of a task: the teacher's own.
+class OtherPrompt(AnyPrompt):
+    """Another prompt for the rows of a task, after which the same responses are right: the teacher's own.
 
     Args:
         student: The prompt of the task.
@@ -276,35 +277,65 @@ class OtherPrompt:
         examples: Turns before it.
     """
 
-    student: TextPrompt
+    student: AnyPrompt
     template: Template | None = None
     system: str | None = None
     examples: tuple[tuple[str, str], ...] = ()
 
-    @property
-    def prompt(self) -> TextPrompt:
-        """How its texts become prompts."""
-        system = self.student.system if self.system is None else self.system
-        return replace(self.student, conversations=True, system=system, max_prompt_tokens=None)
+    def __post_init__(self) -> None:
+        for name in ("prefill", "labels", "thinking", "closes", "tail"):
+            object.__setattr__(self, name, getattr(self.student, name))
 
-    def text(self, row: TextExample) -> str:
-        """What a row's text is for this prompt."""
-        turns = replace(self.student, system="").messages(row.text)
+    def text(self, row: Any) -> str:
+        """All turns, as JSON."""
+        turns = self.student.messages(row.text)
+        head = [*takewhile(lambda turn: turn["role"] in ("system", "developer"), turns)]
+        rest = turns[len(head) :]
+        if self.system is not None:
+            head = [{"role": "system", "content": self.system}] if self.system else []
         if self.template is not None:
-            missing = [column for column in self.template.columns if column not in row.columns]
+            cells = {"prompt": rest[-1]["content"], **row.columns}
+            missing = [column for column in self.template.columns if column not in cells]
             if missing:
                 raise UsageError(
-                    f"teacher.prompt.prompt: {row.where or 'a row'} has no column {missing[0]!r}",
-                    got=f"columns {', '.join(map(repr, row.columns))}",
-                    instead="name it in task.text.columns",
+                    f"teacher.prompt.prompt: {row.where or repr(row.text[:80])} has no column {missing[0]!r}",
+                    got=f"columns {', '.join(map(repr, row.columns))}; and 'prompt', the student's turn",
+                    instead="" if self.labels else "name it in task.text.columns",
                 )
-            turns = [{"role": "user", "content": self.template.fill(row.columns)}]
+            rest = [{"role": "user", "content": self.template.fill(cells)}]
         shots = [
             {"role": role, "content": content}
             for shot in self.examples
             for role, content in zip(("user", "assistant"), shot, strict=True)
         ]
-        return json.dumps([*shots, *turns], ensure_ascii=False)
+        return json.dumps([*head, *shots, *rest], ensure_ascii=False)
+
+    def messages(self, text: str, special_tokens: Sequence[str] = ()) -> list[dict[str, str]]:
+        """The turns."""
+        return [{**turn, "content": harmless(turn["content"], special_tokens)} for turn in json.loads(text)]
+
+    def plain(self, messages: Sequence[dict[str, str]]) -> str:
+        """As the student's prompt has it; of several turns, each with its role."""
+        return (self.student if len(messages) == 1 else TextPrompt(prefill=self.prefill)).plain(messages)
+
+    def prefix(self, tokenizer: Tokenizer) -> None:
+        """Known only by the texts."""
+
+    def golds(self, rows: Iterable[AnyExample]) -> list[str]:
+        """As after the student's prompt."""
+        return self.student.golds(rows)
+
+    def gold_response(self, gold: str) -> str:
+        """As after the student's prompt."""
+        return self.student.gold_response(gold)
+
+    def closed(self, response: str) -> bool:
+        """As after the student's prompt."""
+        return self.student.closed(response)
+
+    def parse(self, response: str) -> str | None:
+        """As after the student's prompt."""
+        return self.student.parse(response)
 
 
 # ---------------------------------------------------------------------------------------------------- reading

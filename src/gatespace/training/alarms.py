@@ -149,8 +149,9 @@ _RULES: Mapping[str, _Rule] = {
     "truncated": _Rule(
         _truncated,
         lambda value, now, first: f"{_percent(value)} of the responses were cut off at rollout.max_new_tokens",
-        "Usually a larger rollout.max_new_tokens helps where right answers are that long. A student that has not "
-        "learned to end needs more steps, another learning rate, or right answers among its responses (rollout.from).",
+        "Usually a larger rollout.max_new_tokens helps where right answers are that long, or task.text.stop where free "
+        "text goes on after them. A student that has not learned to end needs more steps, another learning rate, or "
+        "right answers among its responses (rollout.from).",
     ),
     "length": _Rule(
         _length,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from gatespace.models.encode import Encoder
 from gatespace.plugins import provider
 from gatespace.runs import RunFolder
 from gatespace.seeding import generator, permutation
-from gatespace.tasks.text import OtherPrompt, Template, TextPrompt
+from gatespace.tasks.configured import teacher_prompt
 from gatespace.teacher.average import AverageTeacher
 from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.local import LocalTeacher
@@ -41,7 +40,7 @@ from gatespace.training.memory import chunk_mb, micro_tokens
 from gatespace.training.processes import Processes
 from gatespace.training.progress import Progress
 from gatespace.training.rollouts import Ahead, MicroBatch, OnPolicy
-from gatespace.training.setup import encoder_for, material, open_model, usable
+from gatespace.training.setup import encoder_for, material, open_member, usable
 from gatespace.training.telemetry import DistillationTrace
 
 
@@ -61,17 +60,13 @@ class Distillation(Job):
         self.data = material(config.task, "distill")
         pair, scorers = config.pair, config.pair.scorers()
         check_teachers(config, self.data)  # before anything large is loaded
-        options: dict[str, Any] = {
-            "task": self.data.task,
-            "trust_remote_code": pair.trust_remote_code,
-            "report": progress.note,
-        }
+        options: dict[str, Any] = {"task": self.data.task, "report": progress.note}
         open_student = partial(
-            open_model,
-            pair.student,
-            "pair.student",
-            role="student",
-            revision=pair.student_revision,
+            open_member,
+            pair,
+            "student",
+            # of what is quantised there are no float32 weights to round later
+            dtype=self.place.dtype if pair.student_quantization else torch.float32,
             lora=pair.lora,
             seed=config.seed,
             **options,
@@ -84,21 +79,15 @@ class Distillation(Job):
             for scorer, where in scorers.items():
                 if is_address(where):
                     continue
-                name, revision, role = pair.alone(scorer).model("teacher")
+                own, device = pair.alone(scorer), self._teacher_device()
+                name, _, role = own.model("teacher")
                 folder = Path(name).expanduser()
                 key = where if where == SELF_EMA else (str(folder.resolve()) if folder.is_dir() else name, role)
                 if key not in opened and where == SELF_EMA:
-                    opened[key] = open_student(device=self._teacher_device())
+                    opened[key] = open_student(device=device)
                 elif key not in opened:
-                    opened[key] = open_model(
-                        name,
-                        f"pair.{scorer}",
-                        role=role,
-                        revision=revision,
-                        device=self._teacher_device(),
-                        dtype=self.place.dtype,
-                        quantization=pair.teacher_quantization,
-                        **options,
+                    opened[key] = open_member(
+                        own, "teacher", setting=f"pair.{scorer}", device=device, dtype=self.place.dtype, **options
                     )
                 self._locals[scorer] = opened[key]
             self.model = open_student(device=processes.loads_on(self.place.device))
@@ -107,6 +96,7 @@ class Distillation(Job):
         self.cache = _open_cache(config, progress)
         if self.cache is not None:
             stack.enter_context(self.cache)
+        _ = self.teacher_encoder  # what is wrong with its prompts is said before the folder is this run's
         self.vocab_size = self.model.vocab_size
         for scorer, local in self._locals.items():
             with nullcontext() if pair.teachers is None else in_setting(f"pair.{scorer}"):
@@ -169,40 +159,27 @@ class Distillation(Job):
         )
 
     @cached_property
-    def teacher_prompt(self) -> OtherPrompt | None:
-        """The teacher's own prompt; None: it reads the student's."""
-        own, prompt = self.config.teacher.prompt, self.data.prompt
-        if own is None or not isinstance(prompt, TextPrompt):
-            return None
-        examples = tuple((shot.user, shot.assistant) for shot in own.examples)
-        with in_setting("teacher.prompt.prompt"):
-            template = None if own.prompt is None else Template(own.prompt)
-        return OtherPrompt(prompt, template, own.system, examples)
-
-    @cached_property
     def teacher_encoder(self) -> Encoder:
         """The prompts that the teacher reads, in tokens: those of the student, unless it has its own."""
-        other = self.teacher_prompt
-        if other is None:
+        prompt = teacher_prompt(self.config.teacher.prompt, self.data.prompt)
+        if prompt is self.data.prompt:
             return self.encoder
-        model, share = self._local or self.model, self.config.engine.share_prefix
-        rows: Any = self.data.rows
-        encoder = Encoder(other.prompt, model.tokenizer, [other.text(row) for row in rows], share=share)
-        asked = [replace(row, text=other.text(row)) for row in rows]
+        model, share, rows = self._local or self.model, self.config.engine.share_prefix, self.data.rows
+        encoder = Encoder(prompt, model.tokenizer, [prompt.text(row) for row in rows], share=share)
         with in_setting("teacher.prompt"):
             for window in {one.window for one in (model, *self._locals.values())}:
-                encoder.check(asked, window, self.config.rollout.max_new_tokens)
+                encoder.check(rows, window, self.config.rollout.max_new_tokens)
         return encoder
 
     def _asked(self) -> Callable[[Any], list[int]] | None:
         """What a row's teacher reads, with its name where there are several; None: the student's prompt."""
-        other, encoder = self.teacher_prompt, self.teacher_encoder
-        if other is None and self.config.pair.teachers is None:
+        encoder, several = self.teacher_encoder, self.config.pair.teachers is not None
+        if encoder.prompt is self.data.prompt and not several:
             return None
 
         def asked(row: Any) -> list[int]:
-            ids = encoder.suffix(row.text if other is None else other.text(row))
-            return ids if self.config.pair.teachers is None else Addressed(ids, row.teacher)
+            ids = encoder.suffix(encoder.prompt.text(row))
+            return Addressed(ids, row.teacher) if several else ids
 
         return asked
 

@@ -94,9 +94,11 @@ class Job(ABC):
 
     def check(self, **models: Model) -> None:
         """Raise where the run does not fit its models, or its devices."""
-        if getattr(self.model.network, "is_quantized", False):
+        if getattr(self.model.network, "is_quantized", False) and not hasattr(self.model.network, "peft_config"):
             raise UsageError(
-                "quantised weights are not trained", got=self.model.name, instead="the model in its own precision"
+                "quantised weights are not trained",
+                got=self.model.name,
+                instead="low-rank additions to them (lora), or the model in its own precision",
             )
         notes = check_fit(self.config, self.data, self.encoder, **models)
         if self.config.optimizer.states == "8bit":

@@ -62,8 +62,8 @@ class LabelDistillation(Distillation):
     @cached_property
     def teacher_encoder(self) -> Encoder:
         """The task in the teacher's tokens; a teacher elsewhere has those of the student."""
-        if self._local is None:
-            return self.encoder
+        if self._local is None or self.config.teacher.prompt is not None:
+            return super().teacher_encoder
         return encoder_for(self.data, self._local, self.splits, share=self.config.engine.share_prefix)
 
     @cached_property
@@ -114,7 +114,7 @@ class LabelDistillation(Distillation):
     def teacher_logits(self, rows: Sequence[Row]) -> Tensor:
         """(B, L) of the outcomes by the teacher, whose states are in its score cache."""
         labels, encoder = self.teacher_labels, self.teacher_encoder
-        prompts = [row.asked or encoder.suffix(row.example.text) for row in rows for _ in labels]
+        prompts = [row.asked or encoder.suffix(encoder.prompt.text(row.example)) for row in rows for _ in labels]
         scores = self.teacher.score(prompts, labels * len(rows))
         payload, head = scores.payload, scores.head
         assert isinstance(payload, Tensor)

@@ -35,7 +35,7 @@ _SLICES = {"cpu": 8 << 20, "other": 8 << 26}
 _DRAWN = 28
 """Bytes of a logit from which a token is drawn: float32 once, float64 three times."""
 _QUANTISED = {"int8": 1.0, "nf4": 0.5 + 4 / 64}
-"""Bytes of a teacher's weight that is quantised, with its scales."""
+"""Bytes of a weight that is quantised, with its scales."""
 _SPARE = 0.05
 """Share of a device that is left for its context, and for what the allocator loses between blocks."""
 _CERTAIN = 0.8
@@ -168,7 +168,7 @@ class Plan:
         states = 8 if self.config.optimizer.states == "fp32" else 2 + 8 / 256
         lasting = {
             # The shards of FSDP are the masters.
-            "weights": ours.all * 4 // parts if sharded else ours.all * item,
+            "weights": ours.all * 4 // parts if sharded else self.weights_of(ours, "student"),
             "master_weights": ours.trained * 4 if mixed and not sharded else 0,
             "optimizer": int(ours.trained * states) // parts,
         }
@@ -199,7 +199,8 @@ class Plan:
             else:
                 own_card = weights | scoring
                 lasting["teacher_head"] = theirs.head * item
-        loading = 0 if sharded else ours.all * 4 + lasting["master_weights"] + lasting.get("teacher_weights", 0)
+        loaded = lasting["weights"] if self._quantization("student") else ours.all * 4
+        loading = 0 if sharded else loaded + lasting["master_weights"] + lasting.get("teacher_weights", 0)
         return Memory(lasting, ours.trained * 4 // parts, phases, loading, own_card)
 
     # ------------------------------------------------------------------ phases
@@ -265,11 +266,14 @@ class Plan:
     def _teacher_weights(self, theirs: Sizes) -> int:
         return self.weights_of(theirs) + self.average_bytes() if self.teacher_bytes is None else self.teacher_bytes
 
-    def weights_of(self, theirs: Sizes) -> int:
-        """Bytes of a teacher's weights by its shapes and `pair.teacher_quantization`."""
-        assert isinstance(self.config, TrainConfig)
-        item, how = self.dtype.itemsize, self.config.pair.teacher_quantization
-        return int(theirs.body * _QUANTISED.get(how or "", item)) + (theirs.all - theirs.body) * item
+    def weights_of(self, sizes: Sizes, role: str = "teacher") -> int:
+        """Bytes of a model's weights by its shapes and how its role is quantised."""
+        item = self.dtype.itemsize
+        each = _QUANTISED.get(self._quantization(role) or "", item)
+        return int(sizes.body * each) + (sizes.all - sizes.body) * item
+
+    def _quantization(self, role: str) -> str | None:
+        return self.config.pair.quantization(role) if isinstance(self.config, TrainConfig) else None
 
     def average_bytes(self) -> int:
         """Bytes of a teacher self-ema beside the weights that it computes with: averages in float32."""

@@ -220,6 +220,8 @@ def _parts(state: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _convert(network: nn.Module, dtype: torch.dtype) -> None:
-    """Not buffers, as `network.to(dtype)` would: rounded frequencies of a rotary embedding are other positions."""
+    """Not buffers, as `network.to(dtype)` would: rounded frequencies of a rotary embedding are other positions. Nor
+    what is quantised."""
     for parameter in network.parameters():
-        parameter.data = parameter.data.to(dtype)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)

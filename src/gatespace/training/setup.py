@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gatespace.config import LoraConfig, TaskConfig, TeachEngineConfig, in_setting
+from gatespace.config import LoraConfig, PairConfig, TaskConfig, TeachEngineConfig, in_setting
 from gatespace.config.address import is_address
 from gatespace.errors import UsageError, missing_extra
 from gatespace.models import Model, build_tiny, load_model, with_lora
@@ -152,6 +152,39 @@ def open_model(
             seed=stream(seed, "lora"),
         )
     return model
+
+
+def open_member(
+    pair: PairConfig,
+    role: str,
+    *,
+    task: AnyTask,
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    report: Callable[[str], None] | None = None,
+    lora: LoraConfig | None = None,
+    seed: int = 0,
+    setting: str = "",
+) -> Model:
+    """The ``student`` or the ``teacher`` of a pair as it is before training; with `lora`, ready to learn in it.
+
+    `setting` is what names the model, where that is not `pair.ROLE`.
+    """
+    name, revision, whose = pair.model(role)
+    return open_model(
+        name,
+        setting or f"pair.{role}",
+        role=whose,
+        task=task,
+        device=device,
+        dtype=dtype,
+        revision=revision,
+        trust_remote_code=pair.trust_remote_code,
+        quantization=pair.quantization(role),
+        lora=lora,
+        seed=seed,
+        report=report,
+    )
 
 
 def outline_model(

@@ -1,9 +1,9 @@
-/** Loss, λ and accuracy over the steps: chosen runs as lines of their own, all others faint behind them. */
+/** Loss, λ and score over the steps: chosen runs as lines of their own, all others faint behind them. */
 
 import { Canvas, drawAxes, framed, polyline } from "../shared/canvas.tsx";
 import { fixed, percent } from "../shared/format.ts";
 import { colourOf } from "../shared/theme.ts";
-import type { Curves, Row } from "./snapshot.ts";
+import { type Curves, metricOf, type Row } from "./snapshot.ts";
 
 const HEIGHT = 210;
 const COLOURS = ["blue", "orange", "green", "pink", "ink", "muted"] as const;
@@ -19,7 +19,7 @@ type Metric = "loss" | "lam" | "accuracy";
 const METRICS: readonly { metric: Metric; title: string; axis: string; show: (value: number | null | undefined) => string }[] = [
   { metric: "loss", title: "Loss", axis: "loss", show: fixed },
   { metric: "lam", title: "Mean λ", axis: "λ", show: fixed },
-  { metric: "accuracy", title: "Accuracy on validation", axis: "accuracy", show: percent },
+  { metric: "accuracy", title: "", axis: "", show: percent },
 ];
 
 export function look(slot: number): { colour: string; dash: number[] } {
@@ -31,9 +31,11 @@ export function named(row: Row): string {
 }
 
 export function Charts({ lines, others }: { lines: readonly Line[]; others: readonly Curves[] }) {
+  const score = metricOf(lines.map((line) => line.row));
+  const title = `${score[0].toUpperCase()}${score.slice(1)} on validation`;
   return (
     <div class="charts">
-      {METRICS.map((one) => (
+      {METRICS.map((one) => (one.metric === "accuracy" ? { ...one, title, axis: score } : one)).map((one) => (
         <figure key={one.metric}>
           <figcaption>{one.title}</figcaption>
           <Chart {...one} lines={lines} others={others} />

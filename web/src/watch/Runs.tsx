@@ -3,7 +3,7 @@
 import { fixed, percent } from "../shared/format.ts";
 import { Choice } from "../shared/widgets.tsx";
 import { named, Swatch } from "./Charts.tsx";
-import { duration, type Row, type Snapshot, STATES } from "./snapshot.ts";
+import { duration, metricOf, type Row, type Snapshot, STATES } from "./snapshot.ts";
 import { listed, type Sort, type State } from "./state.ts";
 
 const COLUMNS: readonly { sort: Sort; text: string; number?: boolean; wide?: boolean }[] = [
@@ -14,7 +14,7 @@ const COLUMNS: readonly { sort: Sort; text: string; number?: boolean; wide?: boo
   { sort: "step", text: "step", number: true },
   { sort: "lam", text: "λ", number: true },
   { sort: "loss", text: "loss", number: true },
-  { sort: "accuracy", text: "accuracy", number: true },
+  { sort: "accuracy", text: "", number: true },
   { sort: "seconds", text: "time", number: true, wide: true },
 ];
 
@@ -61,7 +61,7 @@ export function Runs({ snapshot, state, change, slots }: Props) {
                 <span class="offscreen">drawn</span>
               </th>
               {COLUMNS.map((column) => (
-                <Head key={column.sort} {...column} state={state} change={change} />
+                <Head key={column.sort} {...column} text={column.text || metricOf(rows)} state={state} change={change} />
               ))}
             </tr>
           </thead>
@@ -121,7 +121,9 @@ function Line({ row, drawable, slot, toggle }: { row: Row; drawable: boolean; sl
       </td>
       <td class="n">{row.lam === null ? "" : fixed(row.lam)}</td>
       <td class="n">{row.loss === null ? "" : fixed(row.loss)}</td>
-      <td class="n">{row.accuracy === null ? "" : percent(row.accuracy)}</td>
+      <td class="n" title={row.metric || undefined}>
+        {row.accuracy === null ? "" : percent(row.accuracy)}
+      </td>
       <td class="n wide">{row.seconds === null ? "" : duration(row.seconds)}</td>
     </tr>
   );

@@ -18,8 +18,10 @@ export interface Row {
   steps: number;
   loss: number | null;
   lam: number | null;
-  /** On validation. */
+  /** On validation: that, or the score of a text task. */
   accuracy: number | null;
+  /** What `accuracy` is, e.g. rouge_l; "" before the first evaluation. */
+  metric: string;
   seconds: number | null;
   error: string;
   details: string;
@@ -60,6 +62,12 @@ export function merged(before: Snapshot | null, next: Snapshot): Snapshot {
   const curves = before === null || next.whole ? next.curves : { ...before.curves, ...next.curves };
   const known = new Set(next.rows.map((row) => row.id));
   return { ...next, curves: Object.fromEntries(Object.entries(curves).filter(([id]) => known.has(id))) };
+}
+
+/** What the scores of these runs are called together. */
+export function metricOf(rows: readonly Row[]): string {
+  const names = new Set(rows.map((row) => row.metric).filter((name) => name !== ""));
+  return names.size === 1 ? [...names][0] : "score";
 }
 
 export type Counts = Record<RunState, number>;

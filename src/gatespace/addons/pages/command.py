@@ -118,7 +118,7 @@ def watch(
     """Watch a study or a run in a browser, while it runs.
 
     The page has all runs with their states, the time left, curves of loss, λ and
-    accuracy as they come, and errors of runs that failed. It only reads, on this
+    scores as they come, and errors of runs that failed. It only reads, on this
     machine only, and for those who have the address.
 
     \b

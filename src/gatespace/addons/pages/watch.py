@@ -335,6 +335,7 @@ class Watcher:
             "loss": plain(records.loss[-1]) if records.loss else None,
             "lam": plain(records.lam[-1]) if records.lam else None,
             "accuracy": plain(records.final if state == "done" else on_the_way),
+            "metric": records.metric,
             "seconds": plain(item.folder.seconds()) if state in ("running", "done") else None,
             "error": item.error[:_MOST_TEXT],
             "details": str(failure.get("details") or "")[-_MOST_TEXT:],
@@ -485,9 +486,11 @@ class Records:
         )
         self.steps, self.loss, self.lam = array("q"), array("d"), array("d")
         self.accuracies: dict[int, float] = {}
-        """Step → accuracy on validation."""
+        """Step → accuracy on validation, or the score of a text task."""
+        self.metric = ""
+        """What that is; "" before it is known."""
         self.final: float | None = None
-        """Accuracy on validation of a run that is done."""
+        """The same of a run that is done."""
         self._final_step: int | None = None
         self._final_mark: Any = None
         self.alarms: list[dict[str, Any]] = []
@@ -525,6 +528,7 @@ class Records:
             # Test is for the end: what is seen on the way must not be what decides.
             if record.get("split") == "val" and isinstance(record.get("step"), int):
                 self.accuracies[record["step"]] = _number(record.get("accuracy", record.get("score")))
+                self.metric = str(record.get("metric", "accuracy"))[:_MOST_TEXT]
         silent, alarms = self._alarms.read(budget)
         if silent:
             self.alarms = []
@@ -551,7 +555,7 @@ class Records:
         self.final, self._final_step, self._final_mark = None, None, mark
         if mark is not None:
             with suppress(OSError, ValueError, KeyError, TypeError):
-                self.final = metric_of((self._run.evaluation("val") or {})["metrics"])[1]
+                self.metric, self.final = metric_of((self._run.evaluation("val") or {})["metrics"])
                 self._final_step = (self._run.summary() or {}).get("chosen_step")
         return True
 

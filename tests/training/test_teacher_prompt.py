@@ -1,0 +1,76 @@
+"""A teacher with a prompt of its own where the task has labels; of free text it is in test_text.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gatespace.config import TrainConfig
+from gatespace.errors import UsageError
+from gatespace.files import read
+from gatespace.tasks import Example, Prompt, Task
+from gatespace.tasks.text import OtherPrompt, Template
+from gatespace.training.train import train
+
+Make = Callable[..., TrainConfig]
+SHOWN = {
+    "system": "Be sure.",
+    "prompt": "{prompt}\nIt is {label}: {text}",
+    "examples": [{"user": "a", "assistant": "b"}],
+}
+
+
+def losses(config: TrainConfig) -> list[float]:
+    train(config)
+    return [record["loss"] for record in read(config.output / "metrics.jsonl")]
+
+
+def test_its_turns(synthetic: Task) -> None:
+    student = Prompt.of(synthetic, brief=True)
+    row = Example(" Where is it? ", synthetic.labels[1])
+    other = OtherPrompt(student, Template(str(SHOWN["prompt"])), "Be sure.", (("a", "b"),))
+    turns = other.messages(other.text(row), ["<x>"])
+    assert [turn["role"] for turn in turns] == ["system", "user", "assistant", "user"]
+    (own,) = student.messages(row.text)
+    assert turns[-1]["content"] == f"{own['content']}\nIt is {row.label}: {row.text}"
+    # responses are those after the student's prompt
+    right = student.gold_response(row.label)
+    assert (other.prefill, other.gold_response(row.label), other.parse(right)) == (student.prefill, right, row.label)
+    assert (other.closed(right), other.closed(right[:-1]), other.closes) == (True, False, True)
+    # a model without a chat template gets the student's form where the turns are as many
+    alone = OtherPrompt(student, Template("{text}"))
+    assert alone.plain(alone.messages(alone.text(row))) == f"{row.text}\n\nAnswer: {student.prefill}"
+
+
+@pytest.mark.parametrize("objective", [{}, {"support": "labels"}])
+def test_the_students_own_prompt_changes_nothing(objective: dict[str, Any], train_config: Make, tmp_path: Path) -> None:
+    plain = train_config(objective=objective, output=str(tmp_path / "plain"))
+    cache = {"cache": str(tmp_path / "other"), "prompt": {"prompt": "{prompt}"}}
+    same = train_config(objective=objective, output=str(tmp_path / "same"), teacher=cache)
+    assert losses(plain) == losses(same)
+    assert (same.output / "tokens.jsonl").read_bytes() == (plain.output / "tokens.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("objective", [{}, {"support": "labels"}])
+def test_a_hint_teaches_the_models_own_weights(
+    objective: dict[str, Any], train_config: Make, taught: Path, tmp_path: Path
+) -> None:
+    """And what is cached under one prompt is not what the teacher says after another."""
+    pair = {"student": str(taught / "model"), "teacher": "self"}
+    make = {"pair": pair, "objective": objective, "steps": 1}
+    assert losses(train_config(**make, output=str(tmp_path / "same"))) == [pytest.approx(0, abs=1e-4)]
+    shown = losses(train_config(**make, output=str(tmp_path / "shown"), teacher={"prompt": SHOWN}))
+    assert shown[0] > 1e-3
+    cold = {"prompt": SHOWN, "cache": None}
+    assert losses(train_config(**make, output=str(tmp_path / "cold"), teacher=cold)) == shown
+
+
+def test_a_column_that_rows_with_labels_lack(train_config: Make) -> None:
+    with pytest.raises(UsageError, match=r"teacher\.prompt\.prompt: '.+' has no column 'hint'") as error:
+        train(train_config(teacher={"prompt": {"prompt": "{hint}"}}))
+    assert "'text', 'label'; and 'prompt', the student's turn" in str(error.value)
+    with pytest.raises(UsageError, match=r"teacher\.prompt: .* do not fit into the context window"):
+        train(train_config(teacher={"prompt": {"system": "word " * 2000}}))
