@@ -1,1 +1,1 @@
-"""`gatespace tune`: searches for the gate of a study on validation, and says on fresh seeds whether it is worth having."""
+"""`gatespace tune`: a search for the gate of a study on validation, and on fresh seeds whether it is worth having."""

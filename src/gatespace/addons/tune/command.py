@@ -78,12 +78,12 @@ def tune(
     from gatespace.addons.tune.folder import TuneFolder
     from gatespace.addons.tune.proposals import require_optuna
     from gatespace.addons.tune.search import Spec
-    from gatespace.addons.tune.settings import Budget, TuneConfig
+    from gatespace.addons.tune.settings import NO_BUDGET, Budget, TuneConfig
     from gatespace.config import parse_config
 
     if engine == "local" and address is not None:
         raise UsageError("--address is for a cluster", got=address, instead="with --engine ray")
-    allowed = Budget() if budget is None else Budget.parse(budget)
+    allowed = NO_BUDGET if budget is None else Budget.parse(budget)
     require_optuna()
     config = _load(study, sets or [], plugins, trust_plugins)
     folder = TuneFolder(output or config.output or Path("tunes") / config.name)

@@ -63,7 +63,7 @@ def _warm_up(job: Job) -> None:
     from gatespace.training.clock import Clock
     from gatespace.training.train import opened
 
-    began = time.perf_counter()
+    began = time.perf_counter()  # after the imports, which a worker does once
     config, channels = parse_config(TrainConfig, job["config"]), job["channels"]
     columns: dict[str, list[float]] = {name: [] for name in channels}
     weights: list[float] = []

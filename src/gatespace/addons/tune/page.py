@@ -9,8 +9,22 @@ from gatespace.addons.tune.search import Candidate, Outcome
 from gatespace.addons.tune.verdict import Verdict
 from gatespace.files import atomic_write
 from gatespace.gating.coefficients import Gate
-from gatespace.report.drawing import AMBER, BLUE, GREEN, GRID, INK, MUTED, ORANGE, Chart, canvas, draw_key, key_height
-from gatespace.report.drawing import panel, render, rows_figure
+from gatespace.report.drawing import (
+    AMBER,
+    BLUE,
+    GREEN,
+    GRID,
+    INK,
+    MUTED,
+    ORANGE,
+    Chart,
+    canvas,
+    draw_key,
+    key_height,
+    panel,
+    render,
+    rows_figure,
+)
 from gatespace.report.page import templates
 from gatespace.report.table import Table, count, lam, number, p_value, text
 
@@ -113,15 +127,23 @@ def _plain(found: Outcome, score: float) -> str:
 def against(verdict: Verdict) -> Table:
     """The comparisons of the verdict."""
     columns = (
-        text("reference"), text("about", "what it is"), text("state", "the winner is"), number("mean", f"difference, {verdict.unit}"),
-        text("interval", "95 % interval"), p_value("sign_flip_p", "sign-flip p"), count("seeds"), count("more", "more seeds to decide"),
-    )  # fmt: skip
+        text("reference"),
+        text("about", "what it is"),
+        text("state", "the winner is"),
+        text("difference", f"difference, {verdict.unit}"),
+        text("interval", "95 % interval"),
+        p_value("sign_flip_p", "sign-flip p"),
+        count("seeds"),
+        count("more", "more seeds to decide"),
+    )
     records = [
-        {**vars(one), "mean": None, "interval": "" if one.low is None else f"{one.low:+.4f} to {one.high:+.4f}"}
-        | {"mean": f"{one.mean:+.4f}"}
+        {
+            **vars(one),
+            "difference": f"{one.mean:+.4f}",
+            "interval": None if one.low is None else f"{one.low:+.4f} to {one.high:+.4f}",
+        }
         for one in verdict.against
     ]
-    columns = tuple(text(c.key, c.title) if c.key == "mean" else c for c in columns)
     return Table.of("against", "The winner on test at fresh seeds", columns, records)
 
 
@@ -143,7 +165,8 @@ def trials(found: Outcome) -> Table:
         record |= {f"rung{place}": f"{abs(value):.4f}" for place, value in enumerate(known)}
         records.append(record)
     metric = found.warm_up["metric"]
-    note = f"Scores are {metric} on validation, mean over rows and seeds; {'lower' if metric == 'log-loss' else 'higher'} is better."
+    better = "higher" if found.spec.is_text else "lower"
+    note = f"Scores are {metric} on validation, the mean over rows and seeds; {better} is better."
     return Table.of("trials", "Candidates", columns, records, note=note)
 
 

@@ -19,7 +19,7 @@ from gatespace.addons.tune.gates import Place, Signals
 from gatespace.addons.tune.jobs import reached, read_rows
 from gatespace.addons.tune.proposals import Proposal, propose
 from gatespace.addons.tune.race import Decision, decide, pairing, score
-from gatespace.addons.tune.settings import Budget, Rung, TuneConfig
+from gatespace.addons.tune.settings import NO_BUDGET, Budget, Rung, TuneConfig
 from gatespace.config import StudyConfig, TrainConfig, dump_config, in_setting, parse_config
 from gatespace.config.study import PublishedConfig
 from gatespace.errors import RunError, UsageError, unknown_name
@@ -127,7 +127,7 @@ class Spec:
     folder: TuneFolder
     threads: int | None = None
     workers: int = 1
-    budget: Budget = Budget()
+    budget: Budget = NO_BUDGET
 
     @classmethod
     def of(cls, study: StudyConfig, config: TuneConfig, folder: TuneFolder, **more: Any) -> Spec:
@@ -384,7 +384,7 @@ class Search:
             last = place == len(rungs) - 1
             decision = self.ledger.once(
                 "decision",
-                lambda p=place, a=alive: self._decide(a, candidates, p, last),
+                lambda p=place, a=alive, l=last: self._decide(a, candidates, p, l),
                 rung=place,  # type: ignore[misc]
             )
             decisions.append(decision)

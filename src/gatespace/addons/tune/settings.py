@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -21,7 +22,7 @@ Inner = Annotated[float, Strict(), AllowInfNan(False), Field(gt=0, lt=1)]
 
 
 def _rising(values: tuple[float, ...]) -> tuple[float, ...]:
-    if not values or any(low >= high for low, high in zip(values, values[1:], strict=False)):
+    if not values or any(low >= high for low, high in pairwise(values)):
         raise ValueError("must be a list of rising numbers")
     return values
 
@@ -111,7 +112,7 @@ class TuneConfig(Section):
                 _rising(self.lr)
             except ValueError as error:
                 raise Fault("lr", str(error)) from None
-        for before, after in zip(self.rungs, self.rungs[1:], strict=False):
+        for before, after in pairwise(self.rungs):
             if after.steps <= before.steps or after.seeds < before.seeds:
                 raise Fault("rungs", "must have rising steps, and never fewer seeds than before")
         if self.rungs and self.rungs[-1].seeds > len(self.seeds):
@@ -151,6 +152,9 @@ class Budget(NamedTuple):
         if match[2].startswith("step"):
             return cls(steps=int(float(match[1])))
         return cls(seconds=float(match[1]) * _UNITS[match[2]])
+
+
+NO_BUDGET = Budget()
 
 
 # ---------------------------------------------------------------------------------------------------- a train file

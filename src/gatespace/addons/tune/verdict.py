@@ -173,13 +173,13 @@ def _unit(spec: Spec, found: Outcome) -> str:
 
 
 def _against(label: str, about: str, test: Any, margin: float, alpha: float) -> Against:
-    """Better: the interval is above 0 and the exact test agrees. No better: the interval is below the margin."""
+    """No better: the interval is below the margin. Better: it is above 0, and the exact test agrees."""
     low, high = (test.mean, test.mean) if test.low is None else (test.low, test.high)
     state: State = "undecided"
-    if low > 0 and test.sign_flip_p is not None and test.sign_flip_p < alpha:
-        state = "better"
-    elif high < margin:
+    if high < margin:
         state = "no better"
+    elif low > 0 and test.sign_flip_p is not None and test.sign_flip_p < alpha:
+        state = "better"
     more = 0
     if state == "undecided":
         needed = [least_differences()]
@@ -195,8 +195,8 @@ def _sentence(verdict: Verdict) -> str:
     where = f"on test at {least.seeds} fresh seeds"
     if verdict.state == "better":
         return (
-            f"Better by {least.mean:.4f} {_interval(least)} {verdict.unit} {where} than {least.reference}, the strongest "
-            f"of {len(verdict.against)} references, and better than the others."
+            f"Better by {least.mean:.4f} {_interval(least)} {verdict.unit} {where} than {least.reference}, the "
+            f"strongest of {len(verdict.against)} references, and better than the others."
         )
     if verdict.state == "no better":
         worst = min((one for one in verdict.against if one.state == "no better"), key=lambda one: one.mean)
