@@ -208,7 +208,7 @@ def _dry_run(spec: Spec, *, as_json: bool) -> None:
     fixed, costs, check = spec.fixed(), spec.costs(proposals), spec.verdict_cost()
     steps = sum(cost.steps for cost in costs)
     grid = spec.grid_steps(costs[0].candidates)
-    told = {
+    told: dict[str, Any] = {
         "task": spec.task,
         "candidates": [one.label for one in fixed],
         "proposals": proposals,

@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from gatespace.addons.tune.folder import Ledger, TuneFolder
@@ -28,8 +29,8 @@ from gatespace.plugins import plugins_digest
 from gatespace.runs import RunFolder
 from gatespace.seeding import stream
 from gatespace.study.engines import Engine
-from gatespace.study.outlook import ROLES, Job, outline
-from gatespace.study.plan import model_name, slug, train_config
+from gatespace.study.outlook import Job, outline
+from gatespace.study.plan import ROLES, model_name, slug, train_config
 
 HALF = 0.5
 """The constant λ that every gate has to beat."""
@@ -381,12 +382,8 @@ class Search:
             if place:
                 self._score([candidates[name] for name in alive], scores, place)
                 alive = [name for name in alive if len(scores[name]) == place + 1]
-            last = place == len(rungs) - 1
-            decision = self.ledger.once(
-                "decision",
-                lambda p=place, a=alive, l=last: self._decide(a, candidates, p, l),
-                rung=place,  # type: ignore[misc]
-            )
+            made = partial(self._decide, alive, candidates, place, last=place == len(rungs) - 1)
+            decision = self.ledger.once("decision", made, rung=place)
             decisions.append(decision)
             for name in [name for name in alive if name not in decision["kept"]]:
                 for seed in spec.config.seeds:  # as large as two students and more each, and never used again
@@ -407,7 +404,7 @@ class Search:
         )
 
     def _decide(
-        self, alive: Sequence[str], candidates: Mapping[str, Candidate], place: int, last: bool
+        self, alive: Sequence[str], candidates: Mapping[str, Candidate], place: int, *, last: bool
     ) -> dict[str, Any]:
         config, rung = self.spec.config, self.spec.rungs[place]
         found = {}
@@ -446,7 +443,7 @@ class Search:
         probe = Candidate(0, "point", "warm-up", Gate(extra=further), None, None, None)
         seed = stream(config.seed, "tune", "warm-up") >> 1
         settings = dump_config(spec.run_config(probe, seed, RunFolder(spec.folder.warm_up.parent)))
-        job = {"do": "warm-up", "config": settings, "channels": list(config.channels)}
+        job: Job = {"do": "warm-up", "config": settings, "channels": list(config.channels)}
         job |= {"batches": config.warm_up, "file": str(spec.folder.warm_up)}
         errors = self._do({"warm-up": (job, "warm-up: signals measured", 0)})
         if errors:
@@ -524,7 +521,7 @@ class Search:
                 for run in self._runs(one, place).values()
                 if run.path.name in failed
             }
-            if some and len({*errors}) == len(some):
+            if some and len(errors) == len(some) and (place or not scores):
                 raise RunError("no candidate could be trained", got=next(iter(errors.values())))
         for one in some:
             record = self.ledger.once(
@@ -553,7 +550,8 @@ class Search:
 
     def _do(self, jobs: Mapping[str, tuple[Job, str, int]]) -> dict[str, str]:
         """Do jobs, as many at once as the engine has slots; returns the errors of those that failed."""
-        waiting, running, errors = [*jobs], set(), {}
+        waiting, errors = [*jobs], dict[str, str]()
+        running: set[str] = set()
         while waiting or running:
             self.spec.folder.check_claim()
             while waiting and len(running) < self.engine.slots:
