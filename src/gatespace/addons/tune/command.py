@@ -233,7 +233,7 @@ def _dry_run(spec: Spec, *, as_json: bool) -> None:
     out.print(f"candidates: {', '.join(told['candidates'])}; up to {proposals} proposals", soft_wrap=True)
     for place, (rung, cost) in enumerate(zip(spec.rungs, costs, strict=True), start=1):
         out.print(
-            f"rung {place}: {rung.steps} steps × {rung.seeds} seeds, at most {cost.candidates} candidates and "
+            f"rung {place}: {rung.steps} steps at {rung.seeds} of the seeds, at most {cost.candidates} candidates and "
             f"{cost.steps} further steps",
             soft_wrap=True,
         )

@@ -6,6 +6,7 @@ from importlib import resources
 from typing import Any
 
 from gatespace.addons.tune.search import Candidate, Outcome
+from gatespace.addons.tune.settings import Rung
 from gatespace.addons.tune.verdict import Verdict
 from gatespace.files import atomic_write
 from gatespace.gating.coefficients import Gate
@@ -150,7 +151,7 @@ def against(verdict: Verdict) -> Table:
 def trials(found: Outcome) -> Table:
     """All candidates, those that came farthest first."""
     order = sorted(found.candidates.values(), key=lambda one: _rank(found, one))
-    rungs = [f"{rung.steps} steps × {rung.seeds}" for rung in found.spec.rungs]
+    rungs = [_rung(rung) for rung in found.spec.rungs]
     columns = [text("label", "candidate"), text("kind"), lam("lam", "λ̄ at the start"), number("spread", "spread")]
     columns += [number(name, f"to {name}") for name in found.warm_up["used"]]
     columns += [text(f"rung{place}", title) for place, title in enumerate(rungs)]
@@ -168,6 +169,10 @@ def trials(found: Outcome) -> Table:
     better = "higher" if found.spec.is_text else "lower"
     note = f"Scores are {metric} on validation, the mean over rows and seeds; {better} is better."
     return Table.of("trials", "Candidates", columns, records, note=note)
+
+
+def _rung(rung: Rung) -> str:
+    return f"{rung.steps} step{'s' * (rung.steps > 1)} × {rung.seeds} seed{'s' * (rung.seeds > 1)}"
 
 
 def _rank(found: Outcome, one: Candidate) -> tuple[float, ...]:
@@ -233,7 +238,7 @@ def _plane(found: Outcome) -> Chart:
 def _funnel(found: Outcome) -> Chart:
     rungs = found.spec.rungs
     tried = [sum(len(known) > place for known in found.scores.values()) for place in range(len(rungs))]
-    labels = [f"{rung.steps} steps × {rung.seeds} seed{'s' * (rung.seeds > 1)}" for rung in rungs]
+    labels = [_rung(rung) for rung in rungs]
     kept = [len(made["kept"]) for made in found.decisions]
 
     def draw() -> Any:
