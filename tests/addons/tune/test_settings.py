@@ -12,6 +12,7 @@ from gatespace.addons.tune.search import Spec
 from gatespace.addons.tune.settings import Budget, Rung, TuneConfig, study_of_train_file
 from gatespace.config import StudyConfig, parse_config
 from gatespace.errors import UsageError
+from gatespace.study.plan import make_plan
 
 
 def study(**settings: Any) -> StudyConfig:
@@ -78,6 +79,13 @@ def test_several_tasks_need_a_choice() -> None:
     with pytest.raises(UsageError, match=r"tune\.task"):
         spec(tasks={"a": one, "b": one})
     assert spec({"task": "b"}, tasks={"a": one, "b": one}).task == "b"
+
+
+def test_the_study_s_own_points_and_axes_are_no_matter() -> None:
+    named = {"points": {"mine": "4,0,-1,2"}, "axes": {"isolation": {"points": ["mine"]}, "published": ["akl"]}}
+    own = spec(**named)
+    make_plan(own.study)  # which would not know the point
+    assert own.fixed()[-1].label == "akl"
 
 
 def test_rungs_follow_from_the_steps_of_the_study() -> None:

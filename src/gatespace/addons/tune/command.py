@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -151,7 +152,7 @@ def _run(spec: Spec, engine: str, address: str | None, *, quiet: bool) -> tuple[
     chosen = folder.threads_of_runs(spec.study, workers=count, threads=spec.threads, usual=usual)
     spec = replace(spec, threads=chosen)
     with StudyView(count, quiet=quiet) as view:
-        lines = _Lines(view.note if not quiet else lambda text: None)
+        lines = _Lines(view.say)
         with closing(open_engine(EngineSpec(spec.study, folder, count, chosen, address, perform, view.note))) as opened:
             with folder.claim():
                 atomic_write(folder.store_file, json.dumps({"threads": chosen, "workers": count}) + "\n")
@@ -186,7 +187,7 @@ def _local_engine(spec: EngineSpec) -> Engine:
 class _Lines:
     """A line per run that has ended, with the time that is left at most."""
 
-    def __init__(self, say: Any) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._began, self._steps = say, time.monotonic(), 0
 
     def show(self, title: str, steps: int, left: int) -> None:

@@ -22,7 +22,7 @@ from gatespace.addons.tune.proposals import Proposal, propose
 from gatespace.addons.tune.race import Decision, decide, pairing, score
 from gatespace.addons.tune.settings import NO_BUDGET, Budget, Rung, TuneConfig
 from gatespace.config import StudyConfig, TrainConfig, dump_config, in_setting, parse_config
-from gatespace.config.study import PublishedConfig
+from gatespace.config.study import AxesConfig, PublishedConfig
 from gatespace.errors import RunError, UsageError, unknown_name
 from gatespace.gating.coefficients import Gate
 from gatespace.plugins import plugins_digest
@@ -141,13 +141,14 @@ class Spec:
                 "tune.task: a gate is searched for on one task", instead=f"one of {', '.join(study.tasks)}"
             )
         one = study.tasks[task].model_copy(update={"sweep": True, "points": ("G5",)})
-        seeds = (config.seeds[0],)
+        # Of the study's own plan only models and published methods are left.
         own = study.model_copy(
             update={
                 "name": f"{study.name}-tune",
                 "tasks": {task: one},
                 "points": ("G5",),
-                "seeds": seeds,
+                "axes": AxesConfig(isolation=None, static=(), published=study.axes.published),
+                "seeds": (config.seeds[0],),
                 "selection_seed": None,
                 "replication": None,
             }
@@ -461,6 +462,7 @@ class Search:
             if budget.steps is not None:
                 return sum(cost.steps for cost in costs)
             runs, steps = sum(cost.runs for cost in costs), sum(cost.steps for cost in costs)
+            runs += costs[-1].runs  # the verdict's are evaluated on two splits
             work = runs * (seconds["load"] + seconds["evaluate"]) + steps * seconds["step"]
             return spent + work / max(1, spec.workers)
 
