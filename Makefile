@@ -28,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo shell test test-long test-web test-engines test-trl test-verl test-ray test-vllm lint format web docs wheel clean
-.PHONY: bench bench-step bench-ladder bench-score bench-sweep bench-power bench-service bench-explorer bench-kills
+.PHONY: bench bench-step bench-ladder bench-score bench-sweep bench-power bench-tune bench-service bench-explorer bench-kills
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,6 +85,9 @@ bench-ladder: $(BENCH_READY) ## what each speed-up of a step buys, and how far t
 
 bench-score: $(READY) ## what a teacher's scores cost: one response per prompt and several, cached or not
 	@$(BIN)/python benchmarks/score.py $(BENCH_ARGS)
+
+bench-tune: $(READY) ## does the search find a planted effect, and none where there is none
+	@$(BIN)/python benchmarks/tune.py $(BENCH_ARGS)
 
 bench-power: $(READY) ## seeds and CPU-hours that tell two methods apart, by responses per prompt
 	@$(BIN)/python benchmarks/power.py $(BENCH_ARGS)

@@ -226,3 +226,26 @@ def test_killed_runs_end_as_if_nobody_had_killed_them(tmp_path: Path) -> None:
     assert ours["repeats"]
     assert ours["kills"] == ours["resumed"] == ours["same_loss"] == ours["same_bytes"] == 2
     assert "cannot be imported" in found["trl"].get("unavailable", "") or found["trl"]["kills"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_tune_benchmark_ends_in_verdicts(tmp_path: Path) -> None:
+    found = _run("tune.py", cache=tmp_path)
+    assert [one["case"] for one in found["results"]] == ["planted", "null"]
+    for one in found["results"]:
+        assert one["state"] in ("better", "no better", "undecided")
+        assert 0 < one["cost"]["search_to_grid"] <= 1
+    assert set(found["results"][1]["direction"]) == {"noise"}
+
+
+def test_the_planted_pair_is_taught_what_the_benchmark_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    tune = importlib.import_module("tune")
+    sides = {side: tune.rows(3, "train", 2000, side) for side in ("gold", "teacher", "student")}
+    rows = list(zip(*sides.values(), strict=True))
+    assert len({row["text"] for some in rows for row in some} & {row["text"] for row in sides["gold"]}) > 100
+    for kind, wrong_of_teacher, wrong_of_student in ((0, 0.0, 1.0), (1, tune.WRONG, 0.0)):
+        own = [row for row in rows if row[0]["text"].split()[0] in tune.KINDS[kind]]
+        shares = [sum(row[0]["label"] != row[side]["label"] for row in own) / len(own) for side in (1, 2)]
+        assert shares == pytest.approx([wrong_of_teacher, wrong_of_student], abs=0.05)

@@ -162,6 +162,7 @@ JOBS = (
     "watch",
     "pack",
     "merge",
+    "tune",
 )
 """Commands that take long, or need what another one has made."""
 

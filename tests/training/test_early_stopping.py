@@ -14,6 +14,7 @@ from gatespace.config import TeachConfig, TrainConfig, identity, parse_config
 from gatespace.errors import UsageError
 from gatespace.files import read
 from gatespace.models import TinyPair, load_model
+from gatespace.runs import RunFolder
 from gatespace.training import checkpoint
 from gatespace.training.train import teach, train
 
@@ -158,3 +159,20 @@ def test_a_checkpoint_keeps_the_tensors_of_an_earlier_one(tmp_path: Path) -> Non
     assert checkpoint.latest(tmp_path, report=notes.append) is None
     assert "best.safetensors has another checksum" in notes[0]
     json.dumps(first.state)
+
+
+def test_a_run_that_pauses_ends_as_one_that_does_not(train_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    settings = {"steps": 4, "evaluation": {"probabilities": True}, "checkpoint": {"every": 3}}
+    whole = train(train_config(**settings, output=str(tmp_path / "whole")))
+    config = train_config(**settings, output=str(tmp_path / "paused"))
+    run = RunFolder(config.output)
+    for step in (1, 3):
+        found = train(config, until=step)
+        assert found["steps"] == step
+        assert not run.is_done
+        assert run.at_step(step).evaluation("val") == found["evaluation"]["val"]
+        assert len(run.at_step(step).predictions("val")) == 12
+    assert train(config, until=9) == whole  # no more than all its steps
+    assert run.is_done
+    for name in ("metrics.jsonl", "tokens.jsonl", "predictions-val.jsonl"):
+        assert (run.path / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

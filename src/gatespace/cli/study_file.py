@@ -84,9 +84,16 @@ def load_study(
         raise UsageError("no such file", got=study, instead="`gatespace init demo` writes one to start from")
     else:
         raise unknown_name("study", study, shipped())
-    config = _with_model_folders(config)
-    config = _with_plugins(config.with_plugins_from(path.parent), plugins or (), trusted=trust_plugins)
+    config = finished(config, path.parent, plugins=plugins, trust_plugins=trust_plugins)
     return _quick(config) if quick else config
+
+
+def finished(
+    config: StudyConfig, folder: Path, *, plugins: Sequence[str] | None = None, trust_plugins: bool = False
+) -> StudyConfig:
+    """A study as it was read from a file of `folder`, with its models' folders found and its plugins imported."""
+    config = _with_model_folders(config)
+    return _with_plugins(config.with_plugins_from(folder), plugins or (), trusted=trust_plugins)
 
 
 def checked_plan(config: StudyConfig, *, yes: bool = False) -> Plan:

@@ -48,7 +48,7 @@ class StudyView(Closing):
 
     def note(self, text: str) -> None:
         """Show something that a user should know."""
-        self._say(f"note: {text}")
+        self.say(f"note: {text}")
 
     def update(self, outlook: Outlook) -> None:
         """Show the state of the study."""
@@ -61,20 +61,21 @@ class StudyView(Closing):
         over = [work for work in outlook.work if self._states[work.name] in ("done", "failed")]
         ended = [work for work in over if before and before.get(work.name) != self._states[work.name]]
         for work in ended:
-            self._say(f"[{outlook.count('done')}/{len(outlook.work)}] {_ended(work)}{self._left(outlook)}")
+            self.say(f"[{outlook.count('done')}/{len(outlook.work)}] {_ended(work)}{self._left(outlook)}")
         if ended or not before:
             self._last_line = time.monotonic()
         elif time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
             steps = {work.title: _step(work) for work in outlook.of("running")}
             running = [f"{title} ({step})" if step else title for title, step in steps.items()]
-            self._say(f"running: {', '.join(running)}{self._left(outlook)}")
+            self.say(f"running: {', '.join(running)}{self._left(outlook)}")
 
     def _left(self, outlook: Outlook) -> str:
         seconds = outlook.seconds_left(self._workers)
         return f" · {duration(seconds)} left" if seconds else ""
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Print a line."""
         if self._quiet:
             return
         if self._live is not None:

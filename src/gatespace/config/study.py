@@ -274,6 +274,9 @@ class StudyConfig(Section):
     are known by name. A file lies beside the study file or below the working folder. Their source is part of each run's
     identity, and a command that would import them needs --plugin FILE or --trust-plugins."""
 
+    tune: Settings = Field(default={})
+    """Settings of `gatespace tune`, the add-on that searches for a gate; it checks them. Runs do not depend on them."""
+
     output: Place | None = None
     """The folder of the study; null: studies/NAME."""
 

@@ -24,6 +24,7 @@ from gatespace.runs import pages_of
 from gatespace.study.records import StudyResults
 
 if TYPE_CHECKING:
+    import jinja2
     from markupsafe import Markup
 
 _FORMS = {"md": markdown_text, "tex": latex_text, "csv": csv_text}
@@ -146,16 +147,7 @@ def page(
     view: View, findings: Findings, tables: Sequence[Table], extra: Sequence[Table], drawn: Sequence[Rendered]
 ) -> str:
     """The text of the page; `extra` are tables that are on the page only."""
-    try:
-        import jinja2
-    except ModuleNotFoundError as error:
-        if error.name != "jinja2":
-            raise
-        raise missing_extra("a report", module="jinja2", extra="study") from None
-    place = resources.files("gatespace.report") / "templates"
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {"show": _shown, "look": _look, "tail": _tail, "kept": _kept, "pp": _pp}
-    template = environment.from_string((place / "report.html.j2").read_text(encoding="utf-8"))
+    template = templates().get_template("report.html.j2")
     results = view.results
     if len(results.tasks) == 1:
         tables, extra = ([_without_task(table) for table in part] for part in (tables, extra))
@@ -174,10 +166,29 @@ def page(
         files={table.name for table in tables},
         opened=_OPEN,
         glossary=GLOSSARY,
-        css=(place / "report.css").read_text(encoding="utf-8"),
-        version=_version(),
     )
     return text.lstrip() + "\n"
+
+
+def templates() -> jinja2.Environment:
+    """Templates of pages: `parts.html.j2` has tables and figures, and all of them know `css` and `version`."""
+    try:
+        import jinja2
+    except ModuleNotFoundError as error:
+        if error.name != "jinja2":
+            raise
+        raise missing_extra("a report", module="jinja2", extra="study") from None
+    place = resources.files("gatespace.report") / "templates"
+
+    def text(name: str) -> str:
+        return (place / name).read_text(encoding="utf-8")
+
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, loader=jinja2.FunctionLoader(text)
+    )
+    environment.filters |= {"show": _shown, "look": _look, "tail": _tail, "kept": _kept, "pp": _pp}
+    environment.globals |= {"css": text("report.css"), "version": _version()}
+    return environment
 
 
 def _about(text: str) -> tuple[str, str]:

@@ -12,6 +12,7 @@ reads.jsonl              a line per read of a held-out split, in a study
 checkpoints/             what a killed run resumes from; removed when it is done
 predictions-SPLIT.jsonl  every response of a final evaluation
 evaluation-SPLIT.json    its metrics
+step-N/                  predictions and metrics of an evaluation at which the run paused, see `train(until=N)`
 plugins/                 the user's own code that the run imported
 model/                   the trained model
 summary.json, done       written last, in this order
@@ -79,6 +80,10 @@ class RunFolder(Folder):
     def reads_file(self) -> Path:
         """The ledger of reads of held-out splits."""
         return self.path / "reads.jsonl"
+
+    def at_step(self, step: int) -> RunFolder:
+        """The evaluation at which the run paused after `step` steps."""
+        return RunFolder(self.path / f"step-{step}")
 
     def log_file(self, name: str) -> Path:
         """The file of a log: metrics, tokens, evaluations, alarms or timings."""

@@ -184,6 +184,18 @@ class Records:
             failed.raised_by = error.raised_by
             raise failed from error
 
+    def pause(self, done: int) -> dict[str, Any]:
+        """Save a checkpoint, then evaluate on `evaluation.split` into the folder of this step; the run is not done."""
+        job, settings = self._job, self._job.config.evaluation
+        if done != self._saved:
+            self.checkpoint(done)
+        evaluation = job.evaluate(settings.split, probabilities=settings.probabilities)
+        if self._writes:
+            job.run.check_claim()
+            write(evaluation, job.run.at_step(done).path)
+        job.progress.evaluated(done, evaluation)
+        return {"steps": done, "evaluation": {settings.split: evaluation.as_json()}}
+
     def finish(self, done: int) -> dict[str, Any]:
         """Evaluate, save the model, write the summary; the run is done after `done` steps."""
         job, config, run = self._job, self._job.config, self._job.run

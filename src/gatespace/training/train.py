@@ -19,32 +19,39 @@ from gatespace.training.records import Records
 from gatespace.training.supervised import Supervised
 
 
-def train(config: TrainConfig, progress: Progress = SILENT) -> dict[str, Any]:
-    """Distil a teacher into a student, and return the run's summary. A run that was killed resumes."""
-    kind = LabelDistillation if config.objective.over_labels else Distillation
-    with _opened(kind, config, progress) as job:
-        return _run(job)
+def train(config: TrainConfig, progress: Progress = SILENT, *, until: int | None = None) -> dict[str, Any]:
+    """Distil a teacher into a student, and return the run's summary. A run that was killed resumes.
+
+    Args:
+        config: All settings.
+        progress: Follows the run.
+        until: Pause after so many steps, with a checkpoint and an evaluation, which is what is returned; a later call
+            goes on from there, and the run ends as if it had not paused. None: all steps are done.
+    """
+    with opened(config, progress) as job:
+        return _run(job, until)
 
 
 def teach(config: TeachConfig, progress: Progress = SILENT) -> dict[str, Any]:
     """Fine-tune a model on a task's gold labels, and return the run's summary. A run that was killed resumes."""
-    with _opened(Supervised, config, progress) as job:
+    with opened(config, progress) as job:
         return _run(job)
 
 
-def _run(job: Job) -> dict[str, Any]:
+def _run(job: Job, until: int | None = None) -> dict[str, Any]:
     """The loop of a run. `Distillation` and `Supervised` say what a micro-batch is, and what its loss is."""
     if (summary := job.begin()) is not None:  # it was done before
         return summary
     job.prepare()
     config, optimizer, trace = job.config, job.optimizer, job.trace
+    goal = config.steps if until is None else min(until, config.steps)
     with Records(job) as records:
         if records.start == 0 and config.evaluation.every:
             records.evaluate(0)
         done, best = records.start, config.checkpoint.select == "best"
         if best and done == 0:  # the model as it is may stay the best
             records.checkpoint(0)
-        while done < config.steps and not records.out_of_patience:
+        while done < goal and not records.out_of_patience:
             records.stop_on_alarm(done)
             step = done
             clock = Clock(job.place.device)
@@ -66,6 +73,8 @@ def _run(job: Job) -> dict[str, Any]:
             needed = done == config.steps or records.out_of_patience or (best and records.best == done)
             if _due(config.checkpoint.every, done) or (config.checkpoint.every and needed):
                 records.checkpoint(done)
+        if done < config.steps and not records.out_of_patience:
+            return records.pause(done)
         return records.finish(done)
 
 
@@ -74,8 +83,11 @@ def _due(every: int, done: int) -> bool:
 
 
 @contextmanager
-def _opened(kind: Callable[..., Job], config: TrainConfig | TeachConfig, progress: Progress) -> Iterator[Job]:
+def opened(config: TrainConfig | TeachConfig, progress: Progress = SILENT) -> Iterator[Job]:
     """The job with its folder claimed and its models loaded; all that it opens is closed."""
+    kind: Callable[..., Job] = Supervised
+    if isinstance(config, TrainConfig):
+        kind = LabelDistillation if config.objective.over_labels else Distillation
     load_plugins(config.plugins)
     processes = join(config)
     run = RunFolder(config.output)

@@ -19,8 +19,8 @@ from gatespace.files import atomic_write
 from gatespace.runs import ARCHIVE, RunFolder, StudyFolder
 from gatespace.study.plan import make_plan
 
-_OF_A_MACHINE = ("workers", "resources", "output", "keep_models")
-"""Settings of a study that say where and how it is computed."""
+_OF_A_MACHINE = ("workers", "resources", "output", "keep_models", "tune")
+"""Settings of a study that say where and how it is computed, or that its runs do not depend on."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,312 @@
+"""Does `gatespace tune` find what is there, find nothing where nothing is, and for how many training steps?
+
+Planted: a generated task and a pair for which one direction of the gate is better by construction. Every text has a
+kind and a cue, and the cue has a label. On texts of the first kind the teacher was taught the right labels and the
+student wrong ones. On texts of the second kind the student was taught the right labels, and the teacher labels of which
+four in ten are wrong. Both models are sure of themselves where they were taught one label per cue, and the teacher is
+unsure (high h) on the second kind alone.
+
+Forward KL moves a student that is sure and wrong, and moves a student that is right towards a teacher that is not.
+Reverse KL does little of either: its gradient at an outcome has the student's probability as a factor. So λ has to be
+low where the teacher is sure, and high where it is not and the student agrees with it (small gap). A constant λ learns
+the first kind and unlearns the second, or does neither; a gate with a > 0 or d < 0 does the one without the other. That
+holds while the student is on its way: both KLs are least where the student is the teacher, so that runs are short.
+
+Null: the same pair, and a gate that may depend on one signal only, which is noise: a pseudo-random function of the
+token's probabilities, without gradient. The loss is linear in λ, and λ is independent of both KLs, so that every gate
+of this search has the same expected gradient as the constant of its mean, and all have the same mean. What is best on
+validation is best by luck, and no candidate is better than its static twin.
+
+Every repetition has its own texts, its own pair and its own seeds. See benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import measure
+from step import positive, tell
+
+LABELS = ("red", "green", "blue", "gold")
+KINDS = (("north", "south", "east", "west"), ("iron", "stone", "paper", "glass"))
+"""Words of the first kind, where the teacher is right, and of the second, where the student is."""
+CUES = 5
+"""Of each label and kind."""
+WRONG = 0.4
+"""Share of wrong labels that the teacher was taught on texts of the second kind."""
+FOUND, FALSE, COST = 0.9, 0.05, 0.35
+"""Targets: planted cases that are called better, null cases that are, and training steps / those of a full grid."""
+_NOISE = '''"""A signal that says nothing: a pseudo-random number for every token."""
+import torch
+from gatespace import signals
+
+@signals.register("noise", range=(0.0, 1.0))
+def noise(tokens):
+    choice = tokens.teacher_choice[:, None]
+    both = (tokens.teacher_at(choice) + 1.7 * tokens.student_at(choice)).squeeze(-1).detach().double()
+    return torch.frac(torch.sin(both * 12345.678) * 43758.5453).abs().to(tokens.dtype)
+'''
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run of this benchmark, as asked for."""
+
+    planted: int
+    null: int
+    proposals: int
+    workers: int
+    threads: int
+    output: str | None
+    quick: bool
+
+
+def rows(seed: int, split: str, count: int, side: str = "gold") -> list[dict[str, str]]:
+    """Texts with the labels that are right, or that the teacher or the student was taught."""
+    from gatespace.seeding import generator
+
+    draw = generator(seed, "benchmarks", "tune", split).random
+    found = []
+    for _ in range(count):
+        kind = int(draw() * 2)
+        word, place = KINDS[kind][int(draw() * 4)], int(draw() * CUES * len(LABELS))
+        cue = place + kind * CUES * len(LABELS)  # each kind has its own, so that one teaches nothing about the other
+        right, luck = place // CUES, draw()
+        wrong = (right + 1) % len(LABELS)
+        label = right
+        if side == "teacher" and kind == 1 and luck < WRONG:
+            label = wrong
+        if side == "student" and kind == 0:
+            label = wrong
+        filler = "now" if draw() < 0.5 else "then"
+        found.append({"text": f"{word} cue{cue:02d} {filler}", "label": LABELS[label]})
+    return found
+
+
+def make_pair(folder: Path, seed: int, settings: Settings) -> dict[str, Any]:
+    """The task and the pair of a repetition; returns the settings of the task."""
+    from gatespace.config import TaskConfig, TeachConfig, parse_config
+    from gatespace.models import build_tiny
+    from gatespace.tasks.configured import load_configured_task
+    from gatespace.training.train import teach
+
+    def table(name: str, side: str, counts: dict[str, int]) -> dict[str, Any]:
+        sources = {}
+        for split, count in counts.items():
+            path = folder / f"{name}-{split}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows(seed, f"{name} {split}", count, side)))
+            sources[split] = str(path)
+        return {"name": None, "brief": True, "table": {"source": sources, "labels": list(LABELS), "name": "planted"}}
+
+    few = settings.quick
+    task = table("gold", "gold", {"train": 400, "val": 40 if few else 200, "test": 40 if few else 200})
+    tiny = build_tiny(load_configured_task(parse_config(TaskConfig, task)))
+    for side, base in (("teacher", tiny.teacher), ("student", tiny.student)):
+        own = table(side, side, {"train": 1200, "val": 20, "test": 20})
+        teach(
+            parse_config(
+                TeachConfig,
+                {
+                    "task": own | {"split": {"teacher": 1.0}},
+                    "model": str(base),
+                    "steps": 20 if few else 250,
+                    "batch_size": 48,
+                    "optimizer": {"lr": 2e-3},
+                    "engine": {"precision": "fp32", "threads": settings.threads},
+                    "evaluation": {"every": 0, "final": []},
+                    "seed": seed,
+                    "output": str(folder / side),
+                },
+            )
+        )
+    return task | {"split": {"distill": 1.0}}
+
+
+def study(folder: Path, task: dict[str, Any], case: str, seed: int, settings: Settings) -> Path:
+    """The study file of a repetition."""
+    from gatespace.config.text import write_yaml
+
+    few, first = settings.quick, 1000 * (seed + 1)
+    rungs = [(1, 1), (2, 2)] if few else [(5, 1), (10, 2), (16, 4)]
+    search: dict[str, Any] = {
+        "rungs": [{"steps": steps, "seeds": seeds} for steps, seeds in rungs],
+        "seeds": list(range(first + 1, first + 5)),
+        "fresh": list(range(first + 11, first + (13 if few else 17))),
+        "proposals": settings.proposals,
+        "batch": max(1, settings.proposals // 4),
+        "keep": 0.25,
+        "seed": seed,
+    }
+    if few:
+        search |= {"points": ["G5"], "lam": [0.5]}
+    whole: dict[str, Any] = {
+        "name": case,
+        "tasks": {"planted": {"task": task}},
+        "train": {
+            "pair": {role: str(folder / role / "model") for role in ("student", "teacher")},
+            "steps": rungs[-1][0],
+            "batch_size": 4 if few else 24,
+            "optimizer": {"lr": 1e-3},
+            "rollout": {"max_new_tokens": 6},
+            "evaluation": {"max_new_tokens": 6, "batch_size": 200},
+            "engine": {"precision": "fp32"},
+            "trace": {"tokens_every": 0},
+        },
+        "tune": search,
+    }
+    if case == "null":
+        plugin = folder / "noise.py"
+        plugin.write_text(_NOISE)
+        whole["plugins"] = [str(plugin)]
+        search |= {"channels": ["noise"], "lam": [0.5], "points": []}
+    path = folder / f"{case}.yaml"
+    path.write_text(write_yaml(whole))
+    return path
+
+
+def repetition(folder: Path, case: str, seed: int, settings: Settings) -> dict[str, Any]:
+    """One search with its verdict."""
+    place = folder / f"{case}-{seed}"
+    path = study(place, make_pair(place, seed, settings), case, seed, settings)
+    words = ["tune", str(path), "--json", "--quiet", "--trust-plugins", "--output", str(place / "tune")]
+    words += ["--workers", str(settings.workers), "--threads", str(settings.threads)]
+    environment = os.environ | {"OMP_NUM_THREADS": str(settings.threads)}
+    done = subprocess.run(
+        [sys.executable, "-m", "gatespace", *words], env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{case} {seed}: {done.stderr.strip()}")
+    found = json.loads(done.stdout)
+    verdict = found["verdict"]
+    winner = found["winner"]
+    return {
+        "case": case,
+        "repetition": seed,
+        "state": verdict["state"],
+        "sentence": verdict["sentence"],
+        "gate": verdict["gate"],
+        "direction": None if winner is None else winner["place"]["direction"],
+        "lam": None if winner is None else winner["place"]["lam"],
+        "spread": None if winner is None else winner["place"]["spread"],
+        "against": verdict["against"],
+        "curse": verdict["curse"],
+        "cost": found["cost"],
+        "pairing": found["pairing"],
+    }
+
+
+def run(settings: Settings, folder: Path, report: Callable[[str], None]) -> list[dict[str, Any]]:
+    """All repetitions; those that are in the folder already are read from it."""
+    found = []
+    for case, count in (("planted", settings.planted), ("null", settings.null)):
+        for seed in range(count):
+            saved = folder / f"{case}-{seed}.json"
+            if not saved.exists():
+                one = repetition(folder, case, seed, settings)
+                saved.write_text(json.dumps(one, indent=2))
+            one = json.loads(saved.read_text())
+            report(f"{case} {seed}: {one['sentence']}")
+            found.append(one)
+    return found
+
+
+def targets(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was to be reached, and what was."""
+    found = []
+    for case, limit, name in (("planted", FOUND, "called better"), ("null", FALSE, "called better")):
+        own = [one for one in records if one["case"] == case]
+        if own:
+            share = sum(one["state"] == "better" for one in own) / len(own)
+            met = share >= limit if case == "planted" else share <= limit
+            found.append({"what": f"{case}: {name}", "value": share, "of": len(own), "limit": limit, "met": met})
+    costs = [one["cost"]["with_verdict"] for one in records if one["case"] == "planted"]
+    if costs:
+        aim = {"what": "steps / full grid, verdict in both", "value": max(costs), "of": len(costs), "limit": COST}
+        found.append(aim | {"met": max(costs) <= COST})
+    return found
+
+
+def show(settings: Settings, facts: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
+    print(f"{facts['cpu']}, {settings.workers} runs at once with {settings.threads} threads each\n")
+    print(f"{'case':<10}{'rep.':>5}{'verdict':>12}{'least gain':>12}{'λ̄':>7}{'spread':>8}{'steps/grid':>12}  direction")
+    for one in records:
+        gain = min((pair["mean"] for pair in one["against"]), default=float("nan"))
+        place = ["", ""] if one["lam"] is None else [f"{one['lam']:.2f}", f"{one['spread']:.2f}"]
+        toward = " ".join(f"{name} {value:+.2f}" for name, value in (one["direction"] or {}).items())
+        print(
+            f"{one['case']:<10}{one['repetition']:>5}{one['state']:>12}{gain:>12.4f}{place[0]:>7}{place[1]:>8}"
+            f"{one['cost']['with_verdict']:>12.2f}  {toward}"
+        )
+    print()
+    for aim in targets(records):
+        mark = "" if settings.quick else ("PASS  " if aim["met"] else "FAIL  ")
+        print(f"{mark}{aim['what']}: {aim['value']:.2f} of {aim['of']} (target {aim['limit']})")
+
+
+def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, argparse.Namespace]:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples:\n"
+        "  python benchmarks/tune.py                      10 planted cases and 20 without an effect\n"
+        "  python benchmarks/tune.py --output DIR         keep everything; the same command goes on after a stop\n"
+        "  python benchmarks/tune.py --quick              does it run? its numbers mean nothing\n"
+        "  python benchmarks/tune.py --json > tune.json",
+    )
+    parser.add_argument("--planted", type=int, help="repetitions of the planted case (10; quick: 1)")
+    parser.add_argument("--null", type=int, help="repetitions of the null case (20; quick: 1)")
+    parser.add_argument("--proposals", type=positive, help="gates that are proposed (32; quick: 2)")
+    parser.add_argument("--workers", type=positive, help="runs at once (cores; quick: 1)")
+    parser.add_argument("--output", metavar="DIR", help="keep everything here (a temporary folder)")
+    parser.add_argument("--quick", action="store_true", help="one of each, two steps: does it run?")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else")
+    options = parser.parse_args(arguments)
+    quick = options.quick
+    workers = options.workers or (1 if quick else measure.usable_cores())
+    settings = Settings(
+        planted=options.planted if options.planted is not None else 1 if quick else 10,
+        null=options.null if options.null is not None else 1 if quick else 20,
+        proposals=options.proposals or (2 if quick else 32),
+        workers=workers,
+        threads=max(1, measure.usable_cores() // workers),
+        output=options.output,
+        quick=quick,
+    )
+    return settings, options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    from gatespace.errors import GatespaceError
+
+    settings, options = parse(arguments)
+    facts = measure.environment(settings.threads)
+    try:
+        with tempfile.TemporaryDirectory(prefix="gatespace-bench-") as scratch:
+            folder = Path(settings.output or scratch).absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+            records = run(settings, folder, tell)
+    except (GatespaceError, RuntimeError) as error:
+        tell(f"error: {error}")
+        return 2
+    aims = targets(records)
+    if options.json:
+        found = {"benchmark": "tune", "settings": asdict(settings), "environment": facts, "results": records}
+        print(json.dumps(found | {"targets": aims}, indent=2))
+    else:
+        show(settings, facts, records)
+    return int(options.check and not all(aim["met"] for aim in aims))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

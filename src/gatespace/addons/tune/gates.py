@@ -1,0 +1,124 @@
+"""From a place of the search space to a gate, and back: mean gate λ̄, spread of its logit, direction over channels.
+
+The coefficients of a gate depend on the scale of its signals, which depends on the pair, the task and K. What is
+proposed does not: with the signals of a warm-up batch in standard units,
+
+    logit_t = τ·z_t + c₀,      z = Σ v_i·(x_i - mean x_i)/SD x_i   scaled to SD 1,      c₀ such that mean σ(logit) = λ̄
+
+τ is the spread, v the direction, and a, b, c, d follow. Both hold for the warm-up: a student that learns changes its
+signals, so that the verdict compares with the constant λ that the gate then really had on average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.optimize import brentq  # type: ignore[import-untyped]
+
+from gatespace.addons.tune.settings import coefficient
+from gatespace.errors import UsageError
+from gatespace.gating.coefficients import COEFFICIENTS, Gate
+
+_CONSTANT = 1e-6
+"""A signal of a smaller standard deviation is a constant, and no gate can depend on it."""
+_SAME = 0.999
+"""Two signals of a higher correlation are one channel."""
+_DIGITS = 6
+
+
+class Place(NamedTuple):
+    """A place of the search space. The direction has length 1 in standard units of the channels."""
+
+    lam: float
+    spread: float
+    direction: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Signals:
+    """Signals at the tokens of the warm-up.
+
+    Args:
+        values: Channel → (N,).
+        weights: (N,) of the tokens: 1, or their probabilities where rollouts are expected ones.
+    """
+
+    values: Mapping[str, np.ndarray]
+    weights: np.ndarray
+
+    @classmethod
+    def of(cls, values: Mapping[str, Sequence[float]], weights: Sequence[float]) -> Signals:
+        """From plain lists."""
+        return cls({name: np.asarray(column, float) for name, column in values.items()}, np.asarray(weights, float))
+
+    def mean(self, column: Any) -> float:
+        """The weighted mean of a value per token."""
+        return float(np.average(column, weights=self.weights))
+
+    def sd(self, column: Any) -> float:
+        """Its standard deviation."""
+        return float(np.sqrt(np.average((column - self.mean(column)) ** 2, weights=self.weights)))
+
+    @cached_property
+    def channels(self) -> tuple[str, ...]:
+        """The channels that differ over tokens, and from each other."""
+        found: list[str] = []
+        for name, column in self.values.items():
+            if self.sd(column) > _CONSTANT and not any(self._alike(name, other) for other in found):
+                found.append(name)
+        return tuple(found)
+
+    def _alike(self, one: str, other: str) -> bool:
+        return abs(self.mean(self._standard(one) * self._standard(other))) > _SAME
+
+    def _standard(self, name: str) -> Any:
+        column = self.values[name]
+        return (column - self.mean(column)) / self.sd(column)
+
+    def solve(self, place: Place) -> Gate:
+        """The gate at a place: its λ has the mean and its logit the spread there, over these tokens."""
+        weights = {name: place.direction.get(name, 0.0) for name in self.channels}
+        z = sum((weight * self._standard(name) for name, weight in weights.items()), np.zeros(len(self.weights)))
+        if not self.channels or self.sd(z) <= _CONSTANT:
+            raise UsageError(
+                "no gate depends on these channels",
+                got=", ".join(self.values),
+                why="their signals are constant over the warm-up's tokens",
+                instead="other tune.channels, or more tune.warm_up batches",
+            )
+        scale = place.spread / self.sd(z)
+        found = {name: _rounded(scale * weight / self.sd(self.values[name])) for name, weight in weights.items()}
+        free = sum(value * self.values[name] for name, value in found.items())
+        far = float(np.abs(free).max()) + 60
+        c = brentq(lambda c: self.mean(_sigmoid(free + c)) - place.lam, -far, far, xtol=1e-12)
+        return Gate.of({coefficient(name): value for name, value in found.items()} | {"c": _rounded(c)})
+
+    def logit(self, gate: Gate) -> Any:
+        """(N,) the argument of the gate's sigmoid."""
+        weights = dict(zip(COEFFICIENTS, gate.abcd, strict=True)) | dict(gate.extra)
+        parts = [weights[key] * column for name, column in self.values.items() if (key := coefficient(name)) in weights]
+        return sum(parts, np.full(len(self.weights), gate.c))
+
+    def place(self, gate: Gate) -> Place:
+        """Where a gate is; the direction of a static one is empty, and that of others is over `channels`."""
+        logit = self.logit(gate)
+        lam, spread = self.mean(_sigmoid(logit)), self.sd(logit)
+        if spread <= _CONSTANT:
+            return Place(lam, 0.0, {})
+        columns = np.stack([self._standard(name) for name in self.channels], 1) * np.sqrt(self.weights)[:, None]
+        wanted = (logit - self.mean(logit)) * np.sqrt(self.weights)
+        weights, *_ = np.linalg.lstsq(columns, wanted, rcond=None)
+        length = float(np.linalg.norm(weights))
+        return Place(lam, spread, {name: float(w) / length for name, w in zip(self.channels, weights, strict=True)})
+
+
+def _sigmoid(x: Any) -> Any:
+    return 0.5 * (1 + np.tanh(0.5 * x))
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")

@@ -1,0 +1,100 @@
+"""The jobs of a search as a worker does them: signals of the warm-up, and a run up to a rung."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from gatespace.addons.tune.race import Rows
+from gatespace.config import TrainConfig, parse_config
+from gatespace.files import atomic_write
+from gatespace.runs import RunFolder
+from gatespace.study.jobs import Job, Reads
+from gatespace.study.jobs import perform as perform_of_study
+
+
+def perform(job: Job) -> None:
+    """Do a job of the search, or one of a study."""
+    known = {"warm-up": _warm_up, "rung": _rung}
+    known.get(job["do"], perform_of_study)(job)
+
+
+def reached(run: RunFolder, steps: int) -> RunFolder | None:
+    """The folder that has a run's evaluation after so many steps; None where it is not there yet."""
+    if run.is_done and (run.summary() or {})["steps"] == steps:
+        return run
+    place = run.at_step(steps)
+    return place if place.evaluation("val") is not None else None
+
+
+def row_scores(place: RunFolder) -> list[float]:
+    """The score of every validation row, higher is better: log p(gold label), or that of a text."""
+    rows = place.predictions("val")
+    if rows and "score" in rows[0]:
+        return [float(row["score"]) for row in rows]
+    return [math.log(max(row["probabilities"][row["gold"]], sys.float_info.min)) for row in rows]
+
+
+def read_rows(runs: dict[int, RunFolder], steps: int) -> Rows | None:
+    """Seed → scores of all rows after so many steps; None where a run has not come so far."""
+    places = {seed: reached(run, steps) for seed, run in runs.items()}
+    if any(place is None for place in places.values()):
+        return None
+    return {seed: row_scores(place) for seed, place in places.items() if place is not None}
+
+
+def _rung(job: Job) -> None:
+    from gatespace.training.train import train
+
+    config = parse_config(TrainConfig, job["config"])
+    run = RunFolder(config.output)
+    if reached(run, job["until"]) is None:
+        train(config, Reads(run), until=job["until"])
+
+
+def _warm_up(job: Job) -> None:
+    """Measure the signals of the untouched student and its teacher on the first batches, and its validation score."""
+    import torch
+
+    from gatespace.training.clock import Clock
+    from gatespace.training.train import opened
+
+    began = time.perf_counter()  # after the imports, which a worker does once
+    config, channels = parse_config(TrainConfig, job["config"]), job["channels"]
+    columns: dict[str, list[float]] = {name: [] for name in channels}
+    weights: list[float] = []
+    with opened(config, Reads(RunFolder(config.output))) as run:
+        run.prepare()
+        loaded = time.perf_counter()
+        for step in range(job["batches"]):
+            with run.micro_batches(step, Clock(run.place.device)) as batches:
+                for batch in batches:
+                    out: Any = run.loss(step, batch)
+                    out.loss.backward()  # as a step does; the optimizer never uses it
+                    for name in channels:
+                        column = getattr(out, name) if name in ("h", "u", "gap") else out.signals[name]
+                        columns[name] += column.flatten().double().tolist()
+                    own = batch.weights
+                    weights += [1.0] * out.h.numel() if own is None else [weight for row in own for weight in row]
+        run.optimizer.discard()
+        learned = time.perf_counter()
+        with torch.no_grad():
+            evaluation = run.evaluate("val", probabilities=config.evaluation.probabilities)
+        ended = time.perf_counter()
+    scores = evaluation.calibration
+    found = {
+        "values": columns,
+        "weights": weights,
+        "score": evaluation.metrics.score if scores is None else -scores.log_loss,
+        "metric": evaluation.metrics.metric if scores is None else "log-loss",
+        "seconds": {
+            "load": loaded - began,
+            "step": (learned - loaded) / job["batches"],
+            "evaluate": ended - learned,
+        },
+    }
+    atomic_write(Path(job["file"]), json.dumps(found) + "\n")

@@ -1,0 +1,121 @@
+"""Who goes on from a rung: paired differences to the incumbent, and what pairing buys.
+
+All candidates see the same prompts in the same order with the same random streams, and are judged on the same rows, so
+that two of them are compared row by row and seed by seed. A decision here only has to be a good guess: fresh seeds
+confirm it or do not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, variance
+from typing import Any
+
+import numpy as np
+from scipy import stats  # type: ignore[import-untyped]
+
+Rows = Mapping[int, Sequence[float]]
+"""Seed → score of every validation row; higher is better."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A candidate's mean score minus the incumbent's.
+
+    Args:
+        mean: Over rows and seeds.
+        se: Its standard error, of other rows and of other seeds.
+        p: How likely a difference as low would be if the candidate were as good.
+    """
+
+    mean: float
+    se: float
+    p: float
+
+
+def score(rows: Rows) -> float:
+    """The mean over seeds of the mean over rows."""
+    return fmean(fmean(values) for values in rows.values())
+
+
+def difference(candidate: Rows, incumbent: Rows) -> Difference:
+    """The paired difference at the seeds that both have, with rows and seeds as two crossed samples.
+
+    Its variance is SD²(seeds)/S + SD²(rows)/N less what both contain, and no less than either; of one seed it is that
+    of the rows. Degrees of freedom after Satterthwaite.
+    """
+    seeds = [seed for seed in candidate if seed in incumbent]
+    cells = np.array([candidate[seed] for seed in seeds], float) - np.array([incumbent[seed] for seed in seeds], float)
+    count, rows = cells.shape
+    mean = float(cells.mean())
+    by_row = float(cells.mean(0).var(ddof=1)) / rows if rows > 1 else 0.0
+    by_seed = float(cells.mean(1).var(ddof=1)) / count if count > 1 else 0.0
+    rest = 0.0
+    if count > 1 and rows > 1:
+        rest = cells - cells.mean(0) - cells.mean(1, keepdims=True) + mean
+        rest = float((rest**2).sum()) / ((count - 1) * (rows - 1)) / (count * rows)
+    square = max(by_row + by_seed - rest, by_row, by_seed)
+    if square <= (1e-12 * max(1.0, float(np.abs(cells).max()))) ** 2:
+        return Difference(mean, 0.0, 1.0 if mean >= 0 else 0.0)
+    freedom = square**2 / (by_row**2 / max(rows - 1, 1) + by_seed**2 / max(count - 1, 1))
+    return Difference(mean, math.sqrt(square), float(stats.t.cdf(mean / math.sqrt(square), freedom)))
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a rung decides.
+
+    Args:
+        incumbent: The candidate with the best score.
+        kept: Candidates that go on, the best first.
+        differences: Candidate → its difference to the incumbent; not of the incumbent itself.
+    """
+
+    incumbent: str
+    kept: tuple[str, ...]
+    differences: Mapping[str, Difference]
+
+
+def decide(found: Mapping[str, Rows], *, gates: set[str], keep: float, level: float) -> Decision:
+    """Keep the best share, without those that are worse than the incumbent at this level.
+
+    The best gate stays with them unless it is worse at this level: what the verdict asks is whether a gate is worth
+    having, and to be out of luck at one seed is no answer.
+
+    Args:
+        found: Candidate → its scores at this rung.
+        gates: Candidates whose λ depends on the token.
+        keep: The share that goes on.
+        level: Of the test of one candidate at this rung: corrected for the number of rungs.
+    """
+    order = sorted(found, key=lambda name: -score(found[name]))  # stable: the first of equals
+    best = order[0]
+    differences = {name: difference(found[name], found[best]) for name in order[1:]}
+    alive = [name for name in order if name == best or differences[name].p >= level]
+    most = math.ceil(keep * len(order))
+    kept = alive[:most]
+    if not gates.intersection(kept):
+        kept += [name for name in alive[most:] if name in gates][:1]
+    return Decision(best, tuple(kept), differences)
+
+
+def pairing(found: Mapping[str, Rows], incumbent: str) -> dict[str, float | None]:
+    """Variance of a paired difference / that of an unpaired one, over seeds and over rows; None where there is none.
+
+    1 is what independent runs would have; 0.1 means that unpaired runs would need ten times as many.
+    """
+    others = [name for name in found if name != incumbent]
+
+    def ratio(column: Any) -> float | None:
+        pairs = [(column(found[name]), column(found[incumbent])) for name in others]
+        pairs = [(one, other) for one, other in pairs if len(one) > 1]
+        apart = sum(variance(one) + variance(other) for one, other in pairs)
+        paired = sum(variance([a - b for a, b in zip(one, other, strict=True)]) for one, other in pairs)
+        return paired / apart if apart > 0 else None
+
+    return {
+        "seeds": ratio(lambda rows: [fmean(values) for values in rows.values()]),
+        "rows": ratio(lambda rows: [fmean(column) for column in zip(*rows.values(), strict=True)]),
+    }

@@ -1,0 +1,195 @@
+"""The section `tune` of a study file or of a file for `gatespace train`, and budgets."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import AfterValidator, AllowInfNan, Field, Strict, model_validator
+
+from gatespace.config import StudyConfig, TrainConfig, load_config, parse_config
+from gatespace.config.base import Count, CountOrZero, Fault, Name, Section, Seed
+from gatespace.config.sections import Positive
+from gatespace.config.study import Seeds
+from gatespace.errors import UsageError
+
+_UNITS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
+_CHANNELS = {"h": "a", "u": "b", "gap": "d"}
+"""Channel → its coefficient; a further signal has one by its own name."""
+Inner = Annotated[float, Strict(), AllowInfNan(False), Field(gt=0, lt=1)]
+
+
+def _rising(values: tuple[float, ...]) -> tuple[float, ...]:
+    if not values or any(low >= high for low, high in pairwise(values)):
+        raise ValueError("must be a list of rising numbers")
+    return values
+
+
+def _channels(names: tuple[str, ...]) -> tuple[str, ...]:
+    if not names or len(set(names)) < len(names):
+        raise ValueError("must name at least one signal, and none twice")
+    return names
+
+
+class Rung(Section):
+    """A rung of successive halving."""
+
+    steps: Count
+    """Steps that a candidate has done in all when it is judged."""
+
+    seeds: Count
+    """At how many of the seeds."""
+
+
+class TuneConfig(Section):
+    """How `gatespace tune` searches, and what its verdict needs."""
+
+    task: Name | None = None
+    """The task of the study whose gate is searched for; null: its only one."""
+
+    channels: Annotated[tuple[Name, ...], AfterValidator(_channels)] = ("h", "u", "gap")
+    """Signals that a gate may depend on: h, u, gap, and any others by name."""
+
+    lam: Annotated[tuple[Inner, ...], AfterValidator(_rising)] = (0.15, 0.3, 0.5, 0.7, 0.85)
+    """Values of the mean gate, rising. Each is a candidate by itself, as a constant, so that a gate of this mean has
+    its static counterpart in the search."""
+
+    spread: Annotated[tuple[Positive, Positive], AfterValidator(_rising)] = (0.5, 4.0)
+    """The least and the largest standard deviation of the gate's logit over the tokens of the warm-up."""
+
+    lr: tuple[Positive, ...] = ()
+    """Learning rates to search over too, rising; all candidates that are no proposals are tried at each. []: that of
+    the study."""
+
+    points: tuple[Name, ...] = ("G1", "G2", "G3", "G4", "G5")
+    """Points of the family that are candidates beside the proposals."""
+
+    sampler: Literal["tpe", "gp"] = "tpe"
+    """Of Optuna, which proposes: tree-structured Parzen estimators, or a Gaussian process."""
+
+    proposals: CountOrZero = 24
+    """Gates that it proposes, at most; a budget may allow fewer."""
+
+    batch: Count = 8
+    """Proposals at once; the next ones know their scores."""
+
+    rungs: tuple[Rung, ...] = ()
+    """Rungs, e.g. [{steps: 10, seeds: 1}, {steps: 30, seeds: 2}, {steps: 60, seeds: 4}]. []: a sixth, a half and all of
+    the study's steps, at one, two and all `seeds`. The last rung's steps are those of the verdict."""
+
+    keep: Inner = 0.3
+    """The share of candidates that goes on from a rung, rounded up; fewer where some are clearly worse."""
+
+    alpha: Inner = 0.05
+    """Level of the paired tests, of one candidate at all rungs together."""
+
+    seeds: Seeds = (1, 2, 3, 4)
+    """Seeds of the search."""
+
+    fresh: Seeds = (101, 102, 103, 104, 105, 106)
+    """Seeds of the verdict, which have no part in the choice. More of them may be added later."""
+
+    margin: Positive = 0.01
+    """The smallest difference worth having, in nats of log-loss or in the score of a text task: a gate whose gain is
+    shown to be smaller is no better."""
+
+    warm_up: Count = 2
+    """Batches of prompts whose tokens the signals are measured at, before any training."""
+
+    seed: Seed = 0
+    """Of the proposals and the warm-up."""
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> TuneConfig:
+        if again := sorted({*self.seeds} & {*self.fresh}):
+            raise Fault("fresh", f"{again} are seeds of the search and not fresh")
+        if len(self.fresh) < 2:
+            raise Fault("fresh", "a paired difference has an error from two seeds on", instead="at least 6")
+        if self.lr:
+            try:
+                _rising(self.lr)
+            except ValueError as error:
+                raise Fault("lr", str(error)) from None
+        for before, after in pairwise(self.rungs):
+            if after.steps <= before.steps or after.seeds < before.seeds:
+                raise Fault("rungs", "must have rising steps, and never fewer seeds than before")
+        if self.rungs and self.rungs[-1].seeds > len(self.seeds):
+            raise Fault("rungs", f"has {self.rungs[-1].seeds} seeds, and `seeds` names {len(self.seeds)}")
+        return self
+
+    def ladder(self, steps: int) -> tuple[Rung, ...]:
+        """The rungs, for runs of so many steps where the file names none."""
+        if self.rungs:
+            return self.rungs
+        wanted = [(max(1, steps // 6), 1), (max(1, steps // 2), min(2, len(self.seeds))), (steps, len(self.seeds))]
+        return tuple(Rung(steps=done, seeds=seeds) for done, seeds in dict(wanted).items())
+
+
+def coefficient(channel: str) -> str:
+    """The name of a channel's coefficient in a gate's mapping."""
+    return _CHANNELS.get(channel, channel)
+
+
+class Budget(NamedTuple):
+    """What a search and its verdict may cost: seconds of wall time, or training steps."""
+
+    seconds: float | None = None
+    steps: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Budget:
+        """Read a budget.
+
+        Examples:
+            >>> Budget.parse("2h"), Budget.parse("90 min").seconds, Budget.parse("5000 steps").steps
+            (Budget(seconds=7200.0, steps=None), 5400.0, 5000)
+        """
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d|steps?)", text.strip())
+        if match is None or float(match[1]) == 0:
+            raise UsageError("--budget: must be a time or a number of steps", got=text, instead="2h, 30min, 5000steps")
+        if match[2].startswith("step"):
+            return cls(steps=int(float(match[1])))
+        return cls(seconds=float(match[1]) * _UNITS[match[2]])
+
+
+NO_BUDGET = Budget()
+
+
+# ---------------------------------------------------------------------------------------------------- a train file
+
+
+class _TrainFile(TrainConfig):
+    """A file for `gatespace train` with a section of this command."""
+
+    tune: TuneConfig = TuneConfig()
+    """Settings of the search."""
+
+
+def study_of_train_file(path: Path, sets: list[str]) -> StudyConfig:
+    """A study with the one task of a file for `gatespace train`; its own gate or method is among the candidates."""
+    config = load_config(_TrainFile, path, sets)
+    given: dict[str, Any] = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    plugins, tune = given.pop("plugins", ()), given.pop("tune", {})
+    for name in ("task", "seed", "output"):
+        given.pop(name, None)
+    goal, published = given.pop("objective", {}), []
+    own = {name: goal.pop(name, None) for name in ("method", "gate", "params", "shuffle")}
+    if config.objective.method == "gated":
+        points = tune.get("points", list(TuneConfig().points))
+        if isinstance(own["gate"], str) and own["gate"] not in points:
+            tune = {**tune, "points": [*points, own["gate"]]}
+    elif config.objective.method != "static":
+        published = [{"method": config.objective.method, "params": dict(config.objective.params)}]
+    name = "".join(char for char in path.stem if char.isalnum() or char in "_.") or "task"
+    task = config.task.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    settings = {
+        "name": path.stem,
+        "tasks": {name: {"task": task}},
+        "train": {**given, "objective": goal},
+        "axes": {"published": published},
+        "plugins": list(plugins),
+        "tune": tune,
+    }
+    return parse_config(StudyConfig, settings, where=str(path))
