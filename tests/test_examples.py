@@ -192,6 +192,7 @@ def test_slots_are_covered_by_references() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("at_the_root")
 @pytest.mark.parametrize("name", ["e2e", "instruction", "gsm8k"])
 def test_a_step_of_each(name: str, short_smollm2: Path, tmp_path: Path) -> None:

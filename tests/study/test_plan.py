@@ -12,6 +12,7 @@ from gatespace.config import StudyConfig, parse_config
 from gatespace.errors import UsageError
 from gatespace.gating.coefficients import Gate
 from gatespace.runs import StudyFolder
+from gatespace.study.check import check_study
 from gatespace.study.outlook import outline
 from gatespace.study.plan import NINE, baseline_name, check, ending, make_plan, objective, slug, train_config
 
@@ -355,3 +356,15 @@ def test_a_baseline_is_named_by_how_its_model_is_loaded():
     assert named(**own, teacher_quantization="nf4")[1] != named(**own)[1]
     assert named(**own, student_quantization="nf4")[0] != named(**own)[0]
     assert named(student="a", teacher="self")[1] != named(student="c", teacher="self")[1]
+
+
+def test_a_teacher_prompt_is_checked_before_any_run():
+    def checked(**prompt):
+        config = study(train={**settings()["train"], "pair": {"student": "tiny"}, "teacher": {"prompt": prompt}})
+        return check_study(config, {"messages": {}})
+
+    checked(prompt="{prompt} It is {label}.")
+    with pytest.raises(UsageError, match="has no column 'hint'"):
+        checked(prompt="{hint}")
+    with pytest.raises(UsageError, match="do not fit into the context window"):
+        checked(system="word " * 2000)

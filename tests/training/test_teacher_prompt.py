@@ -12,7 +12,7 @@ from gatespace.config import TrainConfig
 from gatespace.errors import UsageError
 from gatespace.files import read
 from gatespace.tasks import Example, Prompt, Task
-from gatespace.tasks.text import OtherPrompt, Template
+from gatespace.tasks.text import OtherPrompt, Template, TextExample, TextPrompt
 from gatespace.training.train import train
 
 Make = Callable[..., TrainConfig]
@@ -66,6 +66,17 @@ def test_a_hint_teaches_the_models_own_weights(
     assert shown[0] > 1e-3
     cold = {"prompt": SHOWN, "cache": None}
     assert losses(train_config(**make, output=str(tmp_path / "cold"), teacher=cold)) == shown
+
+
+def test_a_row_that_has_nothing_to_show() -> None:
+    other = OtherPrompt(TextPrompt(), Template("Hint: {hint}"))
+    assert "Hint: x" in other.text(TextExample("a", ("b",), {"hint": "x"}, "rows.csv:2"))
+    with pytest.raises(UsageError, match=r"teacher\.prompt\.prompt: rows\.csv:3: the prompt is empty"):
+        other.text(TextExample("a", ("b",), {"hint": " "}, "rows.csv:3"))
+    chat = OtherPrompt(TextPrompt(conversations=True), None, "Be sure.", (("c", "d"),))
+    turns = '[{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]'
+    found = chat.messages(chat.text(TextExample(turns, ("b",))))
+    assert [turn["content"] for turn in found] == ["Be sure.", "c", "d", "u"]  # the system's turn first, and once
 
 
 def test_a_column_that_rows_with_labels_lack(train_config: Make) -> None:

@@ -100,7 +100,7 @@ def _without_quantisation(wrapped: Any) -> Any:
         if not hasattr(part, "in_features") or type(part) is nn.Linear or name.startswith(done):
             continue
         done += (f"{name}.",)
-        units = torch.eye(part.in_features, dtype=network.dtype, device=next(part.parameters()).device)
+        units = torch.eye(part.in_features, dtype=network.dtype, device=network.device)
         if (bias := part.bias) is not None:
             weights[f"{name}.bias"] = bias
         weights[f"{name}.weight"] = (part(units) - (0 if bias is None else bias)).T

@@ -295,13 +295,15 @@ class OtherPrompt(AnyPrompt):
             head = [{"role": "system", "content": self.system}] if self.system else []
         if self.template is not None:
             cells = {"prompt": rest[-1]["content"], **row.columns}
-            missing = [column for column in self.template.columns if column not in cells]
-            if missing:
+            named, where = self.template.columns, row.where or repr(row.text[:80])
+            if missing := [column for column in named if column not in cells]:
                 raise UsageError(
-                    f"teacher.prompt.prompt: {row.where or repr(row.text[:80])} has no column {missing[0]!r}",
+                    f"teacher.prompt.prompt: {where} has no column {missing[0]!r}",
                     got=f"columns {', '.join(map(repr, row.columns))}; and 'prompt', the student's turn",
                     instead="" if self.labels else "name it in task.text.columns",
                 )
+            if named and not any(cells[column].strip() for column in named):
+                raise UsageError(f"teacher.prompt.prompt: {where}: the prompt is empty", why="its columns have no text")
             rest = [{"role": "user", "content": self.template.fill(cells)}]
         shots = [
             {"role": role, "content": content}
