@@ -328,3 +328,14 @@ def test_a_published_method_with_rollouts_of_its_own() -> None:
     assert {run.objective.method for run in runs.values()} == {"revisiting_opd", "distillm2"}
     ids = {run.point: run.id for run in plan.runs.values() if run.kind == "published"}
     assert len(set(ids.values())) == 3
+
+
+def test_names_of_baselines_are_those_from_before_rows_named_their_teachers() -> None:
+    tasks = {
+        "t-teacher-3a8a9656": {"table": {"source": "t.csv", "labels": ["a", "b"]}},
+        "t-teacher-98b5015f": {"text": {"source": "t.csv", "messages": "m"}},
+    }
+    for known, task in tasks.items():
+        given = {"name": "x", "tasks": {"t": {"task": task}}, "points": ["G5"]}
+        one = parse_config(StudyConfig, {**given, "train": {"pair": {"student": "s", "teacher": "t"}}})
+        assert baseline_name(one, "t", "teacher") == known
