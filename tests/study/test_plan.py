@@ -368,3 +368,14 @@ def test_a_teacher_prompt_is_checked_before_any_run():
         checked(prompt="{hint}")
     with pytest.raises(UsageError, match="do not fit into the context window"):
         checked(system="word " * 2000)
+
+
+def test_names_of_baselines_are_those_from_before_rows_named_their_teachers() -> None:
+    tasks = {
+        "t-teacher-3a8a9656": {"table": {"source": "t.csv", "labels": ["a", "b"]}},
+        "t-teacher-98b5015f": {"text": {"source": "t.csv", "messages": "m"}},
+    }
+    for known, task in tasks.items():
+        given = {"name": "x", "tasks": {"t": {"task": task}}, "points": ["G5"]}
+        one = parse_config(StudyConfig, {**given, "train": {"pair": {"student": "s", "teacher": "t"}}})
+        assert baseline_name(one, "t", "teacher") == known
