@@ -15,8 +15,8 @@ holds while the student is on its way: both KLs are least where the student is t
 Null: the same pair, and a gate that may depend on one signal only, which is noise: a pseudo-random function of the
 token's probabilities, without gradient. The loss is linear in λ, and λ is independent of both KLs, so that every gate
 of this search has the same expected gradient as the constant of its mean, and all have the same mean. Noise in λ adds
-variance and nothing else, and little of it at the spreads of this search (0.25 to 1). What is best on validation is best
-by luck, and no candidate is better than its static twin.
+variance and nothing else, and little of it at the spreads of this search (0.25 to 1). What is best on validation is
+best by luck, and no candidate is better than its static twin.
 
 Every repetition has its own texts, its own pair and its own seeds. See benchmarks/README.md.
 """
