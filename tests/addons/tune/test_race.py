@@ -40,12 +40,20 @@ def test_the_error_over_seeds_is_at_least_that_of_the_seeds() -> None:
 
 
 def test_the_best_share_goes_on_without_those_that_are_clearly_worse() -> None:
-    found = {f"c{i}": scores(f"c{i}", (1,), better=-0.001 * i) for i in range(6)} | {"bad": scores("bad", (1,), -1.0)}
-    made = decide(found, gates={"c0", "bad"}, keep=0.5, level=0.01)
-    assert made.incumbent == "c0"
-    assert len(made.kept) == 4
-    assert "bad" not in made.kept
+    found = {name: scores(name, (1, 2)) for name in ("c0", "c1", "c2")} | {"bad": scores("bad", (1, 2), -1.0)}
+    made = decide(found, gates={"c0", "bad"}, keep=0.9, level=0.01)
+    assert made.incumbent != "bad"
+    assert {*made.kept} == {"c0", "c1", "c2"}
+    assert made.differences["bad"].p < 0.01
+    assert len(decide(found, gates={"c0", "bad"}, keep=0.5, level=0.01).kept) == 2
+
+
+def test_at_one_seed_the_share_decides_alone() -> None:
+    found = {"good": scores("good", (1,)), "bad": scores("bad", (1,), -1.0)}
+    made = decide(found, gates={"good"}, keep=1.0, level=0.01)
+    assert made.kept == ("good", "bad")
     assert made.differences["bad"].p < 1e-6
+    assert decide(found, gates={"good"}, keep=0.5, level=0.01).kept == ("good",)
 
 
 def test_the_best_gate_stays_unless_it_is_clearly_worse() -> None:
@@ -54,7 +62,7 @@ def test_the_best_gate_stays_unless_it_is_clearly_worse() -> None:
     last = sorted(near, key=lambda name: -fmean(near[name][1]))
     made = decide(near, gates={"gate"}, keep=0.01, level=1e-9)
     assert made.kept == tuple(dict.fromkeys([last[0], "gate"]))
-    far = found | {"gate": scores("gate", (1,), better=-1.0)}
+    far = {name: scores(name, (1, 2), better=0.02) for name in found} | {"gate": scores("gate", (1, 2), better=-1.0)}
     assert "gate" not in decide(far, gates={"gate"}, keep=0.01, level=0.01).kept
 
 

@@ -82,10 +82,10 @@ def summary(found: Outcome, verdict: Verdict) -> dict[str, Any]:
 
 
 def _pairing(found: Outcome) -> dict[str, Any]:
-    """Of the highest rung that has several seeds and candidates, for seeds; of the first one for rows."""
+    """Of the first rung that has several seeds, which has the most candidates."""
     seeds = [made["pairing"]["seeds"] for made in found.decisions if made["pairing"]["seeds"] is not None]
     rows = [made["pairing"]["rows"] for made in found.decisions if made["pairing"]["rows"] is not None]
-    return {"seeds": seeds[-1] if seeds else None, "rows": rows[-1] if rows else None}
+    return {"seeds": seeds[0] if seeds else None, "rows": rows[0] if rows else None}
 
 
 def notes(found: Outcome, verdict: Verdict) -> list[str]:

@@ -81,8 +81,9 @@ class Decision:
 def decide(found: Mapping[str, Rows], *, gates: set[str], keep: float, level: float) -> Decision:
     """Keep the best share, without those that are worse than the incumbent at this level.
 
-    The best gate stays with them unless it is worse at this level: what the verdict asks is whether a gate is worth
-    having, and to be out of luck at one seed is no answer.
+    One seed has no error over seeds: rows alone tell two runs apart that another seed would rank the other way. So none
+    is called worse there, and the share decides by itself. The best gate stays unless it is worse at this level: what
+    the verdict asks is whether a gate is worth having, and to be out of luck at one seed is no answer.
 
     Args:
         found: Candidate → its scores at this rung.
@@ -93,7 +94,8 @@ def decide(found: Mapping[str, Rows], *, gates: set[str], keep: float, level: fl
     order = sorted(found, key=lambda name: -score(found[name]))  # stable: the first of equals
     best = order[0]
     differences = {name: difference(found[name], found[best]) for name in order[1:]}
-    alive = [name for name in order if name == best or differences[name].p >= level]
+    several = len(found[best]) > 1
+    alive = [name for name in order if name == best or not several or differences[name].p >= level]
     most = math.ceil(keep * len(order))
     kept = alive[:most]
     if not gates.intersection(kept):

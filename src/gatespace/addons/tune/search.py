@@ -238,8 +238,13 @@ class Spec:
 
     def costs(self, proposals: int) -> list[Cost]:
         """The most that each rung costs."""
-        count, done, found = len(self.fixed()) + proposals, 0, []
-        for rung in self.rungs:
+        return self.costs_from(0, len(self.fixed()) + proposals)
+
+    def costs_from(self, place: int, count: int) -> list[Cost]:
+        """The most that a rung with so many candidates and those after it cost."""
+        before = self.rungs[place - 1] if place else None
+        done, found = 0 if before is None else before.steps * before.seeds, []
+        for rung in self.rungs[place:]:
             whole = rung.steps * rung.seeds
             found.append(Cost(count, count * rung.seeds, count * (whole - done)))
             count, done = min(count, math.ceil(self.config.keep * count) + 1), whole  # and the best gate
@@ -329,7 +334,8 @@ class Search:
         self._began = time.monotonic()
         self.ledger = Ledger(spec.folder.records_file)
         self._errors: dict[str, str] = {}
-        self._left = 0
+        self._expected = self._left = 0
+        """Candidates in all, and the steps that are left at most."""
 
     def go(self) -> Outcome:
         """Do all that is left of it."""
@@ -350,10 +356,10 @@ class Search:
         signals = Signals.of(found["values"], found["weights"])
         warm_up = ledger.once("warm-up", lambda: _described(signals, found))
         proposals = ledger.once("plan", lambda: self._plan(found["seconds"], signals))["proposals"]
-        self._left = sum(cost.steps for cost in spec.costs(proposals)) + spec.verdict_cost().steps
         candidates: dict[str, Candidate] = {}
         scores: dict[str, list[float]] = {}
         always = spec.fixed(signals)
+        self._expected = len(always) + proposals
         self._add(candidates, scores, len(always), lambda: always)
         for first in range(0, proposals, spec.config.batch):
             count = min(spec.config.batch, proposals - first)
@@ -516,6 +522,7 @@ class Search:
                         job = {"do": "rung", "config": settings, "until": rung.steps}
                         title = f"rung {place + 1}/{len(self.spec.rungs)}: {candidate.label} seed {seed}"
                         jobs[run.path.name] = (job, title, rung.steps - run.last_step())
+            self._left = sum(steps for _, _, steps in jobs.values()) + self._later(len(scores), len(some), place)
             failed = self._do(jobs)
             errors = {
                 one.id: failed[run.path.name]
@@ -536,6 +543,14 @@ class Search:
                 self._errors[one.id] = record["error"]
             else:
                 scores.setdefault(one.id, []).append(record["score"])
+
+    def _later(self, scored: int, now: int, place: int) -> int:
+        """The most steps after these runs: of further proposals, later rungs and the verdict."""
+        spec = self.spec
+        count = now if place else self._expected
+        rungs, first = spec.costs_from(place, count)[1:], spec.rungs[0]
+        further = 0 if place else (count - scored - now) * first.steps * first.seeds
+        return further + sum(cost.steps for cost in rungs) + spec.verdict_cost().steps
 
     def _scored(self, candidate: Candidate, place: int, error: str | None) -> dict[str, Any]:
         rows = None if error else read_rows(self._runs(candidate, place), self.spec.rungs[place].steps)
