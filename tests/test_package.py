@@ -167,7 +167,12 @@ JOBS = (
 """Commands that take long, or need what another one has made."""
 
 
-@pytest.mark.parametrize("command", [line for line in commands("gatespace") if line.split()[1] not in JOBS])
+def _marked(line: str) -> Any:
+    """The plan of the replication reads three tasks of tweets with a real tokenizer."""
+    return pytest.param(line, marks=pytest.mark.long) if "replication" in line else line
+
+
+@pytest.mark.parametrize("command", [_marked(line) for line in commands("gatespace") if line.split()[1] not in JOBS])
 def test_commands_in_the_text_run(command: str, tmp_path: Path) -> None:
     program, *arguments = shlex.split(command)
     run(BIN / program, *arguments, cwd=tmp_path)

@@ -482,6 +482,7 @@ def test_the_source_of_a_plugin_is_part_of_every_runs_id(cli, plugged):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_an_own_signal_in_a_study_with_two_workers(cli, plugged, monkeypatch):
     shown = cli("run", "own.yaml", "--plugin", "mine.py", "--quiet")
     assert shown.exit_code == 0, shown.stderr
