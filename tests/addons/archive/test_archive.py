@@ -164,6 +164,11 @@ def test_a_run_computed_twice_was_read_twice_and_a_copy_once(trained, tmp_path):
     assert reads(tmp_path / "both", name) == 2 * reads(trained, name)
 
 
+def test_a_source_that_is_not_there(trained, tmp_path):
+    with pytest.raises(UsageError, match="there is no such folder or archive"):
+        merge([trained, tmp_path / "none.tar.xz"], tmp_path / "both")
+
+
 def test_another_study_is_not_joined(trained, tmp_path):
     other = part_of(trained, tmp_path / "other", [])
     (other / "study.yaml").write_text(dump_yaml(small(points=["G4"])))

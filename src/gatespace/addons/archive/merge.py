@@ -52,6 +52,8 @@ def merge(sources: Sequence[Path], output: Path) -> Merged:
     """
     if output.exists():
         raise UsageError("the output is there already", got=str(output), instead="a new name")
+    if missing := [path for path in sources if not path.exists()]:
+        raise UsageError("there is no such folder or archive", got=str(missing[0]))
     folders = [StudyFolder.open(opened(path) if path.is_file() else path) for path in sources]
     parts = [Published(folder) for folder in folders]
     config = _joined([part.config for part in parts], sources)
