@@ -23,7 +23,15 @@ from gatespace.models import Model, check_pair
 from gatespace.models.sizes import Sizes, sizes_of
 from gatespace.training.fit import check_fit
 from gatespace.training.memory import Layout, Memory, Plan, Work, layouts
-from gatespace.training.setup import Material, Placement, encoder_for, material, outline_model, placement
+from gatespace.training.setup import (
+    Material,
+    Placement,
+    encoder_for,
+    material,
+    outline_model,
+    placement,
+    teacher_encoder_for,
+)
 
 _PROBE_SECONDS = 1.0
 _PROBE_TOKENS = 512
@@ -114,6 +122,7 @@ def estimate(
         "prompt_tokens_mean": prompts.mean,
         "prompt_tokens_longest": prompts.longest,
         "right_response_tokens_mean": prompts.right,
+        **({} if plan.read is None else _teacher_prompts(plan.read)),
         "parameters": sizes.all,
         "trained_parameters": sizes.trained,
         **({"teacher_parameters": plan.teacher.all} if plan.teacher else {}),
@@ -168,13 +177,16 @@ def _train(config: TrainConfig, place: Placement, load: Callable[..., Model]) ->
     decoded = responses.times(shares.get("student", 0.0))
     work = Work(prompts.prefix, prompts.mean, prompts.longest, longest, rows, shared)
     largest = max(theirs.values(), key=lambda sizes: sizes.all, default=None)
-    plan = Plan(config, place.dtype, place.device, ours, largest, student.vocab_size, work)
+    asked = teacher_encoder_for(config, data, student, teachers)
+    read = None if asked is None else Work.of(config, asked, data.rows, longest)
+    plan = Plan(config, place.dtype, place.device, ours, largest, student.vocab_size, work, read=read)
+    asks = read or work
     if len(theirs) > 1:  # a model that has two names is loaded once
         loaded = {pair.alone(scorer).model("teacher"): sizes for scorer, sizes in theirs.items()}
         plan = replace(plan, teacher_bytes=sum(map(plan.weights_of, loaded.values())) + plan.average_bytes())
     forward = prompting.times(1 if plan.reuses() else 2) + decoded + responses
     backward = prompting + responses
-    scored = responses + _exactly(rows * prompts.mean)
+    scored = responses + _exactly(rows * asks.mean)
     sampled = scored.times(shares.get("teacher", 0.0))
 
     flops = (
@@ -184,9 +196,9 @@ def _train(config: TrainConfig, place: Placement, load: Callable[..., Model]) ->
         + responses.times(4 * ours.head)
     ).times(config.steps)
     for scorer, sizes in theirs.items():
-        read = (scored + sampled).times(2 * sizes.body) + (responses + sampled).times(2 * sizes.head)
+        passed = (scored + sampled).times(2 * sizes.body) + (responses + sampled).times(2 * sizes.head)
         own = [row.teacher == scorer.removeprefix("teachers.") for row in data.rows] if pair.teachers else [True]
-        flops += read.times(config.steps * sum(own) / len(own)) + _exactly(2 * sizes.body * prompts.prefix)
+        flops += passed.times(config.steps * sum(own) / len(own)) + _exactly(2 * sizes.body * asks.prefix)
     step = {
         "prompts": config.batch_size,
         "responses": rows,
@@ -235,7 +247,7 @@ def _teach(config: TeachConfig, place: Placement, load: Callable[..., Model]) ->
 def _prompts(config: TrainConfig | TeachConfig, data: Material, models: dict[str, Model], *, end: bool) -> Prompts:
     evaluation, model = config.evaluation, next(iter(models.values()))
     encoder = encoder_for(data, model, (*evaluation.final, evaluation.split), share=config.engine.share_prefix)
-    lengths = [len(encoder.suffix(row.text)) for row in data.rows]
+    lengths = encoder.lengths(data.rows)
     close = model.turn_end if end or not data.prompt.closes else None
     gold = {one: len(encoder.gold(one, close)) for one in data.prompt.golds(data.rows)}
     right = sum(gold[row.gold] for row in data.rows) / len(data.rows)
@@ -243,7 +255,7 @@ def _prompts(config: TrainConfig | TeachConfig, data: Material, models: dict[str
     evaluated, responses = Range(0, 0), Range(0, 0)
     for split, often in [*((split, 1) for split in evaluation.final), (evaluation.split, on_the_way)]:
         rows = data.task.rows(split)[: evaluation.limit_of(split)]
-        prompting = len(encoder.prefix) + sum(len(encoder.suffix(row.text)) for row in rows)
+        prompting = len(encoder.prefix) + sum(encoder.lengths(rows))
         longest = evaluation.max_new_tokens
         response = Range(min(right, longest), longest).times(len(rows) * often)
         responses += response
@@ -254,6 +266,14 @@ def _prompts(config: TrainConfig | TeachConfig, data: Material, models: dict[str
         responses, evaluated = responses + labels, evaluated + labels
     notes = check_fit(config, data, encoder, **models)
     return Prompts(len(encoder.prefix), sum(lengths) / len(lengths), max(lengths), right, evaluated, responses, notes)
+
+
+def _teacher_prompts(read: Work) -> dict[str, float]:
+    return {
+        "teacher_prefix_tokens": read.prefix,
+        "teacher_prompt_tokens_mean": read.mean,
+        "teacher_prompt_tokens_longest": read.longest,
+    }
 
 
 def _memory_json(memory: Memory) -> dict[str, int]:
@@ -327,8 +347,13 @@ def _lines(config: TrainConfig | TeachConfig, found: dict[str, Any]) -> Iterator
     yield "task", found["task"]
     passes = f"{config.steps} steps of {config.batch_size} are {found['epochs']:.2g} passes over them"
     yield "rows", f"{found['rows']}; {passes}"
-    longest, mean = found["prompt_tokens_longest"], found["prompt_tokens_mean"]
-    yield "prompt", f"{found['prefix_tokens']} tokens shared, {mean:.1f} of its own (longest {longest})"
+    for whose in ("", "teacher_"):
+        if (mean := found.get(f"{whose}prompt_tokens_mean")) is not None:
+            shared, longest = found[f"{whose}prefix_tokens"], found[f"{whose}prompt_tokens_longest"]
+            yield (
+                f"{whose}prompt".replace("_", "'s "),
+                f"{shared} tokens shared, {mean:.1f} of its own (longest {longest})",
+            )
     yield "right response", f"{found['right_response_tokens_mean']:.1f} tokens"
     trained = found["trained_parameters"]
     part = "" if trained == found["parameters"] else f", {_number(trained)} trained"

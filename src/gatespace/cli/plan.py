@@ -195,7 +195,7 @@ def _cost(config: StudyConfig, plan: Plan, task: str) -> dict[str, Any]:
     step = cost["step"]["teacher_tokens_at_most"]
     alone = [tokens * one.steps * len(runs) for tokens in step]
     prompts = min(one.steps * one.batch_size * len({run.seed for run in runs}), cost["rows"])
-    each = cost["prompt_tokens_mean"] + cost["right_response_tokens_mean"]
+    each = cost.get("teacher_prompt_tokens_mean", cost["prompt_tokens_mean"]) + cost["right_response_tokens_mean"]
     time = cost["time"]
     seconds = [value * len(runs) for value in time["seconds"]] if "seconds" in time else None
     return found | {
