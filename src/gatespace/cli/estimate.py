@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,9 @@ from gatespace.config import TeachConfig, TrainConfig, dump_config, dump_yaml
 from gatespace.config.address import is_address
 from gatespace.gating.configured import build_objective
 from gatespace.models import Model, check_pair
+from gatespace.models.load import TINY
 from gatespace.models.sizes import Sizes, sizes_of
+from gatespace.tasks.data import AnyTask
 from gatespace.training.fit import check_fit
 from gatespace.training.memory import Layout, Memory, Plan, Work, layouts
 from gatespace.training.setup import (
@@ -93,6 +95,7 @@ def estimate(
     *,
     processes: int = 1,
     device_memory: int | None = None,
+    outlines: dict[Any, Model] | None = None,
 ) -> dict[str, Any]:
     """The costs of the run of `config`, as plain numbers by name.
 
@@ -102,11 +105,22 @@ def estimate(
         processes: Those that would do the run.
         device_memory: Bytes of a card on which it is to run: another one than is here, so in bf16 unless the settings
             say fp32.
+        outlines: Models that an earlier call has loaded; what this one loads is added.
     """
     place = placement(config.engine)
     if device_memory is not None:
         place = Placement("cuda", torch.float32 if config.engine.precision == "fp32" else torch.bfloat16)
-    outline = partial(outline_model, weights=device_memory is None, report=note)
+    known = {} if outlines is None else outlines
+
+    def outline(name: str, setting: str, *, role: str, task: AnyTask, **options: Any) -> Model:
+        # Tiny ones are built for role and task.
+        key = (name, *options.values(), *((role, task.digest) if name in TINY else ()))
+        if key not in known:
+            known[key] = outline_model(
+                name, setting, role=role, task=task, weights=device_memory is None, report=note, **options
+            )
+        return known[key]
+
     found = _train(config, place, outline) if isinstance(config, TrainConfig) else _teach(config, place, outline)
     data, prompts, plan = found.data, found.prompts, found.plan
     beside = not isinstance(config, TrainConfig) or config.pair.teacher_device is None
@@ -306,8 +320,9 @@ def _time(flops: Range, sizes: Sizes, place: Placement, device_memory: int | Non
     return {"gemm_flops_per_second": best, "gemm_flops_per_second_mean": mean, "seconds": seconds}
 
 
+@cache
 def _gemm_rates(place: Placement) -> tuple[float, float]:
-    """FLOPs per second of large matrix products during about a second: the fastest, and the mean."""
+    """FLOPs per second of large matrix products, measured once for about a second: the fastest, and the mean."""
     size = 1024
     left = torch.ones(_PROBE_TOKENS, size, dtype=place.dtype, device=place.device)
     right = torch.ones(size, 4 * size, dtype=place.dtype, device=place.device)
