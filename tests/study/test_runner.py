@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ import pytest
 from gatespace.errors import RunError, UsageError
 from gatespace.runs import RunFolder, StudyFolder
 from gatespace.study.engines import LocalEngine
+from gatespace.study.jobs import execute
 from gatespace.study.outlook import read_outlook
 from gatespace.study.results import read_results
 from gatespace.study.runner import run_study
@@ -319,6 +322,47 @@ def test_runs_of_a_study_share_a_teacher_that_is_a_service(tmp_path, done):
             ours, theirs = (results.run("messages", point, seed) for results in (served, local))
             assert ours.fingerprint == theirs.fingerprint
             assert ours.curve() == theirs.curve()
+
+
+def test_no_model_of_a_run_outlives_it(tmp_path, done, monkeypatch):
+    """A worker does many runs."""
+    from gatespace.training import setup
+
+    load, networks = setup.load_model, []
+
+    def loaded(*words, **options):
+        model = load(*words, **options)
+        networks.extend(map(weakref.ref, (model.network, *model.network.parameters())))
+        return model
+
+    monkeypatch.setattr(setup, "load_model", loaded)
+    config = RunFolder(read_results(done).run("messages", "G5", 42).folder).settings()
+    job = {"do": "train", "config": {**config, "steps": 1, "output": str(tmp_path / "run")}}
+    assert execute(job) == {"state": "done"}
+    assert len(networks) > 2
+    assert not [network for network in networks if network() is not None]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_memory_of_a_job_goes_back_to_the_system():
+    """What is left of a job may be the last block of the heap, which then cannot shrink."""
+    torch = pytest.importorskip("torch")
+    left = []
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def fill(job) -> None:
+        torch.empty(31 << 20, dtype=torch.uint8)  # as the fused loss does: smaller blocks are in the heap from now on
+        blocks = [torch.ones(1 << 18) for _ in range(300)]
+        left.append(torch.ones(1 << 18))
+        assert resident() - before > 200 << 20
+        del blocks
+
+    execute({}, lambda job: None)  # what is free already counts for neither
+    before = resident()
+    assert execute({}, fill) == {"state": "done"}
+    assert resident() - before < 50 << 20
 
 
 def test_two_processes_do_not_run_one_study(tmp_path):
