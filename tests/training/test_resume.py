@@ -325,6 +325,7 @@ def test_train_killed_at_every_stage(born: Nursery, train_in: Callable[..., Trai
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_train_killed_at_random_moments(born: Nursery, train_in: Callable[..., TrainConfig]) -> None:
     straight, killed = train_in("straight"), train_in("killed", cache="scores")
     whole = born.live(straight)
