@@ -59,7 +59,7 @@ def _give_back() -> None:
     """Free what only cycles hold, and return free memory to the system.
 
     glibc has tensors below 32 MiB in a heap that shrinks at its end only: what a job leaves there, however small, keeps
-    all below it, and the next job's blocks do not fit into all of the holes. So the heap grew from job to job.
+    all below it, and the next job's blocks need not fit into the holes.
     """
     gc.collect()
     with suppress(OSError, AttributeError, TypeError):  # another C library
