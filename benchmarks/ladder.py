@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -39,6 +40,16 @@ SAME = {"fp32": 1e-4}
 """Relative difference from the first rung beyond which loss or gradient are called different."""
 SHARE = {"fp32": 0.65, "bf16": 0.6}
 """Share of the limit that is promised for the engine's step."""
+KINDS = {
+    "attention products": r"bmm|baddbmm|.*scaled_dot_product.*",
+    "matrix products": r"(add)?mm|(mkldnn_)?linear.*|matmul|(add)?mv|dot",
+    "softmax": r".*softmax.*|logsumexp",
+    "optimizer": r"_fused_adam.*|_foreach.*",
+    "copies and fills": r".*copy.*|clone|contiguous|to|fill_|zero_|zeros.*|ones.*|empty.*|cat|stack|gather|embedding.*|"
+    r"index.*|slice.*|select_.*|repeat.*|resize_",
+    "elementwise work and reductions": r".*",
+}
+"""Kind of an operation → names that it has in torch; the first that fits counts."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +125,17 @@ class Settings:
     """Whether the sizes are those that the targets are about."""
     precision: str = "fp32"
     """Of the responses that all rungs work on."""
+    profile: bool = False
+    """Whether rows of the engine are run once more under torch's profiler."""
 
 
 @dataclass
 class Found:
-    """What was measured: rung → answer, and precision → rates of this machine."""
+    """What was measured: rung → answer, precision → rates of this machine, and rung → profile."""
 
     rungs: dict[str, dict[str, Any]] = field(default_factory=dict)
     rates: dict[str, dict[str, Any]] = field(default_factory=dict)
+    profiles: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def run(settings: Settings, report: Callable[[str], None] = lambda line: None) -> Found:
@@ -134,13 +148,13 @@ def run(settings: Settings, report: Callable[[str], None] = lambda line: None) -
             request |= {"micro_rows": settings.micro_rows} | more
             return measure.in_fresh_process(WORKER, request, threads=settings.threads, timeout=settings.timeout)
 
-        def rung_once(name: str) -> dict[str, Any]:
+        def rung_once(name: str, do: str = "rung") -> dict[str, Any]:
             rung = RUNGS[name]
             scores = Path(root, f"engine-scores-{rung.precision}") if rung.warm else Path(tempfile.mkdtemp(dir=root))
             if rung.engine and rung.warm and not scores.exists():
                 report(f"{name}: filling the cache")
                 ask("rung", rung.precision, rung=asdict(rung), scores=str(scores))
-            return ask("rung", rung.precision, rung=asdict(rung), scores=str(scores))
+            return ask(do, rung.precision, rung=asdict(rung), scores=str(scores))
 
         report("responses")
         made = ask("responses", settings.precision)
@@ -153,6 +167,10 @@ def run(settings: Settings, report: Callable[[str], None] = lambda line: None) -
                 report(f"{name}{again}")
                 tries.append(rung_once(name))
             found.rungs[name] = min(tries, key=lambda answer: disturbance([answer]))
+        for name in settings.rungs:
+            if settings.profile and RUNGS[name].engine:
+                report(f"profile of {name}")  # by itself: the profiler takes time too
+                found.profiles[name] = rung_once(name, "profile")
         for precision in dict.fromkeys(RUNGS[name].precision for name in settings.rungs):
             answers = [
                 found.rungs[name]
@@ -257,6 +275,16 @@ def summaries(settings: Settings, found: Found) -> list[dict[str, Any]]:
     return records
 
 
+def shares(operations: dict[str, float]) -> dict[str, float]:
+    """Kind of operation → its share of the time in all of them, the largest first."""
+    total: dict[str, float] = {}
+    for name, time in operations.items():
+        kind = next(kind for kind, names in KINDS.items() if re.fullmatch(names, name))
+        total[kind] = total.get(kind, 0.0) + time
+    whole = sum(total.values())
+    return {kind: total[kind] / whole for kind in sorted(total, key=lambda kind: -total[kind])}
+
+
 def largest_difference(records: Iterable[dict[str, Any]], precision: str) -> dict[str, float]:
     """The largest relative distance from the first rung, of loss, gradient and its norm."""
     keys = ("loss_error", "gradient_norm_error", "gradient_error")
@@ -267,7 +295,7 @@ def largest_difference(records: Iterable[dict[str, Any]], precision: str) -> dic
 def kept(settings: Settings, found: Found) -> bool:
     """Whether all rungs ran, warm caches were warm, all compute the same, and the engine reaches its share."""
     records = summaries(settings, found)
-    if any("unavailable" in record for record in (*records, *found.rates.values())):
+    if any("unavailable" in record for record in (*records, *found.rates.values(), *found.profiles.values())):
         return False
     if any(record["misses"] for record in records if RUNGS[record["rung"]].warm):
         return False
@@ -286,6 +314,7 @@ def as_json(settings: Settings, facts: dict[str, Any], found: Found) -> dict[str
         "environment": facts,
         "results": records,
         "rates": found.rates,
+        "profiles": {name: shares(one["operations"]) for name, one in found.profiles.items() if "operations" in one},
         "largest_difference": {precision: largest_difference(records, precision) for precision in found.rates},
     }
 
@@ -322,7 +351,8 @@ def show(settings: Settings, facts: dict[str, Any], found: Found) -> None:
             f"{r['others_share']:.0%}",
         )
     console.print(table)
-    for line in (*about_lines(settings, records), "", *same_lines(records), "", *limit_lines(settings, records, found)):
+    lines = [*about_lines(settings, records), "", *same_lines(records), "", *limit_lines(settings, records, found)]
+    for line in (*lines, *profile_lines(found)):
         console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -392,6 +422,15 @@ def limit_lines(settings: Settings, records: Sequence[dict[str, Any]], found: Fo
     return [*lines, *disturbed_lines([*records, *measured], "rung")]
 
 
+def profile_lines(found: Found) -> list[str]:
+    """By rung, the share of each kind of operation."""
+    lines = []
+    for name, profile in found.profiles.items():
+        parts = [f"{kind} {share:.0%}" for kind, share in shares(profile.get("operations", {})).items()]
+        lines.append(f"Time in operations of {name}: {', '.join(parts) or profile['unavailable']}")
+    return lines
+
+
 def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, argparse.Namespace]:
     rows = "\n".join(f"  {name:<16}{rung.about}" for name, rung in RUNGS.items())
     parser = argparse.ArgumentParser(
@@ -417,6 +456,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, argparse.Na
         metavar="N",
         help="rows in one pass where each carries its whole prompt: more do not fit into memory (%(default)s)",
     )
+    what.add_argument("--profile", action="store_true", help="print which kinds of operation the engine's time is in")
     what.add_argument("--check", action="store_true", help="exit with 1 if a target is missed or a rung did not run")
     options = parser.parse_args(arguments)
     fast = ("fp32", resolved("auto"))
@@ -428,6 +468,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, argparse.Na
         warm_up=1,
         micro_rows=options.micro_rows,
         check_times=not options.quick,
+        profile=options.profile,
     )
     return settings, options
 

@@ -1,4 +1,4 @@
-"""What a measuring process of ladder.py executes: the steps of one rung, the responses, or the machine's own rates.
+"""What a measuring process of ladder.py executes: the steps of a rung, responses, a profile, or the machine's rates.
 
 A rung is put together from the public parts of the engine, so that every speed-up can be left out by itself; the rows
 `engine-…` are the engine's step as it is.
@@ -271,6 +271,18 @@ def _engine(asked: dict[str, Any], work: Work, meter: Meter) -> tuple[Callable[[
     return step, store, engine.encoder, engine.rows
 
 
+def profiled(asked: dict[str, Any], work: Work) -> dict[str, Any]:
+    """Operation of torch → microseconds in it alone, over the measured steps of the engine."""
+    step, *_ = _engine(asked, work, Meter())
+    for number in range(work.warm_up):
+        step(number)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        for number in range(work.warm_up, work.all_steps):
+            step(number)
+    events = [event for event in seen.key_averages() if event.key.startswith("aten::")]
+    return {"operations": {event.key.removeprefix("aten::"): event.self_cpu_time_total for event in events}}
+
+
 # ---------------------------------------------------------------------- what the machine can do
 
 
@@ -375,6 +387,8 @@ def main() -> None:
         measure.answer({"ok": True})
     elif asked["do"] == "rung":
         measure.answer(measured_rung(asked, work))
+    elif asked["do"] == "profile":
+        measure.answer(profiled(asked, work))
     else:
         found, cost = measure.measured(lambda: rates(asked, work))
         # A disturbed machine seems slow, its limit low, and our share of it high.

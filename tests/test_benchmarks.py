@@ -74,7 +74,7 @@ def test_step_benchmark_measures_every_contender_on_the_same_work(tmp_path: Path
 def test_ladder_computes_the_same_on_every_rung(tmp_path: Path) -> None:
     rungs = ("whole", "prefix-rollout", "fused", "warm", "engine-warm")
     # --check: exit 1 where fp32 rungs differ, a rung does not run, or a warm cache is not warm
-    found = _run("ladder.py", "--check", "--batch", "3", "--rungs", ",".join(rungs), cache=tmp_path)
+    found = _run("ladder.py", "--check", "--batch", "3", "--rungs", ",".join(rungs), "--profile", cache=tmp_path)
     rows = {row["rung"]: row for row in found["results"]}
     assert tuple(rows) == rungs
     assert rows["whole"]["gradient_norm"] > 0
@@ -86,6 +86,22 @@ def test_ladder_computes_the_same_on_every_rung(tmp_path: Path) -> None:
         assert row["share_wall"] > 0  # how large it is, is a matter of the machine and the moment
     assert "teacher" in rows["fused"]["limit_wall_parts"]
     assert "teacher" not in rows["warm"]["limit_wall_parts"]
+    (profile,) = found["profiles"].values()
+    assert sum(profile.values()) == pytest.approx(1)
+    assert {"matrix products", "copies and fills", "optimizer"} < profile.keys()
+
+
+def test_a_profile_s_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    times = {"mm": 4.0, "addmm": 2.0, "bmm": 1.0, "_softmax": 0.5, "copy_": 1.5, "mul": 0.5, "_fused_adamw_": 0.5}
+    assert importlib.import_module("ladder").shares(times) == {
+        "matrix products": 0.6,
+        "copies and fills": 0.15,
+        "attention products": 0.1,
+        "softmax": 0.05,
+        "elementwise work and reductions": 0.05,
+        "optimizer": 0.05,
+    }
 
 
 @pytest.mark.slow

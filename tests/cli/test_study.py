@@ -407,13 +407,13 @@ axes: {{restrictions: false, static: [], isolation: null}}
 
 @pytest.mark.slow
 def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(own, child):
-    words = [sys.executable, "-m", "gatespace", "run", "own.yaml", "--set", "train.steps=5000"]
+    words = [sys.executable, "-m", "gatespace", "run", "own.yaml", "--set", "train.steps=5000", "--workers", "1"]
     process = subprocess.Popen(words, env=child, stderr=subprocess.PIPE, text=True, start_new_session=True)
     store = own / "studies" / "own"
     deadline = time.monotonic() + 600
     while not list(store.glob("runs/*/metrics.jsonl")) and time.monotonic() < deadline:
         time.sleep(0.2)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: the study and its workers
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: the study and its worker
     _, heard = process.communicate(timeout=600)
     assert process.returncode == 130
     assert "gatespace run" in heard.splitlines()[-1]

@@ -79,11 +79,11 @@ KINDS: dict[str, dict[str, Any]] = {
         "objective": {"method": "eopd"},
         "engine": {"micro_tokens": 60, "activation_checkpointing": True},
     },
-    "lora, one step off policy": {
+    "lora, one step off policy, whole logits": {
         "pair": {"student": "tiny", "teacher": "tiny", "lora": {"r": 2}},
         "rollout": {"max_new_tokens": TOKENS, "staleness": 1},
+        "engine": {"fused": False},
     },
-    "whole logits": {"engine": {"fused": False}},
 }
 
 

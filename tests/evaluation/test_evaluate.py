@@ -244,11 +244,11 @@ def test_an_encoder_of_another_prompt(blank: Model, task: Task, prompt: Prompt) 
 
 
 @pytest.mark.slow
-def test_real_tweets_and_the_real_model(smollm2: Path, tweeteval: Path) -> None:
+def test_real_tweets_and_a_real_model(short_smollm2: Path, tweeteval: Path) -> None:
     from gatespace.models import load_model
 
     task = load_task("tweeteval/emotion", tweeteval)
-    model = load_model(str(smollm2))
+    model = load_model(str(short_smollm2))
     for prefill in ('{"label": "', ""):
         prompt = Prompt.of(task, prefill)
         found = evaluate(model, task, prompt, limit=3, max_new_tokens=10, batch_size=2)

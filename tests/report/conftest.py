@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from gatespace.evidence.analysis import analyse
+from gatespace.evidence.records import StudyAnalysis
 from gatespace.report import ReportFiles, build_report
 from gatespace.study.records import StudyResults
 from tests.sample_study import sample_results
@@ -77,6 +80,10 @@ class Built:
 
     results: StudyResults
     files: ReportFiles
+
+    @cached_property
+    def analysis(self) -> StudyAnalysis:
+        return analyse(self.results)
 
     @property
     def html(self) -> str:

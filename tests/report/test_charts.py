@@ -21,7 +21,7 @@ from .conftest import parse, sentences
 
 @pytest.fixture(scope="module")
 def charts(whole):
-    return {chart.name: chart for chart in all_charts(View(whole.results, analyse(whole.results), {}))}
+    return {chart.name: chart for chart in all_charts(View(whole.results, whole.analysis, {}))}
 
 
 def cells(chart):

@@ -120,7 +120,7 @@ class Elsewhere:
 @pytest.fixture(scope="module")
 def referred(whole):
     """The tables of the whole study beside those of one reference."""
-    view = View(whole.results, analyse(whole.results), {"other": Elsewhere()})
+    view = View(whole.results, whole.analysis, {"other": Elsewhere()})
     return {table.name: table for table in file_tables(view)}
 
 
@@ -149,7 +149,7 @@ def test_a_difference_at_one_seed_is_no_replication(referred):
 
 @pytest.mark.parametrize("references", [{}, {"other": Elsewhere()}], ids=["none", "on other tasks"])
 def test_without_published_results_there_are_no_such_columns(small, references):
-    view = View(small.results, analyse(small.results), references)
+    view = View(small.results, small.analysis, references)
     for table in file_tables(view):
         assert not [column for column in table.columns if "other" in column.key], table.name
         assert "another pair" not in table.note
@@ -202,7 +202,7 @@ def test_not_applicable_cells_have_reasons(whole):
 
 
 def test_a_mixed_model_that_is_not_fitted_says_so(small):
-    analysis = analyse(small.results)
+    analysis = small.analysis
     absent = mixed([Difference("t", seed, f"G{i}", "E", math.nan) for seed in (1, 2) for i in range(5)])
     view = View(small.results, replace(analysis, groups=tuple(replace(g, mixed=absent) for g in analysis.groups)))
     tables = {table.name: table for table in file_tables(view)}

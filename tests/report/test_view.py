@@ -7,14 +7,13 @@ from statistics import fmean
 
 import pytest
 
-from gatespace.evidence.analysis import analyse
 from gatespace.plugins import provided
 from gatespace.report.view import View, installed_references
 
 
 @pytest.fixture(scope="module")
 def view(whole):
-    return View(whole.results, analyse(whole.results), {})
+    return View(whole.results, whole.analysis, {})
 
 
 def accuracies(view, task, point):

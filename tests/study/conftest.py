@@ -14,6 +14,9 @@ from gatespace.cli.app import app
 from gatespace.config import StudyConfig, parse_config
 from gatespace.study.jobs import Job, Outcome, Perform, execute, perform
 
+ROWS = 40
+"""Of a split, that a run is evaluated on."""
+
 
 def settings(**changes: Any) -> dict[str, Any]:
     """The mapping of a small study on generated messages: real models, real training, seconds a run."""
@@ -31,7 +34,7 @@ def settings(**changes: Any) -> dict[str, Any]:
             "batch_size": 8,
             "optimizer": {"lr": 1e-3},
             "rollout": {"max_new_tokens": 8},
-            "evaluation": {"max_new_tokens": 8, "batch_size": 100, "limit": 100, "probabilities": True},
+            "evaluation": {"max_new_tokens": 8, "batch_size": 100, "limit": ROWS, "probabilities": True},
             "engine": {"precision": "fp32"},
             "checkpoint": {"every": 1},
         },

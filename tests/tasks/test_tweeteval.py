@@ -198,6 +198,22 @@ def test_without_a_folder_the_hub_is_asked(tmp_path: Path, monkeypatch: pytest.M
             load_task("tweeteval/hate")
 
 
+def test_a_hub_out_of_reach_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client would sleep and try again, for each task of a study."""
+    datasets = pytest.importorskip("datasets", reason="the package datasets is not installed")
+    monkeypatch.delenv("GATESPACE_TWEETEVAL", raising=False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    with pytest.raises(UsageError, match="could not be loaded from the Hugging Face Hub"):
+        load_task("tweeteval/hate")
+    assert slept == []
+    assert datasets.config.HF_HUB_OFFLINE is False
+
+
 def test_rows_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the Hub's layout and its own spelling of the labels, from a folder in place of the network."""
     datasets = pytest.importorskip("datasets", reason="the package datasets is not installed")

@@ -124,12 +124,27 @@ def _kind(kind: str) -> type[TrainConfig] | type[TeachConfig]:
     return TrainConfig if kind == "train" else TeachConfig
 
 
+def render(config: TrainConfig | TeachConfig, name: str, role: str) -> None:
+    """Leave the prompts to the children in tokens: each of them would begin by rendering thousands."""
+    from gatespace.training.setup import encoder_for, material, outline_model
+
+    data = material(config.task, "teacher" if role == "teacher" else "distill")
+    splits = (*config.evaluation.final, config.evaluation.split)
+    encoder_for(data, outline_model(name, role, role=role, task=data.task), splits, share=True)
+
+
 def nursery() -> None:
     # Imported here, once, and not by every child. Nothing is computed in this process: threads do not survive a fork.
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM  # noqa: F401
 
+    rendered: set[str] = set()
     for line in sys.stdin:
         order = json.loads(line)
+        config = load_config(_kind(order["kind"]), Path(order["config"]))
+        name, role = (config.model, "teacher") if isinstance(config, TeachConfig) else (config.pair.student, "student")
+        if name not in rendered:
+            render(config, name, role)
+            rendered.add(name)
         outcome = life(order["kind"], Path(order["config"]), order["point"])
         print(json.dumps(outcome), flush=True)
 
@@ -310,6 +325,7 @@ def test_train_killed_at_every_stage(born: Nursery, train_in: Callable[..., Trai
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_train_killed_at_random_moments(born: Nursery, train_in: Callable[..., TrainConfig]) -> None:
     straight, killed = train_in("straight"), train_in("killed", cache="scores")
     whole = born.live(straight)

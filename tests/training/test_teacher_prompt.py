@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gatespace.cli.estimate import estimate
 from gatespace.config import TrainConfig
 from gatespace.errors import UsageError
 from gatespace.files import read
@@ -66,6 +67,25 @@ def test_a_hint_teaches_the_models_own_weights(
     assert shown[0] > 1e-3
     cold = {"prompt": SHOWN, "cache": None}
     assert losses(train_config(**make, output=str(tmp_path / "cold"), teacher=cold)) == shown
+
+
+def test_an_estimate_counts_what_the_teacher_reads(train_config: Make, tmp_path: Path) -> None:
+    """And a run's teacher then reads no more."""
+    plain = estimate(train_config(), lambda text: None)
+    assert "teacher_prompt_tokens_mean" not in plain
+    config = train_config(teacher={"prompt": SHOWN, "cache": None}, steps=1)
+    found = estimate(config, lambda text: None)
+    rows = found["step"]["responses"]
+    longer = found["teacher_prompt_tokens_mean"] - found["prompt_tokens_mean"]
+    assert longer > 5
+    more = found["step"]["teacher_tokens_at_most"][1] - plain["step"]["teacher_tokens_at_most"][1]
+    assert more == pytest.approx(rows * longer)
+    assert found["memory_phases"]["scoring"]["teacher_pass"] > plain["memory_phases"]["scoring"]["teacher_pass"]
+    assert found["memory_phases"]["update"] == plain["memory_phases"]["update"]  # the student's prompt is as it was
+    train(config)
+    (timing,) = read(config.output / "timings.jsonl")
+    most = rows * (found["teacher_prompt_tokens_longest"] + config.rollout.max_new_tokens)
+    assert rows * found["teacher_prompt_tokens_mean"] / 2 < timing["teacher_tokens"] <= most
 
 
 def test_a_row_that_has_nothing_to_show() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +20,20 @@ from gatespace.config import TeachConfig, TrainConfig, dump_config, dump_yaml
 from gatespace.config.address import is_address
 from gatespace.gating.configured import build_objective
 from gatespace.models import Model, check_pair
+from gatespace.models.load import TINY
 from gatespace.models.sizes import Sizes, sizes_of
+from gatespace.tasks.data import AnyTask
 from gatespace.training.fit import check_fit
 from gatespace.training.memory import Layout, Memory, Plan, Work, layouts
-from gatespace.training.setup import Material, Placement, encoder_for, material, outline_model, placement
+from gatespace.training.setup import (
+    Material,
+    Placement,
+    encoder_for,
+    material,
+    outline_model,
+    placement,
+    teacher_encoder_for,
+)
 
 _PROBE_SECONDS = 1.0
 _PROBE_TOKENS = 512
@@ -85,6 +95,7 @@ def estimate(
     *,
     processes: int = 1,
     device_memory: int | None = None,
+    outlines: dict[Any, Model] | None = None,
 ) -> dict[str, Any]:
     """The costs of the run of `config`, as plain numbers by name.
 
@@ -94,11 +105,22 @@ def estimate(
         processes: Those that would do the run.
         device_memory: Bytes of a card on which it is to run: another one than is here, so in bf16 unless the settings
             say fp32.
+        outlines: Models that an earlier call has loaded; what this one loads is added.
     """
     place = placement(config.engine)
     if device_memory is not None:
         place = Placement("cuda", torch.float32 if config.engine.precision == "fp32" else torch.bfloat16)
-    outline = partial(outline_model, weights=device_memory is None, report=note)
+    known = {} if outlines is None else outlines
+
+    def outline(name: str, setting: str, *, role: str, task: AnyTask, **options: Any) -> Model:
+        # Tiny ones are built for role and task.
+        key = (name, *options.values(), *((role, task.digest) if name in TINY else ()))
+        if key not in known:
+            known[key] = outline_model(
+                name, setting, role=role, task=task, weights=device_memory is None, report=note, **options
+            )
+        return known[key]
+
     found = _train(config, place, outline) if isinstance(config, TrainConfig) else _teach(config, place, outline)
     data, prompts, plan = found.data, found.prompts, found.plan
     beside = not isinstance(config, TrainConfig) or config.pair.teacher_device is None
@@ -114,6 +136,7 @@ def estimate(
         "prompt_tokens_mean": prompts.mean,
         "prompt_tokens_longest": prompts.longest,
         "right_response_tokens_mean": prompts.right,
+        **({} if plan.read is None else _teacher_prompts(plan.read)),
         "parameters": sizes.all,
         "trained_parameters": sizes.trained,
         **({"teacher_parameters": plan.teacher.all} if plan.teacher else {}),
@@ -168,13 +191,16 @@ def _train(config: TrainConfig, place: Placement, load: Callable[..., Model]) ->
     decoded = responses.times(shares.get("student", 0.0))
     work = Work(prompts.prefix, prompts.mean, prompts.longest, longest, rows, shared)
     largest = max(theirs.values(), key=lambda sizes: sizes.all, default=None)
-    plan = Plan(config, place.dtype, place.device, ours, largest, student.vocab_size, work)
+    asked = teacher_encoder_for(config, data, student, teachers)
+    read = None if asked is None else Work.of(config, asked, data.rows, longest)
+    plan = Plan(config, place.dtype, place.device, ours, largest, student.vocab_size, work, read=read)
+    asks = read or work
     if len(theirs) > 1:  # a model that has two names is loaded once
         loaded = {pair.alone(scorer).model("teacher"): sizes for scorer, sizes in theirs.items()}
         plan = replace(plan, teacher_bytes=sum(map(plan.weights_of, loaded.values())) + plan.average_bytes())
     forward = prompting.times(1 if plan.reuses() else 2) + decoded + responses
     backward = prompting + responses
-    scored = responses + _exactly(rows * prompts.mean)
+    scored = responses + _exactly(rows * asks.mean)
     sampled = scored.times(shares.get("teacher", 0.0))
 
     flops = (
@@ -184,9 +210,9 @@ def _train(config: TrainConfig, place: Placement, load: Callable[..., Model]) ->
         + responses.times(4 * ours.head)
     ).times(config.steps)
     for scorer, sizes in theirs.items():
-        read = (scored + sampled).times(2 * sizes.body) + (responses + sampled).times(2 * sizes.head)
+        passed = (scored + sampled).times(2 * sizes.body) + (responses + sampled).times(2 * sizes.head)
         own = [row.teacher == scorer.removeprefix("teachers.") for row in data.rows] if pair.teachers else [True]
-        flops += read.times(config.steps * sum(own) / len(own)) + _exactly(2 * sizes.body * prompts.prefix)
+        flops += passed.times(config.steps * sum(own) / len(own)) + _exactly(2 * sizes.body * asks.prefix)
     step = {
         "prompts": config.batch_size,
         "responses": rows,
@@ -235,7 +261,7 @@ def _teach(config: TeachConfig, place: Placement, load: Callable[..., Model]) ->
 def _prompts(config: TrainConfig | TeachConfig, data: Material, models: dict[str, Model], *, end: bool) -> Prompts:
     evaluation, model = config.evaluation, next(iter(models.values()))
     encoder = encoder_for(data, model, (*evaluation.final, evaluation.split), share=config.engine.share_prefix)
-    lengths = [len(encoder.suffix(row.text)) for row in data.rows]
+    lengths = encoder.lengths(data.rows)
     close = model.turn_end if end or not data.prompt.closes else None
     gold = {one: len(encoder.gold(one, close)) for one in data.prompt.golds(data.rows)}
     right = sum(gold[row.gold] for row in data.rows) / len(data.rows)
@@ -243,7 +269,7 @@ def _prompts(config: TrainConfig | TeachConfig, data: Material, models: dict[str
     evaluated, responses = Range(0, 0), Range(0, 0)
     for split, often in [*((split, 1) for split in evaluation.final), (evaluation.split, on_the_way)]:
         rows = data.task.rows(split)[: evaluation.limit_of(split)]
-        prompting = len(encoder.prefix) + sum(len(encoder.suffix(row.text)) for row in rows)
+        prompting = len(encoder.prefix) + sum(encoder.lengths(rows))
         longest = evaluation.max_new_tokens
         response = Range(min(right, longest), longest).times(len(rows) * often)
         responses += response
@@ -254,6 +280,14 @@ def _prompts(config: TrainConfig | TeachConfig, data: Material, models: dict[str
         responses, evaluated = responses + labels, evaluated + labels
     notes = check_fit(config, data, encoder, **models)
     return Prompts(len(encoder.prefix), sum(lengths) / len(lengths), max(lengths), right, evaluated, responses, notes)
+
+
+def _teacher_prompts(read: Work) -> dict[str, float]:
+    return {
+        "teacher_prefix_tokens": read.prefix,
+        "teacher_prompt_tokens_mean": read.mean,
+        "teacher_prompt_tokens_longest": read.longest,
+    }
 
 
 def _memory_json(memory: Memory) -> dict[str, int]:
@@ -286,8 +320,9 @@ def _time(flops: Range, sizes: Sizes, place: Placement, device_memory: int | Non
     return {"gemm_flops_per_second": best, "gemm_flops_per_second_mean": mean, "seconds": seconds}
 
 
+@cache
 def _gemm_rates(place: Placement) -> tuple[float, float]:
-    """FLOPs per second of large matrix products during about a second: the fastest, and the mean."""
+    """FLOPs per second of large matrix products, measured once for about a second: the fastest, and the mean."""
     size = 1024
     left = torch.ones(_PROBE_TOKENS, size, dtype=place.dtype, device=place.device)
     right = torch.ones(size, 4 * size, dtype=place.dtype, device=place.device)
@@ -327,8 +362,13 @@ def _lines(config: TrainConfig | TeachConfig, found: dict[str, Any]) -> Iterator
     yield "task", found["task"]
     passes = f"{config.steps} steps of {config.batch_size} are {found['epochs']:.2g} passes over them"
     yield "rows", f"{found['rows']}; {passes}"
-    longest, mean = found["prompt_tokens_longest"], found["prompt_tokens_mean"]
-    yield "prompt", f"{found['prefix_tokens']} tokens shared, {mean:.1f} of its own (longest {longest})"
+    for whose in ("", "teacher_"):
+        if (mean := found.get(f"{whose}prompt_tokens_mean")) is not None:
+            shared, longest = found[f"{whose}prefix_tokens"], found[f"{whose}prompt_tokens_longest"]
+            yield (
+                f"{whose}prompt".replace("_", "'s "),
+                f"{shared} tokens shared, {mean:.1f} of its own (longest {longest})",
+            )
     yield "right response", f"{found['right_response_tokens_mean']:.1f} tokens"
     trained = found["trained_parameters"]
     part = "" if trained == found["parameters"] else f", {_number(trained)} trained"

@@ -54,7 +54,8 @@ def plan(
 
     config = study_file.load_study(study, sets or [], quick=quick, plugins=plugins, trust_plugins=trust_plugins)
     found = study_file.checked_plan(config, yes=yes)
-    costs = [_cost(config, found, task) for task in config.tasks] if estimate else []
+    outlines: dict[Any, Any] = {}
+    costs = [_cost(config, found, task, outlines) for task in config.tasks] if estimate else []
     support = study_file.support(found)
     endings = {task: ending(config, task) for task in config.tasks}
     if as_json:
@@ -174,7 +175,7 @@ def _table(title: str, *columns: str) -> Table:
 # ---------------------------------------------------------------------------------------------------- cost
 
 
-def _cost(config: StudyConfig, plan: Plan, task: str) -> dict[str, Any]:
+def _cost(config: StudyConfig, plan: Plan, task: str, outlines: dict[Any, Any]) -> dict[str, Any]:
     """What the runs of a task need: the teacher's tokens, alone and with shared scores, and a range of time."""
     from gatespace.cli.estimate import estimate
     from gatespace.errors import GatespaceError
@@ -189,13 +190,13 @@ def _cost(config: StudyConfig, plan: Plan, task: str) -> dict[str, Any]:
             models[role] = made.get("model", "smollm2")
     try:
         one = train_config(config, task, config.seeds[0], {}, models=models)
-        cost = estimate(one, lambda text: None)
+        cost = estimate(one, lambda text: None, outlines=outlines)
     except GatespaceError as error:
         return found | {"status": "n/a", "reason": error.what}
     step = cost["step"]["teacher_tokens_at_most"]
     alone = [tokens * one.steps * len(runs) for tokens in step]
     prompts = min(one.steps * one.batch_size * len({run.seed for run in runs}), cost["rows"])
-    each = cost["prompt_tokens_mean"] + cost["right_response_tokens_mean"]
+    each = cost.get("teacher_prompt_tokens_mean", cost["prompt_tokens_mean"]) + cost["right_response_tokens_mean"]
     time = cost["time"]
     seconds = [value * len(runs) for value in time["seconds"]] if "seconds" in time else None
     return found | {

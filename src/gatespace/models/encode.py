@@ -56,6 +56,10 @@ class Encoder:
             self._rendered[text] = ids
         return ids[len(self.prefix) :]
 
+    def lengths(self, rows: Iterable[AnyExample]) -> list[int]:
+        """Tokens of the prompt of each row after the shared prefix."""
+        return [len(self.suffix(self.prompt.text(row))) for row in rows]
+
     def gold(self, gold: str, end: int | None = None) -> list[int]:
         """The right response (of a label, or of a reference), and the id that ends it where one is given."""
         if gold not in self._golds:

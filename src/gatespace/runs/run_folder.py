@@ -160,13 +160,14 @@ class RunFolder(Folder):
         return 0
 
     def seconds(self) -> float | None:
-        """How long the latest attempt took, or has taken so far."""
+        """How long the latest attempt took, or has taken so far; None: not known, as of a run out of an archive."""
         try:
             began = self.config_file.stat().st_mtime
         except FileNotFoundError:
             return None
         try:
-            return max(0.0, self.done_file.stat().st_mtime - began)
+            took = self.done_file.stat().st_mtime - began
+            return took if took > 0 else None
         except FileNotFoundError:
             return max(0.0, time.time() - began)
 

@@ -14,14 +14,12 @@ from gatespace.config import ObjectiveConfig, StudyConfig, TeachConfig, TrainCon
 from gatespace.config.address import is_address
 from gatespace.errors import missing_extra
 from gatespace.models import Model, check_pair
-from gatespace.models.encode import Encoder
 from gatespace.models.load import SMOLLM2, TINY, hub_name
 from gatespace.plugins import load_plugins, provided
 from gatespace.study.plan import ROLES, teach_config, train_config
-from gatespace.tasks.configured import teacher_prompt
 from gatespace.tasks.data import AnyTask
 from gatespace.training.fit import check_fit, check_teachers, check_top_k
-from gatespace.training.setup import encoder_for, material, outline_model
+from gatespace.training.setup import encoder_for, material, outline_model, teacher_encoder_for
 
 
 def check_study(study: StudyConfig, made: Mapping[str, Mapping[str, str]]) -> list[str]:
@@ -77,12 +75,7 @@ def _check_runs(study: StudyConfig, config: TrainConfig) -> list[str]:
     for method in study.axes.published:
         goal = ObjectiveConfig(method=method.method, params=method.params)
         check_top_k(goal, student.vocab_size, f"axes.published.{method.point}")
-    asked = teacher_prompt(config.teacher.prompt, data.prompt)
-    if asked is not data.prompt:
-        reader = teacher or student
-        with in_setting("teacher.prompt"):
-            own = Encoder(asked, reader.tokenizer, [], share=False)
-            own.check(data.rows, reader.window, config.rollout.max_new_tokens)
+    teacher_encoder_for(config, data, student, teachers)
     encoder = encoder_for(data, student, (*config.evaluation.final, config.evaluation.split), share=False)
     return check_fit(config, data, encoder, student=student, **teachers)
 

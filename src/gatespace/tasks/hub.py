@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import urllib.error
+import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from gatespace.errors import MissingExtraError, UsageError, missing_extra
 
 EXTRA = "tasks"
+TIMEOUT = 3.0
+"""Seconds after which the Hub counts as out of reach. Its own client tries again for half a minute."""
 SPLIT_NAMES = {"train": "train", "validation": "val", "valid": "val", "val": "val", "dev": "val", "test": "test"}
 
 
@@ -31,6 +36,27 @@ class HubSplit:
     def _named(self, column: str, value: Any) -> Any:
         names = self.names.get(column, ())
         return names[value] if isinstance(value, int) and 0 <= value < len(names) else value
+
+
+def hub_reachable() -> bool:
+    """Whether the Hub answers. False without asking where the user has set HF_HUB_OFFLINE."""
+    try:
+        from huggingface_hub import constants
+    except ImportError as error:
+        raise missing_extra("loading a model", module="huggingface_hub", extra="train") from error
+    return not constants.is_offline_mode() and _answers(constants.ENDPOINT)
+
+
+@cache
+def _answers(address: str) -> bool:
+    try:
+        request = urllib.request.Request(address, method="HEAD", headers={"User-Agent": "gatespace"})
+        urllib.request.urlopen(request, timeout=TIMEOUT).close()
+    except urllib.error.HTTPError:
+        return True  # an answer, if not the one that was asked for
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def optional_module(name: str, *, feature: str, otherwise: str = "") -> Any:
@@ -55,7 +81,10 @@ def hub_splits(
     """All splits of a Hub dataset that are named like train, val or test; train has the columns `for_train` too."""
     datasets = optional_module("datasets", feature=f"loading {name} from the Hugging Face Hub", otherwise=otherwise)
     shown = f"{name} ({config})" if config else name
+    offline = datasets.config.HF_HUB_OFFLINE
     try:
+        # With it what is in the cache is found at once, and what is not is missing at once.
+        datasets.config.HF_HUB_OFFLINE = offline or not hub_reachable()
         loaded = datasets.load_dataset(name, config)
     except Exception as error:  # whatever the network, the Hub's client or the dataset's own format may raise
         raise UsageError(
@@ -64,6 +93,8 @@ def hub_splits(
             why="the Hub is out of reach from here, or has no such dataset",
             instead=otherwise,
         ) from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = offline
     found: dict[str, HubSplit] = {}
     for split in loaded:
         ours = SPLIT_NAMES.get(split)

@@ -25,7 +25,6 @@ from gatespace.models.encode import Encoder
 from gatespace.plugins import provider
 from gatespace.runs import RunFolder
 from gatespace.seeding import generator, permutation
-from gatespace.tasks.configured import teacher_prompt
 from gatespace.teacher.average import AverageTeacher
 from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.local import LocalTeacher
@@ -40,7 +39,7 @@ from gatespace.training.memory import chunk_mb, micro_tokens
 from gatespace.training.processes import Processes
 from gatespace.training.progress import Progress
 from gatespace.training.rollouts import Ahead, MicroBatch, OnPolicy
-from gatespace.training.setup import encoder_for, material, open_member, usable
+from gatespace.training.setup import encoder_for, material, open_member, teacher_encoder_for, usable
 from gatespace.training.telemetry import DistillationTrace
 
 
@@ -161,15 +160,7 @@ class Distillation(Job):
     @cached_property
     def teacher_encoder(self) -> Encoder:
         """The prompts that the teacher reads, in tokens: those of the student, unless it has its own."""
-        prompt = teacher_prompt(self.config.teacher.prompt, self.data.prompt)
-        if prompt is self.data.prompt:
-            return self.encoder
-        model, share, rows = self._local or self.model, self.config.engine.share_prefix, self.data.rows
-        encoder = Encoder(prompt, model.tokenizer, [prompt.text(row) for row in rows], share=share)
-        with in_setting("teacher.prompt"):
-            for window in {one.window for one in (model, *self._locals.values())}:
-                encoder.check(rows, window, self.config.rollout.max_new_tokens)
-        return encoder
+        return teacher_encoder_for(self.config, self.data, self.model, self._locals) or self.encoder
 
     def _asked(self) -> Callable[[Any], list[int]] | None:
         """What a row's teacher reads, with its name where there are several; None: the student's prompt."""

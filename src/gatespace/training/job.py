@@ -110,17 +110,24 @@ class Job(ABC):
         with self.processes.together():
             if free_bytes(here) is not None:
                 right = self.encoder.longest_gold(self.data.rows, learner.turn_end)
-                work = Work.of(self.config, self.encoder, [row.text for row in self.data.rows], right)
+                work = Work.of(self.config, self.encoder, self.data.rows, right)
                 plan = Plan(self.config, place.dtype, here.type, self.sizes, None, learner.vocab_size, work)
                 if teachers:
                     item = place.dtype.itemsize  # in which they compute, unless they are quantised
                     every = [p for one in teachers for p in one.network.parameters()]
                     weights = [p.numel() * min(p.itemsize, item) for p in every]
                     largest = max(map(sizes_of, teachers), key=lambda one: one.all)
-                    plan = replace(plan, teacher=largest, teacher_bytes=sum(weights) + plan.average_bytes())
+                    whole = sum(weights) + plan.average_bytes()
+                    read = Work.of(self.config, self.teacher_encoder, self.data.rows, right)
+                    plan = replace(plan, teacher=largest, teacher_bytes=whole, read=read)
                 notes += check_devices(plan, self.processes, here, teachers[0].device if teachers else None)
         for note in notes:
             self.progress.note(note)
+
+    @property
+    def teacher_encoder(self) -> Encoder:
+        """The prompts that a teacher reads, in tokens."""
+        return self.encoder
 
     def fingerprint(self) -> str:
         """Of the model that is trained; where this process has no weights of it, the first one says it."""

@@ -20,6 +20,7 @@ from gatespace.config.sections import SELF_EMA
 from gatespace.errors import UsageError
 from gatespace.models.encode import Encoder
 from gatespace.models.sizes import Sizes
+from gatespace.tasks.data import AnyExample
 from gatespace.teacher.local import PASS
 from gatespace.training.processes import Processes
 
@@ -65,9 +66,9 @@ class Work:
         return self.mean / self.shared + self.new
 
     @classmethod
-    def of(cls, config: TrainConfig | TeachConfig, encoder: Encoder, texts: Sequence[str], right: int) -> Work:
-        """That of a run on `texts`, whose longest right response has `right` tokens."""
-        lengths = [len(encoder.suffix(text)) for text in texts]
+    def of(cls, config: TrainConfig | TeachConfig, encoder: Encoder, data: Sequence[AnyExample], right: int) -> Work:
+        """That of a run on the rows `data`, whose longest right response has `right` tokens."""
+        lengths = encoder.lengths(data)
         rows, new, shared = config.batch_size, right, 1
         if isinstance(config, TrainConfig):
             rows, new = rows * config.rollout.per_prompt, config.rollout.room
@@ -126,6 +127,7 @@ class Plan:
         teacher: None where there is none, or it is a service.
         vocab_size: Tokens that both have.
         work: The texts of a step.
+        read: Those that a teacher with a prompt of its own reads; None: the same.
     """
 
     config: TrainConfig | TeachConfig
@@ -137,6 +139,7 @@ class Plan:
     work: Work
     teacher_bytes: int | None = None
     """Of its weights, where they are known; None: by its shapes and `pair.teacher_quantization`."""
+    read: Work | None = None
 
     @property
     def limit(self) -> int:
@@ -281,7 +284,7 @@ class Plan:
         return 4 * self.student.trained if moving and self.dtype.itemsize < 4 else 0
 
     def _scoring(self, theirs: Sizes) -> dict[str, int]:
-        work, item = self.work, self.dtype.itemsize
+        work, item = self.read or self.work, self.dtype.itemsize
         size = -(-(work.longest + work.new - 1) // PASS) * PASS
         keys = min(work.prefix + work.longest + work.new, theirs.most_keys(work.prefix))
         one = theirs.attention(keys, checkpointing=True)  # of one layer

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from gatespace.config import LoraConfig, PairConfig, TaskConfig, TeachEngineConfig, in_setting
+from gatespace.config import LoraConfig, PairConfig, TaskConfig, TeachEngineConfig, TrainConfig, in_setting
 from gatespace.config.address import is_address
 from gatespace.errors import UsageError, missing_extra
 from gatespace.models import Model, build_tiny, load_model, with_lora
 from gatespace.models.encode import Encoder
 from gatespace.models.load import TINY, located
 from gatespace.seeding import stream
-from gatespace.tasks.configured import configured_prompt, configured_rows, load_configured_task
+from gatespace.tasks.configured import configured_prompt, configured_rows, load_configured_task, teacher_prompt
 from gatespace.tasks.data import AnyExample, AnyTask
 from gatespace.tasks.prompt import AnyPrompt
 from gatespace.training.processes import ONE, Processes
@@ -229,3 +229,22 @@ def encoder_for(material: Material, model: Model, splits: tuple[str, ...], *, sh
     for split in splits:
         texts += [row.text for row in material.task.rows(split)]
     return Encoder(material.prompt, model.tokenizer, texts, share=share)
+
+
+def teacher_encoder_for(
+    config: TrainConfig, material: Material, student: Model, teachers: Mapping[str, Model]
+) -> Encoder | None:
+    """The prompts that the teacher reads, in tokens; None: those of the student.
+
+    `teachers` are those in this process by setting: in their context windows prompt and response have to fit.
+    """
+    prompt = teacher_prompt(config.teacher.prompt, material.prompt)
+    if prompt is material.prompt:
+        return None
+    model, rows = teachers.get("teacher", student), material.rows
+    texts = [prompt.text(row) for row in rows]
+    encoder = Encoder(prompt, model.tokenizer, texts, share=config.engine.share_prefix)
+    with in_setting("teacher.prompt"):
+        for window in {one.window for one in (model, *teachers.values())}:
+            encoder.check(rows, window, config.rollout.max_new_tokens)
+    return encoder

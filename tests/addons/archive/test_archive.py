@@ -119,6 +119,10 @@ def test_a_study_goes_on_from_its_archive(trained, tmp_path):
     whole, half = (pack(StudyFolder(part_of(trained, tmp_path / f"{n}", runs[:n]))) for n in (len(runs), 1))
     folder = tmp_path / "half"
     merge([half], folder)
+    status = json.loads(cli("status", folder, "--json").output)
+    assert status["seconds_left"] is None  # an archive has no times
+    assert {one["seconds"] for one in status["work"] if one["state"] == "done"} == {None}
+    assert " left" not in cli("status", folder).output
     run(StudyFolder(folder).config(), folder)  # its teacher is taught again, by the same recipe
     for name in runs:
         for file in ("metrics.jsonl", "predictions-test.jsonl"):

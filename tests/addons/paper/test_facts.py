@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import csv
+import io
 
 import pytest
 
 from gatespace.addons.paper.facts import SEEDS, facts
-from gatespace.report import build_report
+from gatespace.evidence.analysis import analyse
+from gatespace.report.table import csv_text
+from gatespace.report.tables import file_tables
+from gatespace.report.view import View
 from tests.sample_study import sample_results
 
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory):
     """The tables of a study on two tasks of the paper and one that is not."""
-    place = tmp_path_factory.mktemp("study")
     results = sample_results(
-        place / "study", tasks=("emotion", "hate", "weather"), rows=40, steps=4, replication_seeds=(7,), published=()
+        tmp_path_factory.mktemp("study"),
+        tasks=("emotion", "hate", "weather"),
+        points=("G2", "G4", "G5", "H1", "H2", "H3", "H4", "HG4,d+2"),
+        rows=40,
+        steps=4,
+        replication_seeds=(7,),
+        published=(),
     )
-    files = build_report(results, place / "report", png=False)
-    return {path.stem: list(csv.DictReader(path.open())) for path in files.tables if path.suffix == ".csv"}
+    tables = file_tables(View(results, analyse(results)))
+    return {table.name: list(csv.DictReader(io.StringIO(csv_text(table)))) for table in tables}
 
 
 def test_the_paper_stands_beside_its_own_tasks(tables):

@@ -2,7 +2,8 @@
 
 The manifest comes first and says all: every name is checked before anything is written, and what follows has to be
 those regular files in that order with those sizes and hashes. So no link, device, name outside of the folder or file
-larger than announced is ever written, and memory is bounded. Nothing is imported or unpickled.
+larger than announced is ever written, and memory is bounded. Nothing is imported or unpickled. An archive has no times:
+all files get one, by which a run's duration is not known.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
+import os
 import shutil
 import tarfile
 import tempfile
+import time
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -71,7 +74,7 @@ def unpack(path: Path, folder: Path) -> None:
 
 def _unpack(path: Path, folder: Path) -> None:
     with path.open("rb") as file:
-        source = _Xz(file)
+        source, now = _Xz(file), time.time()
         size = _header(path, source, MANIFEST)
         if size > MOST_MANIFEST:
             raise _bad(path, f"its {MANIFEST} has {size} bytes, more than {MOST_MANIFEST}")
@@ -87,6 +90,7 @@ def _unpack(path: Path, folder: Path) -> None:
                     data = source.read(min(_CHUNK, entry.bytes - start))
                     digest.update(data)
                     target.write(data)
+            os.utime(place, (now, now))
             source.read(-entry.bytes % _BLOCK)
             if digest.hexdigest() != entry.sha256:
                 raise _bad(path, f"{entry.path} has another hash than its {MANIFEST} says")
