@@ -115,8 +115,6 @@ def write_page(search: Search, verdict: Verdict) -> None:
         notes=notes(search, verdict),
         against=_against(verdict),
         figures=drawing.render([_plane(search), _funnel(search)], png=False),
-        tables=[_trials(search)],
-        opened={"against", "trials"},
     )
     atomic_write(spec.folder.page, html.lstrip() + "\n")
 
@@ -151,29 +149,21 @@ def _trials(search: Search) -> Table:
         known = search.scores.get(one.id, ())
         return (-len(known), -known[-1]) if known else (0.0, 0.0)
 
-    columns = [text("label", "candidate"), text("kind"), lam("lam", "λ̄ at the start"), number("spread", "spread")]
+    columns = [text("label", "candidate"), text("kind"), lam("lam", "λ̄ at the start"), number("spread")]
     columns += [number(name, f"to {name}") for name in search.warm_up["used"]]
     columns += [text(f"rung{place}", title) for place, title in enumerate(_rungs(search))]
     records = []
     for one in sorted(search.candidates.values(), key=rank):
-        record: dict[str, Any] = {"label": one.label, "kind": one.kind}
-        if one.place is not None:
-            record |= {**one.place, **one.place["direction"]}
+        place = {} if one.place is None else {**one.place, **one.place["direction"]}
         shown = [f"{abs(value):.4f}" for value in search.scores.get(one.id, ())]
         shown += ["failed"] * (one.id in search.errors)
-        records.append(record | {f"rung{place}": value for place, value in enumerate(shown)})
-    better = "higher" if search.spec.is_text else "lower"
-    note = f"Scores are {search.warm_up['metric']} on validation, the mean over rows and seeds; {better} is better."
-    return Table.of("trials", "Candidates", columns, records, note=note)
+        records.append({**vars(one), **place, **{f"rung{rung}": value for rung, value in enumerate(shown)}})
+    return Table.of("trials", "Candidates", columns, records)
 
 
 def _plane(search: Search) -> Chart:
     """λ̄ across and spread upwards; how far a trial came is its size."""
-    records = [
-        {"id": one.id, "label": one.label, "kind": one.kind, "rungs": len(search.scores.get(one.id, ())), **one.place}
-        for one in search.candidates.values()
-        if one.place is not None
-    ]
+    shown = [one for one in search.candidates.values() if one.place is not None]
     winner = search.winner
 
     def draw() -> Any:
@@ -182,28 +172,29 @@ def _plane(search: Search) -> Chart:
         axes = drawing.panel(figure, left=0.6, right=0.15, top=top, bottom=0.45)
         axes.grid(color=GRID, linewidth=0.6)
         axes.set_axisbelow(True)
-        for one in records:
-            mark, colour = _MARKS[one["kind"]]
-            size = max(8, 45 * one["rungs"] - 27)
-            axes.scatter(one["lam"], one["spread"], s=size, marker=mark, c=colour, linewidths=0, alpha=0.85)
-            if winner is not None and one["id"] == winner.id:
-                axes.scatter(one["lam"], one["spread"], s=260, marker="o", facecolors="none", edgecolors=INK)
-        highest = max((one["spread"] for one in records), default=1.0)
+        highest = 0.0
+        for one in shown:
+            (mark, colour), (x, y, _) = _MARKS[one.kind], (one.place or {}).values()
+            size = max(8, 45 * len(search.scores.get(one.id, ())) - 27)
+            axes.scatter(x, y, s=size, marker=mark, c=colour, linewidths=0, alpha=0.85)
+            if one == winner:
+                axes.scatter(x, y, s=260, marker="o", facecolors="none", edgecolors=INK)
+            highest = max(highest, y)
         axes.set_xlim(0, 1)
-        axes.set_ylim(-0.05 * highest, 1.08 * highest)
+        axes.set_ylim(-0.05 * highest, 1.08 * highest or 1.0)
         axes.set_xlabel("mean gate λ̄ at the tokens of the warm-up")
         axes.set_ylabel("spread of the gate's logit")
         drawing.draw_key(figure, _KEY)
         return figure
 
-    finding = f"Where {len(records)} gates are; a larger mark came farther."
+    better = "higher" if search.spec.is_text else "lower"
+    finding = f"Where {len(shown)} gates are; a larger mark came farther."
     if winner is not None and winner.place is not None:
         direction = ", ".join(f"{name} {value:+.2f}" for name, value in winner.place["direction"].items())
         finding += f" The winner has λ̄ = {winner.place['lam']:.2f}, a spread of {winner.place['spread']:.2f} and the "
         finding += f"direction {direction}."
-    columns = [text("label", "candidate"), lam("lam", "λ̄"), number("spread"), count("rungs", "rungs reached")]
-    data = Table.of("plane", "Trials", columns, records)
-    return Chart("plane", "The gate plane with all trials", finding, data, draw)
+    finding += f" Below: {search.warm_up['metric']} on validation, mean over rows and seeds; {better} is better."
+    return Chart("plane", "The gate plane with all candidates", finding, _trials(search), draw)
 
 
 def _funnel(search: Search) -> Chart:

@@ -23,14 +23,14 @@ from gatespace.addons.tune.proposals import Proposal, propose
 from gatespace.addons.tune.race import decide, pairing, score
 from gatespace.addons.tune.settings import HALF, Budget, Rung, TuneConfig
 from gatespace.config import StudyConfig, TrainConfig, dump_config, in_setting, parse_config
-from gatespace.config.study import AxesConfig
+from gatespace.config.study import AxesConfig, PublishedConfig
 from gatespace.errors import RunError, UsageError, unknown_name
 from gatespace.gating.coefficients import Gate
 from gatespace.plugins import plugins_digest
 from gatespace.runs import RunFolder
 from gatespace.seeding import stream
 from gatespace.study.engines import Engine
-from gatespace.study.outlook import Job, outline
+from gatespace.study.outlook import Job, made_models, outline
 from gatespace.study.plan import ROLES, model_name, slug, train_config
 
 
@@ -55,6 +55,16 @@ class Candidate:
     method: Mapping[str, Any] | None = None
     lr: float | None = None
     place: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, record: Record) -> Candidate:
+        """From its record, whose keys have lost their order."""
+        known = {field.name: record[field.name] for field in fields(cls)}
+        if known["place"] is not None:
+            known["place"] = Place(**known["place"])._asdict()
+        if known["method"] is not None:
+            known["method"] = dump_config(parse_config(PublishedConfig, known["method"]))
+        return cls(**known)
 
     @property
     def is_gate(self) -> bool:
@@ -157,14 +167,13 @@ class Spec:
 
     def run_config(self, candidate: Candidate, seed: int, output: RunFolder | None = None) -> TrainConfig:
         """The whole configuration of a candidate's run: all rungs are parts of this one training."""
-        made = {role: model_name(self.study, self.task, role) for role in ROLES}
         whole = train_config(
             self.study,
             self.task,
             seed,
             candidate.objective,
             rollout=None if candidate.method is None else candidate.method["rollout"],
-            models={role: str(self.folder.model(name).model) for role, name in made.items() if name is not None},
+            models=made_models(self.folder, self.study, self.task),
             cache=str(self.folder.scores),
             output=None if output is None else output.path,
             threads=self.threads,
@@ -285,7 +294,7 @@ class Search:
         own = [one for one in self.candidates.values() if one.kind == kind and one.id in self.scores]
         return max(own, key=lambda one: (len(self.scores[one.id]), self.scores[one.id][-1]), default=None)
 
-    # ------------------------------------------------------------------ the search, read aloud
+    # ------------------------------------------------------------------ the search
 
     def go(self) -> Search:
         """Do all that is left of it."""
@@ -403,8 +412,7 @@ class Search:
         made = [vars(one) for one in make()] if self._ledger.peek(count - 1) is None else [{}] * count
         names = [_id(len(self.candidates) + place) for place in range(count)]
         for name, one in zip(names, made, strict=True):
-            record = self._ledger.once("candidate", partial(dict, one), id=name)
-            self.candidates[name] = Candidate(**{field.name: record[field.name] for field in fields(Candidate)})
+            self.candidates[name] = Candidate.of(self._ledger.once("candidate", partial(dict, one), id=name))
         self._score(names, 0, further=further)
 
     def _score(self, names: Sequence[str], place: int, *, further: int = 0) -> None:
