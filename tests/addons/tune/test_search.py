@@ -17,8 +17,9 @@ import pytest
 
 from gatespace.addons.tune.folder import Ledger, TuneFolder
 from gatespace.addons.tune.jobs import perform
+from gatespace.addons.tune.plan import Spec
 from gatespace.addons.tune.proposals import Proposal, propose
-from gatespace.addons.tune.search import Search, Spec
+from gatespace.addons.tune.search import Search
 from gatespace.addons.tune.settings import TuneConfig, parse_budget
 from gatespace.config import parse_config
 from gatespace.errors import RunError, UsageError
@@ -169,6 +170,15 @@ def test_a_failed_candidate_is_left_out_with_its_error_also_after_a_kill(tmp_pat
         records.write_bytes(b"".join(lines[:kept]))
         searched(tmp_path, Scripted("c00[12]"))
         assert records.read_bytes() == b"".join(lines)
+
+
+def test_an_outage_is_not_recorded_as_failed_candidates(tmp_path: Path) -> None:
+    for fails in ("c00[01]", "c00[23]"):  # all of the first round, all of the second
+        with pytest.raises(RunError, match="no candidate could be trained"):
+            searched(tmp_path / "out", Scripted(fails), batch=2)
+    searched(tmp_path / "out", Scripted(), batch=2)
+    searched(tmp_path / "whole", Scripted(), batch=2)
+    assert (tmp_path / "out" / "tune.jsonl").read_bytes() == (tmp_path / "whole" / "tune.jsonl").read_bytes()
 
 
 def test_a_candidate_without_a_finite_score_has_failed(tmp_path: Path) -> None:

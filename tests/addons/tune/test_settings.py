@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gatespace.addons.tune.folder import TuneFolder
-from gatespace.addons.tune.search import Spec
+from gatespace.addons.tune.plan import Spec
 from gatespace.addons.tune.settings import Rung, TuneConfig, parse_budget, study_of_train_file
 from gatespace.config import StudyConfig, parse_config
 from gatespace.errors import UsageError

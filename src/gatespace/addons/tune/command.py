@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,10 +12,11 @@ import typer
 from gatespace.cli import run_options as options
 from gatespace.cli import study_file
 from gatespace.cli.console import console, print_json, stopped
-from gatespace.errors import RunError, UsageError
+from gatespace.errors import RunError
 
 if TYPE_CHECKING:
-    from gatespace.addons.tune.search import Search, Spec
+    from gatespace.addons.tune.plan import Spec
+    from gatespace.addons.tune.search import Search
     from gatespace.addons.tune.verdict import Verdict
     from gatespace.config import StudyConfig
 
@@ -70,8 +71,8 @@ def tune(
     Exit code 0: there is a verdict; 1: runs failed; 2: a mistake in the call.
     """
     from gatespace.addons.tune.folder import TuneFolder
+    from gatespace.addons.tune.plan import Spec
     from gatespace.addons.tune.proposals import require_optuna
-    from gatespace.addons.tune.search import Spec
     from gatespace.addons.tune.settings import TuneConfig, parse_budget
     from gatespace.config import parse_config
 
@@ -109,15 +110,12 @@ def _load(study: str, sets: list[str], plugins: list[str] | None, trust_plugins:
     from gatespace.addons.tune.settings import study_of_train_file
     from gatespace.config.text import read_yaml
 
-    path = Path(study).expanduser()
-    if path.is_file():
-        try:
-            found = read_yaml(path.read_text(encoding="utf-8-sig"), where=study)
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{study} cannot be read", why=str(error)) from None
-        if isinstance(found, dict) and "tasks" not in found and {"pair", "task", "objective"} & found.keys():
-            config = study_of_train_file(path, sets)
-            return study_file.finished(config, path.parent, plugins=plugins, trust_plugins=trust_plugins)
+    path, found = Path(study).expanduser(), None
+    with suppress(OSError, UnicodeDecodeError):  # what that is about, `load_study` says
+        found = read_yaml(path.read_text(encoding="utf-8-sig"), where=study)
+    if isinstance(found, dict) and "tasks" not in found and {"pair", "task", "objective"} & found.keys():
+        config = study_of_train_file(path, sets)
+        return study_file.finished(config, path.parent, plugins=plugins, trust_plugins=trust_plugins)
     return study_file.load_study(study, sets, plugins=plugins, trust_plugins=trust_plugins)
 
 

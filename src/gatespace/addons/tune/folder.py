@@ -29,20 +29,11 @@ Record = dict[str, Any]
 class TuneFolder(StudyFolder):
     """A search on disk."""
 
-    @property
-    def records_file(self) -> Path:
-        """What the search found and decided."""
-        return self.path / "tune.jsonl"
-
-    @property
-    def page(self) -> Path:
-        """The page about it."""
-        return self.path / "tune.html"
-
-    @property
-    def warm_up(self) -> Path:
-        """The signals of the warm-up."""
-        return self.path / "warm-up" / "signals.json"
+    def __init__(self, path: Path | str) -> None:
+        super().__init__(path)
+        self.records_file = self.path / "tune.jsonl"
+        self.warm_up = self.path / "warm-up" / "signals.json"
+        self.page = self.path / "tune.html"
 
     def trial(self, name: str) -> RunFolder:
         """The run of a candidate at a seed."""

@@ -6,7 +6,8 @@ from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
-from gatespace.addons.tune.search import Candidate, Search
+from gatespace.addons.tune.plan import Candidate
+from gatespace.addons.tune.search import Search
 from gatespace.addons.tune.verdict import Verdict
 from gatespace.files import atomic_write
 from gatespace.gating.coefficients import COEFFICIENTS, Gate

@@ -29,17 +29,6 @@ class Difference(NamedTuple):
     """One-sided: how likely a difference as low would be if the candidate were as good."""
 
 
-class Decision(NamedTuple):
-    """What a rung decides."""
-
-    incumbent: str
-    """The candidate with the best score."""
-    kept: tuple[str, ...]
-    """Candidates that go on, the best first."""
-    differences: Mapping[str, Difference]
-    """Of all others to the incumbent."""
-
-
 def score(rows: Rows) -> float:
     """The mean over seeds of the mean over rows."""
     return fmean(fmean(values) for values in rows.values())
@@ -68,8 +57,8 @@ def difference(candidate: Rows, incumbent: Rows) -> Difference:
     return Difference(mean, math.sqrt(square), float(stats.t.cdf(mean / math.sqrt(square), freedom)))
 
 
-def decide(found: Mapping[str, Rows], *, gates: set[str], keep: float, level: float) -> Decision:
-    """Keep the best share, without those that are worse than the incumbent at this level.
+def decide(found: Mapping[str, Rows], *, gates: set[str], keep: float, level: float) -> dict[str, Any]:
+    """Keep the best share, without those that are worse than the incumbent, the best of all, at this level.
 
     One seed has no error over seeds: rows alone tell two runs apart that another seed would rank the other way. So none
     is called worse there, and the share decides by itself. The best gate stays unless it is worse at this level: what
@@ -80,6 +69,9 @@ def decide(found: Mapping[str, Rows], *, gates: set[str], keep: float, level: fl
         gates: Candidates whose λ depends on the token.
         keep: The share that goes on.
         level: Of the test of one candidate at this rung: corrected for the number of rungs.
+
+    Returns:
+        The record of the decision: incumbent, kept (the best first), differences to the incumbent, pairing, score.
     """
     order = sorted(found, key=lambda name: -score(found[name]))  # stable: the first of equals
     best = order[0]
@@ -90,7 +82,13 @@ def decide(found: Mapping[str, Rows], *, gates: set[str], keep: float, level: fl
     kept = alive[:most]
     if not gates.intersection(kept):
         kept += [name for name in alive[most:] if name in gates][:1]
-    return Decision(best, tuple(kept), differences)
+    return {
+        "incumbent": best,
+        "kept": kept,
+        "differences": {name: one._asdict() for name, one in differences.items()},
+        "pairing": pairing(found, best),
+        "score": {name: score(rows) for name, rows in found.items()},
+    }
 
 
 def pairing(found: Mapping[str, Rows], incumbent: str) -> dict[str, float | None]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Literal
 
-from gatespace.addons.tune.search import Candidate, Search, Spec
+from gatespace.addons.tune.plan import Candidate, Spec
+from gatespace.addons.tune.search import Search
 from gatespace.addons.tune.settings import HALF
 from gatespace.config import StudyConfig, dump_config, parse_config
 from gatespace.config.study import PublishedConfig
