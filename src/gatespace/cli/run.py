@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gatespace.cli import engine as engines
 from gatespace.cli import run_options as options
 from gatespace.cli import study_file
 from gatespace.cli.console import stopped
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 def run(
     study: study_file.Study,
     output: study_file.Output = None,
-    workers: options.Workers = None,
-    threads: options.Threads = None,
-    engine: options.EngineName = "local",
-    address: options.Address = None,
+    workers: engines.Workers = None,
+    threads: engines.Threads = None,
+    engine: engines.EngineName = "local",
+    address: engines.Address = None,
     results: Annotated[
         str | None,
         typer.Option(metavar="URL", show_default=False, help="Pass results through s3://… or any other fsspec URL."),
@@ -62,7 +63,7 @@ def run(
     from gatespace.study.engines import EngineSpec, SharedFolder
     from gatespace.study.runner import run_study
 
-    open_engine = options.engine_opener(engine, address)
+    open_engine = engines.engine_opener(engine, address)
     config = study_file.load_study(study, sets or [], quick=quick, plugins=plugins, trust_plugins=trust_plugins)
     if report:
         _check_report()
@@ -71,7 +72,7 @@ def run(
     place: Results = SharedFolder()
     if results is not None:
         place = provider("results", "url", kind="--results")(results, folder, config)
-    usual = place.threads or options.usual_threads(config, address)
+    usual = place.threads or engines.usual_threads(config, address)
     chosen = folder.threads_of_runs(config, workers=count, threads=threads, usual=usual)
     try:
         with StudyView(count, quiet=quiet) as view:
@@ -80,7 +81,7 @@ def run(
             shared = results is None
             spec = EngineSpec(config, folder, count, chosen, address, place.perform, view.note, shared=shared)
             with closing(open_engine(spec)) as opened:
-                options.check_study(opened, folder, config, view.note)
+                engines.check_study(opened, folder, config, view.note)
                 folder.begin(config, workers=count, threads=chosen)
                 place.publish()
                 outlook = run_study(

@@ -1,4 +1,4 @@
-"""Options that several commands share, how `teach` and `train` make settings of them, and how an engine is opened.
+"""Options that several commands share, and how `teach` and `train` make a configuration of them.
 
 An option is a short name for a setting: it overrides the configuration file, and an error about the setting names the
 option.
@@ -7,7 +7,7 @@ option.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -15,13 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from gatespace.errors import UsageError
-from gatespace.plugins import provider
 
 if TYPE_CHECKING:
-    from gatespace.config import StudyConfig, TaskConfig
+    from gatespace.config import TaskConfig
     from gatespace.config.base import Section
-    from gatespace.runs import StudyFolder
-    from gatespace.study.engines import Engine, EngineSpec
 
 Config = TypeVar("Config", bound="Section")
 
@@ -89,23 +86,6 @@ DeviceMemory = Annotated[
         show_default=False,
         help="With --dry-run: whether the run fits on one, two and eight cards of this size, e.g. 80GB.",
     ),
-]
-Workers = Annotated[
-    int | None,
-    typer.Option("--workers", metavar="N", min=1, show_default=False, help="Runs at once; else as the study says."),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        "--threads", metavar="N", min=1, show_default=False, help="CPU threads of each run; else cores / workers."
-    ),
-]
-EngineName = Annotated[
-    str, typer.Option("--engine", metavar="NAME", help="local processes, or ray, or one of another package.")
-]
-Address = Annotated[
-    str | None,
-    typer.Option("--address", metavar="ADDRESS", show_default=False, help="Of the engine's cluster, e.g. auto."),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
@@ -196,39 +176,3 @@ def _about_options(error: UsageError, given: Sequence[Flag]) -> UsageError:
             instead="--teacher FOLDER, which `gatespace teach` makes; or pair.teacher in the file",
         )
     return UsageError(what, got=error.got, why=error.why, instead=error.instead)
-
-
-# ---------------------------------------------------------------------------------------------------- engines
-
-
-def engine_opener(engine: str, address: str | None) -> Callable[[EngineSpec], Engine]:
-    """What opens the engine of this name."""
-    if engine != "local":
-        found: Callable[[EngineSpec], Engine] = provider("engines", engine, kind="engine", known=["local"])
-        return found
-    if address is not None:
-        raise UsageError("--address is for a cluster", got=address, instead="with --engine ray")
-    return _local_engine
-
-
-def _local_engine(spec: EngineSpec) -> Engine:
-    from gatespace.study.engines import LocalEngine
-    from gatespace.study.jobs import perform
-
-    retries = spec.config.resources.retries
-    return LocalEngine(spec.workers, spec.threads, spec.perform or perform, retries=retries, note=spec.note)
-
-
-def usual_threads(config: StudyConfig, address: str | None) -> int | None:
-    """Threads of each run on a cluster, where the cores of this machine say nothing about those of its nodes."""
-    return None if address is None else max(1, int(config.resources.cpus or 1))
-
-
-def check_study(engine: Engine, folder: StudyFolder, config: StudyConfig, note: Callable[[str], None]) -> None:
-    """Have a worker of this machine check what is left of a study, before anything is trained."""
-    from gatespace.study.engines import LocalEngine
-    from gatespace.study.outlook import check_job
-
-    if isinstance(engine, LocalEngine) and (job := check_job(folder, config)) is not None:
-        for text in engine.check(job):
-            note(text)

@@ -156,3 +156,12 @@ def test_the_gate_of_a_file_for_train_is_a_candidate_in_every_spelling(
     found = study_of_train_file(file, [])
     own = Spec.of(found, parse_config(TuneConfig, found.tune), TuneFolder(tmp_path))
     assert gate in [Gate.parse(one.gate) for one in own.fixed() if one.gate is not None]
+
+
+def test_a_text_task_is_searched_by_its_metric() -> None:
+    text = {"source": "t.csv", "prompt": "{q}", "answer": "ref", "metric": "token_f1"}
+    own = spec(tasks={"texts": {"task": {"text": text}}})
+    assert own.is_text
+    run = own.run_config(own.fixed()[0], 1)
+    assert not run.evaluation.probabilities  # only labels have them
+    assert run.evaluation.final == ("val",)

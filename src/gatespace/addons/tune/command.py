@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gatespace.cli import engine as engines
 from gatespace.cli import run_options as options
 from gatespace.cli import study_file
 from gatespace.cli.console import console, print_json, stopped
@@ -44,10 +45,10 @@ def tune(
     output: Output = None,
     budget: LimitedBy = None,
     dry_run: DryRun = False,
-    workers: options.Workers = None,
-    threads: options.Threads = None,
-    engine: options.EngineName = "local",
-    address: options.Address = None,
+    workers: engines.Workers = None,
+    threads: engines.Threads = None,
+    engine: engines.EngineName = "local",
+    address: engines.Address = None,
     sets: study_file.Sets = None,
     plugins: options.Plugins = None,
     trust_plugins: study_file.TrustPlugins = False,
@@ -76,7 +77,7 @@ def tune(
     from gatespace.addons.tune.settings import TuneConfig, parse_budget
     from gatespace.config import parse_config
 
-    options.engine_opener(engine, address)  # raises where there is none
+    engines.engine_opener(engine, address)  # raises where there is none
     limit = None if budget is None else parse_budget(budget)
     require_optuna()
     config = _load(study, sets or [], plugins, trust_plugins)
@@ -136,7 +137,7 @@ def _run(spec: Spec, engine: str, address: str | None, *, quiet: bool) -> tuple[
 
     check_looks(spec)
     study, folder, count = spec.study, spec.folder, spec.workers
-    usual = options.usual_threads(study, address)
+    usual = engines.usual_threads(study, address)
     threads = folder.threads_of_runs(study, workers=count, threads=spec.threads, usual=usual)
     with StudyView(count, quiet=quiet) as view:
 
@@ -144,11 +145,11 @@ def _run(spec: Spec, engine: str, address: str | None, *, quiet: bool) -> tuple[
             view.say(title if left is None else f"{title} · at most {duration(left)} left")
 
         wanted = EngineSpec(study, folder, count, threads, address, perform, view.note)
-        with closing(options.engine_opener(engine, address)(wanted)) as opened:
+        with closing(engines.engine_opener(engine, address)(wanted)) as opened:
             with folder.claim():
                 atomic_write(folder.store_file, json.dumps({"threads": threads, "workers": count}) + "\n")
                 if not folder.records_file.exists():
-                    options.check_study(opened, folder, study, view.note)
+                    engines.check_study(opened, folder, study, view.note)
                 search = Search(replace(spec, threads=threads), opened, watch=watch, note=view.note).go()
             if search.winner is None:
                 return search, without_gate(search)
@@ -174,10 +175,9 @@ def _dry_run(spec: Spec, *, as_json: bool) -> None:
     ]
     most, grid = sum(rung["steps_at_most"] for rung in rungs) + check.steps, spec.grid_steps(count) + check.steps
     if as_json:
-        verdict: dict[str, Any] = {"arms": check.candidates, "seeds": list(spec.config.fresh)}
-        found = {"task": spec.task, "candidates": fixed, "proposals": proposals, "rungs": rungs}
-        found |= {"verdict": verdict | {"steps_at_most": check.steps}, "steps_at_most": most, "grid_steps": grid}
-        print_json(found)
+        verdict = {"arms": check.candidates, "seeds": spec.config.fresh, "steps_at_most": check.steps}
+        found = {"task": spec.task, "candidates": fixed, "proposals": proposals, "rungs": rungs, "verdict": verdict}
+        print_json({**found, "steps_at_most": most, "grid_steps": grid})
         return
     out = console()
     out.print(f"{spec.study.name}: a gate for {spec.task}", style="bold", soft_wrap=True)

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
+from gatespace.addons.tune.gates import Place
 from gatespace.addons.tune.plan import Candidate
 from gatespace.addons.tune.search import Search
 from gatespace.addons.tune.verdict import Verdict
@@ -164,42 +165,41 @@ def _trials(search: Search) -> Table:
 
 def _plane(search: Search) -> Chart:
     """λ̄ across and spread upwards; how far a trial came is its size."""
-    shown = [one for one in search.candidates.values() if one.place is not None]
+    shown = [(one, Place(**one.place)) for one in search.candidates.values() if one.place is not None]
     winner = search.winner
+    key = _KEY if winner is not None else _KEY[:-1]
 
     def draw() -> Any:
-        top = drawing.key_height(_KEY)
+        top = drawing.key_height(key)
         figure = drawing.canvas(top + 3.4)
         axes = drawing.panel(figure, left=0.6, right=0.15, top=top, bottom=0.45)
         axes.grid(color=GRID, linewidth=0.6)
         axes.set_axisbelow(True)
-        highest = 0.0
-        for one in shown:
-            (mark, colour), (x, y, _) = _MARKS[one.kind], (one.place or {}).values()
+        for one, (x, y, _) in shown:
+            mark, colour = _MARKS[one.kind]
             size = max(8, 45 * len(search.scores.get(one.id, ())) - 27)
             axes.scatter(x, y, s=size, marker=mark, c=colour, linewidths=0, alpha=0.85)
             if one == winner:
                 axes.scatter(x, y, s=260, marker="o", facecolors="none", edgecolors=INK)
-            highest = max(highest, y)
+        highest = max(place.spread for _, place in shown)
         axes.set_xlim(0, 1)
         axes.set_ylim(-0.05 * highest, 1.08 * highest or 1.0)
         axes.set_xlabel("mean gate λ̄ at the tokens of the warm-up")
         axes.set_ylabel("spread of the gate's logit")
-        drawing.draw_key(figure, _KEY)
+        drawing.draw_key(figure, key)
         return figure
 
     better = "higher" if search.spec.is_text else "lower"
     finding = f"Where {len(shown)} gates are; a larger mark came farther."
-    if winner is not None and winner.place is not None:
-        direction = ", ".join(f"{name} {value:+.2f}" for name, value in winner.place["direction"].items())
-        finding += f" The winner has λ̄ = {winner.place['lam']:.2f}, a spread of {winner.place['spread']:.2f} and the "
-        finding += f"direction {direction}."
+    for place in [place for one, place in shown if one == winner]:
+        direction = ", ".join(f"{name} {value:+.2f}" for name, value in place.direction.items())
+        finding += f" The winner has λ̄ = {place.lam:.2f}, a spread of {place.spread:.2f} and the direction {direction}."
     finding += f" Below: {search.warm_up['metric']} on validation, mean over rows and seeds; {better} is better."
     return Chart("plane", "The gate plane with all candidates", finding, _trials(search), draw)
 
 
 def _funnel(search: Search) -> Chart:
-    records = [
+    records: list[dict[str, Any]] = [
         {
             "rung": title,
             "tried": sum(len(known) > place for known in search.scores.values()),

@@ -199,7 +199,9 @@ class Search:
 
     def _add(self, count: int, make: Callable[[], list[Candidate]], *, further: int) -> None:
         """Record so many candidates, and score them at the first rung. `make` is called where one is not recorded."""
-        made = [vars(one) for one in make()] if self._ledger.peek(count - 1) is None else [{}] * count
+        made: list[Record] = [{}] * count
+        if self._ledger.peek(count - 1) is None:
+            made = [vars(one) for one in make()]
         names = [f"c{len(self.candidates) + place:03d}" for place in range(count)]
         for name, one in zip(names, made, strict=True):
             self.candidates[name] = Candidate.of(self._ledger.once("candidate", partial(dict, one), id=name))
