@@ -189,7 +189,7 @@ class Search:
             for one in self.candidates.values()
             if one.place is not None and one.is_gate and one.id in self.scores
         ]
-        found = []
+        found: list[Candidate] = []
         for place, lr in propose(count, self.spec.config, signals.channels, known, first=first):
             gate, number = signals.solve(place), len(self.candidates) + len(found)
             label = with_lr(",".join(f"{value:.3g}" for value in gate.abcd), lr)
