@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
@@ -23,7 +22,7 @@ from typing import Any
 
 import measure
 import sweep
-from step import disturbed_lines, names, positive, tell
+from step import disturbed_lines, in_folder, names, positive, study_arguments, study_settings
 
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "1": ("one sampled response per prompt", ("train.rollout.per_prompt=1",)),
@@ -218,39 +217,26 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, argparse.Na
     parser.add_argument("--steps", type=positive, help="steps of a run (the demo's; quick: 2)")
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE", help="of the study")
     parser.add_argument("--split", default="test", help="whose accuracies are compared (%(default)s)")
-    parser.add_argument("--workers", type=positive, help="runs at once (cores; quick: 1)")
-    parser.add_argument("--output", metavar="DIR", help="keep everything here (a temporary folder)")
-    parser.add_argument("--quick", action="store_true", help="two seeds, two steps: does it run?")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if the target is missed")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else")
+    study_arguments(parser, quick="two seeds, two steps")
     options = parser.parse_args(arguments)
     if (options.seeds or 2) < 2:
         parser.error("a standard deviation needs at least two seeds")
-    workers = options.workers or (1 if options.quick else measure.usable_cores())
     settings = Settings(
         kinds=options.kinds,
         seeds=options.seeds or (2 if options.quick else 12),
         steps=options.steps or (2 if options.quick else None),
         sets=tuple(options.sets),
         split=options.split,
-        workers=workers,
-        threads=max(1, measure.usable_cores() // workers),
-        output=options.output,
-        quick=options.quick,
+        **study_settings(options),
     )
     return settings, options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from gatespace.errors import GatespaceError
-
     settings, options = parse(arguments)
     facts = measure.environment(settings.threads)
-    try:
-        with tempfile.TemporaryDirectory(prefix="gatespace-bench-") as scratch:
-            records = run(settings, Path(settings.output or scratch).absolute(), tell)
-    except GatespaceError as error:
-        tell(f"error: {error}")
+    records = in_folder(settings, run)
+    if records is None:
         return 2
     aim = target(records)
     if options.json:

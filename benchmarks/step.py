@@ -448,6 +448,36 @@ def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def study_arguments(parser: argparse.ArgumentParser, quick: str) -> None:
+    """Options of a benchmark that runs whole studies; `quick` says what is left of it then."""
+    parser.add_argument("--workers", type=positive, help="runs at once (cores; quick: 1)")
+    parser.add_argument("--output", metavar="DIR", help="keep everything here (a temporary folder)")
+    parser.add_argument("--quick", action="store_true", help=f"{quick}: does it run?")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else")
+
+
+def study_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """What `study_arguments` asked for, by the names of the settings."""
+    workers = options.workers or (1 if options.quick else measure.usable_cores())
+    threads = max(1, measure.usable_cores() // workers)
+    return {"workers": workers, "threads": threads, "output": options.output, "quick": options.quick}
+
+
+def in_folder(settings: Any, run: Callable[[Any, Path, Callable[[str], None]], Any]) -> Any:
+    """What `run` finds, in `settings.output` or a folder that is removed; None after an error, which is printed."""
+    from gatespace.errors import GatespaceError
+
+    try:
+        with tempfile.TemporaryDirectory(prefix="gatespace-bench-") as scratch:
+            folder = Path(settings.output or scratch).absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+            return run(settings, folder, tell)
+    except (GatespaceError, RuntimeError) as error:
+        tell(f"error: {error}")
+        return None
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     settings, options = parse(arguments)
     facts = measure.environment(settings.threads)

@@ -28,14 +28,13 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import measure
-from step import positive, tell
+from step import in_folder, positive, study_arguments, study_settings
 
 LABELS = ("red", "green", "blue", "gold")
 KINDS = (("north", "south", "east", "west"), ("iron", "stone", "paper", "glass"))
@@ -267,38 +266,23 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, argparse.Na
     parser.add_argument("--planted", type=int, help="repetitions of the planted case (10; quick: 1)")
     parser.add_argument("--null", type=int, help="repetitions of the null case (20; quick: 1)")
     parser.add_argument("--proposals", type=positive, help="gates that are proposed (32; quick: 2)")
-    parser.add_argument("--workers", type=positive, help="runs at once (cores; quick: 1)")
-    parser.add_argument("--output", metavar="DIR", help="keep everything here (a temporary folder)")
-    parser.add_argument("--quick", action="store_true", help="one of each, two steps: does it run?")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else")
+    study_arguments(parser, quick="one of each, two steps")
     options = parser.parse_args(arguments)
     quick = options.quick
-    workers = options.workers or (1 if quick else measure.usable_cores())
     settings = Settings(
         planted=options.planted if options.planted is not None else 1 if quick else 10,
         null=options.null if options.null is not None else 1 if quick else 20,
         proposals=options.proposals or (2 if quick else 32),
-        workers=workers,
-        threads=max(1, measure.usable_cores() // workers),
-        output=options.output,
-        quick=quick,
+        **study_settings(options),
     )
     return settings, options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from gatespace.errors import GatespaceError
-
     settings, options = parse(arguments)
     facts = measure.environment(settings.threads)
-    try:
-        with tempfile.TemporaryDirectory(prefix="gatespace-bench-") as scratch:
-            folder = Path(settings.output or scratch).absolute()
-            folder.mkdir(parents=True, exist_ok=True)
-            records = run(settings, folder, tell)
-    except (GatespaceError, RuntimeError) as error:
-        tell(f"error: {error}")
+    records = in_folder(settings, run)
+    if records is None:
         return 2
     aims = targets(records)
     if options.json:

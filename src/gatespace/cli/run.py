@@ -8,34 +8,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gatespace.cli import engine as engines
 from gatespace.cli import run_options as options
 from gatespace.cli import study_file
 from gatespace.cli.console import stopped
-from gatespace.errors import UsageError, missing_extra
+from gatespace.errors import missing_extra
 from gatespace.plugins import provider
 
 if TYPE_CHECKING:
     from gatespace.runs import StudyFolder
-    from gatespace.study.engines import Engine, EngineSpec, Results
+    from gatespace.study.engines import Results
     from gatespace.study.outlook import Outlook
 
 
 def run(
     study: study_file.Study,
     output: study_file.Output = None,
-    workers: Annotated[
-        int | None, typer.Option(metavar="N", min=1, show_default=False, help="Runs at once; else as the study says.")
-    ] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, show_default=False, help="CPU threads of each run; else cores / workers."),
-    ] = None,
-    engine: Annotated[
-        str, typer.Option(metavar="NAME", help="local processes, or ray, or one of another package.")
-    ] = "local",
-    address: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", show_default=False, help="Of the engine's cluster, e.g. auto.")
-    ] = None,
+    workers: engines.Workers = None,
+    threads: engines.Threads = None,
+    engine: engines.EngineName = "local",
+    address: engines.Address = None,
     results: Annotated[
         str | None,
         typer.Option(metavar="URL", show_default=False, help="Pass results through s3://… or any other fsspec URL."),
@@ -68,13 +60,10 @@ def run(
     130 or 143: stopped by Ctrl-C or SIGTERM.
     """
     from gatespace.cli.study_view import StudyView
-    from gatespace.study.engines import EngineSpec, LocalEngine, SharedFolder
-    from gatespace.study.outlook import check_job
+    from gatespace.study.engines import EngineSpec, SharedFolder
     from gatespace.study.runner import run_study
 
-    if engine == "local" and address is not None:
-        raise UsageError("--address is for a cluster", got=address, instead="with --engine ray")
-    open_engine = _local_engine if engine == "local" else provider("engines", engine, kind="engine", known=["local"])
+    open_engine = engines.engine_opener(engine, address)
     config = study_file.load_study(study, sets or [], quick=quick, plugins=plugins, trust_plugins=trust_plugins)
     if report:
         _check_report()
@@ -83,18 +72,16 @@ def run(
     place: Results = SharedFolder()
     if results is not None:
         place = provider("results", "url", kind="--results")(results, folder, config)
-    # On a cluster, the cores of this machine say nothing about those of its nodes.
-    usual = place.threads or (None if address is None else max(1, int(config.resources.cpus or 1)))
+    usual = place.threads or engines.usual_threads(config, address)
     chosen = folder.threads_of_runs(config, workers=count, threads=threads, usual=usual)
     try:
         with StudyView(count, quiet=quiet) as view:
             if (support := study_file.support(plan)).is_empty:
                 view.note(f"{study_file.out_of_reach(support)} (see `gatespace plan`)")
-            spec = EngineSpec(config, folder, count, chosen, address, place.perform, view.note)
+            shared = results is None
+            spec = EngineSpec(config, folder, count, chosen, address, place.perform, view.note, shared=shared)
             with closing(open_engine(spec)) as opened:
-                if isinstance(opened, LocalEngine) and (job := check_job(folder, config)) is not None:
-                    for note in opened.check(job):
-                        view.note(note)
+                engines.check_study(opened, folder, config, view.note)
                 folder.begin(config, workers=count, threads=chosen)
                 place.publish()
                 outlook = run_study(
@@ -119,14 +106,6 @@ def _check_report() -> None:
     for module in ("jinja2", "matplotlib", "scipy", "statsmodels"):
         if importlib.util.find_spec(module) is None:
             raise missing_extra("the report of a study", module=module, extra="study")
-
-
-def _local_engine(spec: EngineSpec) -> Engine:
-    from gatespace.study.engines import LocalEngine
-    from gatespace.study.jobs import perform
-
-    retries = spec.config.resources.retries
-    return LocalEngine(spec.workers, spec.threads, spec.perform or perform, retries=retries, note=spec.note)
 
 
 def _finish(folder: StudyFolder, outlook: Outlook, *, report: bool, as_json: bool, quiet: bool) -> None:

@@ -47,8 +47,10 @@ class EngineSpec:
         workers: How many jobs at once.
         threads: Of each job. Two processes that both use all cores slow each other many times over.
         address: Of a cluster; None: this machine.
-        perform: What a worker does with a job; None: it works in the study's folder, which every worker must see.
+        perform: What a worker does with a job; None: `gatespace.study.jobs.perform`.
         note: Called with a message that a user should see.
+        shared: Whether workers work in the study's folder, which all of them must see. False: `perform` works
+            elsewhere, and brings the results there.
     """
 
     config: StudyConfig
@@ -58,6 +60,7 @@ class EngineSpec:
     address: str | None = None
     perform: Perform | None = None
     note: Callable[[str], None] = lambda text: None
+    shared: bool = True
 
 
 class Results(Protocol):

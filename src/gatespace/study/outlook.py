@@ -161,7 +161,7 @@ def check_job(folder: StudyFolder, config: StudyConfig) -> Job | None:
 
 def _models_and_baselines(folder: StudyFolder, config: StudyConfig, task: str, threads: int | None) -> list[Work]:
     """Models to be made for a task, and the evaluation of both models before anything is distilled."""
-    common = train_config(config, task, config.seeds[0], {}, models=_models(folder, config, task), threads=threads)
+    common = train_config(config, task, config.seeds[0], {}, models=made_models(folder, config, task), threads=threads)
     work: list[Work] = []
     for role in ROLES:
         needs: tuple[str, ...] = ()
@@ -179,7 +179,8 @@ def _models_and_baselines(folder: StudyFolder, config: StudyConfig, task: str, t
     return work
 
 
-def _models(folder: StudyFolder, config: StudyConfig, task: str) -> dict[str, str]:
+def made_models(folder: StudyFolder, config: StudyConfig, task: str) -> dict[str, str]:
+    """Role → folder of a model that the study makes for a task."""
     names = {role: model_name(config, task, role) for role in ROLES}
     return {role: str(folder.model(name).model) for role, name in names.items() if name is not None}
 
@@ -194,7 +195,7 @@ def _run(folder: StudyFolder, plan: Plan, run: RunSpec, threads: int | None) -> 
             run.seed,
             objective(point, lam=lam),
             rollout=point.rollout,
-            models=_models(folder, config, run.task),
+            models=made_models(folder, config, run.task),
             cache=str(folder.scores),
             output=place.path,
             threads=threads,

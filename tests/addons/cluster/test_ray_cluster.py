@@ -10,6 +10,7 @@ from gatespace.addons.cluster.ray_cluster import Node, asked, execute_on_node
 from gatespace.addons.cluster.results import scratch_of
 from gatespace.config.study import ResourcesConfig
 from gatespace.runs import StudyFolder
+from gatespace.study.engines import EngineSpec
 from gatespace.study.outlook import outline
 from gatespace.study.runner import run_study
 from tests.study.conftest import InlineEngine, study
@@ -28,6 +29,18 @@ def test_what_a_run_asks_for():
     assert asked(ResourcesConfig(), threads=3) == {"CPU": 3.0}
     some = ResourcesConfig(cpus=2, gpus=0.5, memory_gb=1.5, custom={"a100": 1})
     assert asked(some, threads=3) == {"CPU": 2, "GPU": 0.5, "memory": 1.5 * 2**30, "a100": 1}
+
+
+def test_only_workers_in_the_studys_folder_leave_its_scores_alone(tmp_path):
+    folder = StudyFolder(tmp_path)
+
+    def node(address, **more):
+        return Node.of(EngineSpec(study(), folder, 1, 1, address, perform=print, **more))
+
+    assert node("auto").scores == str(folder.scores)  # whatever the jobs are: several machines cannot share the cache
+    assert node("auto").perform is print
+    assert node("auto", shared=False).scores is None  # results through a URL have their own
+    assert node(None).scores is None
 
 
 @pytest.mark.slow

@@ -42,18 +42,18 @@ def test_the_error_over_seeds_is_at_least_that_of_the_seeds() -> None:
 def test_the_best_share_goes_on_without_those_that_are_clearly_worse() -> None:
     found = {name: scores(name, (1, 2)) for name in ("c0", "c1", "c2")} | {"bad": scores("bad", (1, 2), -1.0)}
     made = decide(found, gates={"c0", "bad"}, keep=0.9, level=0.01)
-    assert made.incumbent != "bad"
-    assert {*made.kept} == {"c0", "c1", "c2"}
-    assert made.differences["bad"].p < 0.01
-    assert len(decide(found, gates={"c0", "bad"}, keep=0.5, level=0.01).kept) == 2
+    assert made["incumbent"] != "bad"
+    assert {*made["kept"]} == {"c0", "c1", "c2"}
+    assert made["differences"]["bad"]["p"] < 0.01
+    assert len(decide(found, gates={"c0", "bad"}, keep=0.5, level=0.01)["kept"]) == 2
 
 
 def test_at_one_seed_the_share_decides_alone() -> None:
     found = {"good": scores("good", (1,)), "bad": scores("bad", (1,), -1.0)}
     made = decide(found, gates={"good"}, keep=1.0, level=0.01)
-    assert made.kept == ("good", "bad")
-    assert made.differences["bad"].p < 1e-6
-    assert decide(found, gates={"good"}, keep=0.5, level=0.01).kept == ("good",)
+    assert made["kept"] == ["good", "bad"]
+    assert made["differences"]["bad"]["p"] < 1e-6
+    assert decide(found, gates={"good"}, keep=0.5, level=0.01)["kept"] == ["good"]
 
 
 def test_the_best_gate_stays_unless_it_is_clearly_worse() -> None:
@@ -61,9 +61,9 @@ def test_the_best_gate_stays_unless_it_is_clearly_worse() -> None:
     near = found | {"gate": scores("gate", (1,), better=0.0199)}
     last = sorted(near, key=lambda name: -fmean(near[name][1]))
     made = decide(near, gates={"gate"}, keep=0.01, level=1e-9)
-    assert made.kept == tuple(dict.fromkeys([last[0], "gate"]))
+    assert made["kept"] == [*dict.fromkeys([last[0], "gate"])]
     far = {name: scores(name, (1, 2), better=0.02) for name in found} | {"gate": scores("gate", (1, 2), better=-1.0)}
-    assert "gate" not in decide(far, gates={"gate"}, keep=0.01, level=0.01).kept
+    assert "gate" not in decide(far, gates={"gate"}, keep=0.01, level=0.01)["kept"]
 
 
 def test_pairing_takes_out_what_two_candidates_share() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -16,9 +17,10 @@ import pytest
 
 from gatespace.addons.tune.folder import Ledger, TuneFolder
 from gatespace.addons.tune.jobs import perform
+from gatespace.addons.tune.plan import Spec
 from gatespace.addons.tune.proposals import Proposal, propose
-from gatespace.addons.tune.search import Outcome, Search, Spec
-from gatespace.addons.tune.settings import Budget, TuneConfig
+from gatespace.addons.tune.search import Search
+from gatespace.addons.tune.settings import TuneConfig, parse_budget
 from gatespace.config import parse_config
 from gatespace.errors import RunError, UsageError
 from gatespace.study.jobs import execute
@@ -75,10 +77,11 @@ class Inline:
     def close(self) -> None: ...
 
 
-def searched(folder: Path, engine: Inline, *, budget: str | None = None, **settings: Any) -> Outcome:
+def searched(folder: Path, engine: Any, *, budget: str | None = None, **settings: Any) -> Search:
     config = parse_config(TuneConfig, TUNE | settings)
-    more = {} if budget is None else {"budget": Budget.parse(budget)}
-    spec = Spec.of(study(train=TRAIN, axes={"published": []}), config, TuneFolder(folder), threads=1, **more)
+    limit = None if budget is None else parse_budget(budget)
+    own = study(train=TRAIN, axes={"published": []})
+    spec = Spec.of(own, config, TuneFolder(folder), threads=1, budget=limit)
     with spec.folder.claim():
         return Search(spec, engine, watch=lambda *_: None, note=lambda _: None).go()
 
@@ -123,6 +126,73 @@ def test_a_search_that_is_stopped_again_and_again_has_the_same_trials(tmp_path: 
     with pytest.raises(UsageError, match=r"another search[\s\S]*keep"):
         searched(tmp_path / "whole", nothing, keep=0.9)
     assert searched(tmp_path / "whole", nothing, fresh=[11, 12, 13]).winner == found.winner
+
+
+class Scripted(Inline):
+    """An engine whose runs have scores by a formula, in place of training: G5 is best, and some runs fail."""
+
+    def __init__(self, fails: str = "", *, rung: int = 1, nan: str = "") -> None:
+        super().__init__()
+        self.fails, self.rung, self.nan = fails, rung, nan
+
+    def wait(self, seconds: float) -> list[tuple[str, dict[str, Any]]]:
+        name, job = self._started.pop()
+        self.done += 1
+        if job["do"] == "warm-up":
+            columns = {
+                channel: [(i * 7919 % (97 + len(channel))) / 97 for i in range(90)] for channel in ("h", "u", "gap")
+            }
+            measured = {"values": columns, "weights": [1.0] * 90, "score": -1.0, "metric": "log-loss"}
+            Path(job["file"]).parent.mkdir(parents=True)
+            Path(job["file"]).write_text(json.dumps(measured | {"seconds": {"load": 1, "step": 1, "evaluate": 1}}))
+        elif self.fails and re.search(self.fails, name) and job["until"] >= self.rung:
+            return [(name, {"state": "failed", "error": f"{name} is out of memory", "details": ""})]
+        else:
+            place = TuneFolder(job["config"]["output"]).path / f"step-{job['until']}"
+            place.mkdir(parents=True)
+            good = None if self.nan and re.search(self.nan, name) else 0.8 if "G5" in name else 0.5
+            rows = [{"gold": "a", "probabilities": {"a": good and good + i / 100}} for i in range(4)]
+            (place / "predictions-val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            (place / "evaluation-val.json").write_text("{}")
+        return [(name, {"state": "done"})]
+
+
+def test_a_failed_candidate_is_left_out_with_its_error_also_after_a_kill(tmp_path: Path) -> None:
+    found = searched(tmp_path, Scripted("c00[12]"))
+    assert found.errors["c001"] == "c001-G5-s1 is out of memory"
+    assert ([*found.errors], [*found.scores]) == (["c001", "c002"], ["c000", "c003"])
+    assert found.winner is not None
+    assert found.winner.id == "c003"
+    records = tmp_path / "tune.jsonl"
+    lines = records.read_bytes().splitlines(keepends=True)
+    first = next(place for place, line in enumerate(lines) if b'"what": "score"' in line)
+    for kept in (first, first + 1, first + 2):  # killed before, between and after these scores were recorded
+        records.write_bytes(b"".join(lines[:kept]))
+        searched(tmp_path, Scripted("c00[12]"))
+        assert records.read_bytes() == b"".join(lines)
+
+
+def test_an_outage_is_not_recorded_as_failed_candidates(tmp_path: Path) -> None:
+    for fails in ("c00[01]", "c00[23]"):  # all of the first round, all of the second
+        with pytest.raises(RunError, match="no candidate could be trained"):
+            searched(tmp_path / "out", Scripted(fails), batch=2)
+    searched(tmp_path / "out", Scripted(), batch=2)
+    searched(tmp_path / "whole", Scripted(), batch=2)
+    assert (tmp_path / "out" / "tune.jsonl").read_bytes() == (tmp_path / "whole" / "tune.jsonl").read_bytes()
+
+
+def test_a_candidate_without_a_finite_score_has_failed(tmp_path: Path) -> None:
+    found = searched(tmp_path, Scripted(nan="c000"))
+    assert "diverged" in found.errors["c000"]
+    assert found.winner is not None
+    assert found.winner.label == "G5"
+
+
+def test_no_gate_is_no_verdict_where_gates_failed(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"no gate is left to be judged[\s\S]*out of memory"):
+        searched(tmp_path / "late", Scripted("c00[123]", rung=2))  # good at the first rung, lost at the second
+    with pytest.raises(RunError, match="no gate among the candidates"):
+        searched(tmp_path / "none", Scripted(), points=[], proposals=0)
 
 
 @pytest.mark.slow

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from gatespace.addons.tune.folder import TuneFolder
-from gatespace.addons.tune.search import Spec
-from gatespace.addons.tune.settings import Budget, Rung, TuneConfig, study_of_train_file
+from gatespace.addons.tune.plan import Spec
+from gatespace.addons.tune.settings import Rung, TuneConfig, parse_budget, study_of_train_file
 from gatespace.config import StudyConfig, parse_config
 from gatespace.errors import UsageError
+from gatespace.gating.coefficients import Gate
 from gatespace.study.plan import make_plan
 
 
@@ -30,12 +31,13 @@ def spec(config: dict[str, Any] | None = None, **settings: Any) -> Spec:
 
 
 def test_budgets() -> None:
-    assert Budget.parse("2h").seconds == 7200
-    assert Budget.parse("1.5 min").seconds == 90
-    assert Budget.parse("300steps").steps == 300
-    for wrong in ("", "2", "h", "-2h", "0h", "2 weeks"):
+    assert parse_budget("2h") == 7200
+    assert parse_budget("1.5 min") == 90
+    steps = parse_budget("300steps")
+    assert (steps, type(steps)) == (300, int)
+    for wrong in ("", "2", "h", "-2h", "0h", "2 weeks", "0.5steps"):
         with pytest.raises(UsageError, match="--budget"):
-            Budget.parse(wrong)
+            parse_budget(wrong)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,8 @@ def test_the_largest_cost_is_that_of_every_rung_at_its_largest() -> None:
     own = spec({"proposals": 11, "keep": 0.25})  # 6 + 5 + 1 fixed ones less the λ = 0.5 that stands in lam
     fixed = len(own.fixed())
     assert fixed == 11
-    first, second, third = own.costs(11)
+    first, second, third = own.costs(22)
+    assert own.costs(7, 1) == [second, third]
     assert (first.candidates, first.steps) == (22, 220)
     assert (second.candidates, second.steps) == (7, 7 * (60 - 10))
     assert (third.candidates, third.steps) == (3, 3 * (240 - 60))
@@ -135,3 +138,30 @@ def test_a_file_for_train_becomes_a_study(tmp_path: Path) -> None:
     assert (run.steps, run.objective.top_k, run.task.name) == (24, 5, "synthetic")
     with pytest.raises(UsageError, match="proposals"):
         study_of_train_file(file, ["tune.proposal=2"])
+
+
+@pytest.mark.parametrize(
+    "objective, gate",
+    [
+        ("{gate: {a: 4.5, c: -1, drift: 2}}", Gate(a=4.5, c=-1, extra={"drift": 2})),  # as `tune` prints its winner
+        ("{gate: [1, 0, 0, 3]}", Gate(a=1, d=3)),
+        ("{method: static, params: {lam: 0.35}}", Gate.static(0.35)),
+    ],
+)
+def test_the_gate_of_a_file_for_train_is_a_candidate_in_every_spelling(
+    objective: str, gate: Gate, tmp_path: Path
+) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text(f"task: {{name: synthetic}}\npair: {{student: tiny, teacher: tiny}}\nobjective: {objective}\n")
+    found = study_of_train_file(file, [])
+    own = Spec.of(found, parse_config(TuneConfig, found.tune), TuneFolder(tmp_path))
+    assert gate in [Gate.parse(one.gate) for one in own.fixed() if one.gate is not None]
+
+
+def test_a_text_task_is_searched_by_its_metric() -> None:
+    text = {"source": "t.csv", "prompt": "{q}", "answer": "ref", "metric": "token_f1"}
+    own = spec(tasks={"texts": {"task": {"text": text}}})
+    assert own.is_text
+    run = own.run_config(own.fixed()[0], 1)
+    assert not run.evaluation.probabilities  # only labels have them
+    assert run.evaluation.final == ("val",)

@@ -46,6 +46,12 @@ class Node:
     cwd: str = ""
     scores: str | None = None
 
+    @classmethod
+    def of(cls, spec: EngineSpec) -> Node:
+        """For the jobs of an engine."""
+        own = spec.shared and spec.address is not None
+        return cls(spec.perform or perform, cwd=os.getcwd(), scores=str(spec.folder.scores) if own else None)
+
 
 def execute_on_node(job: Job, node: Node) -> Outcome:
     """Run a job on the machine that Ray has chosen, and return its outcome."""
@@ -103,10 +109,7 @@ class RayEngine:
             max_retries=0,  # what is lost is submitted again here, where it is counted and reported
             runtime_env={"env_vars": dict.fromkeys(THREAD_VARIABLES, str(spec.threads))},
         )(execute_on_node)
-        shared = spec.perform is None and spec.address is not None
-        self._node = Node(
-            perform=spec.perform or perform, cwd=os.getcwd(), scores=str(spec.folder.scores) if shared else None
-        )
+        self._node = Node.of(spec)
         self._jobs: dict[Any, _Started] = {}
 
     def _connect(self, address: str | None) -> None:

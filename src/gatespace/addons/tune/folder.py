@@ -1,14 +1,14 @@
 """The folder of a search: that of a study, which the verdict becomes, with the trials and the runs of the search.
 
-tune.jsonl        append-only: warm-up, plan, candidates, scores, decisions, verdict, in the order of the search
+tune.jsonl        append-only: warm-up, plan, candidates, scores and decisions, in the order of the search
 warm-up/          signals.json: signals at the tokens of the first prompts, and how long things took
 search/ID/        a run per candidate and seed, paused at its rungs
 tune.html         the page
 verdict.json      what `gatespace tune --json` prints
                   all else is the verdict's study, see `StudyFolder`
 
-The search is a function of its settings and of what tune.jsonl says. A search that was killed is done again from its
-start: what is recorded is taken from there, and what runs have left in their folders is not computed twice.
+A search is a function of its settings and of what tune.jsonl says. One that was killed goes through all of it again:
+what is recorded is read, and what runs have left in their folders is not computed twice.
 """
 
 from __future__ import annotations
@@ -29,20 +29,11 @@ Record = dict[str, Any]
 class TuneFolder(StudyFolder):
     """A search on disk."""
 
-    @property
-    def records_file(self) -> Path:
-        """What the search found and decided."""
-        return self.path / "tune.jsonl"
-
-    @property
-    def page(self) -> Path:
-        """The page about it."""
-        return self.path / "tune.html"
-
-    @property
-    def warm_up(self) -> Path:
-        """The signals of the warm-up."""
-        return self.path / "warm-up" / "signals.json"
+    def __init__(self, path: Path | str) -> None:
+        super().__init__(path)
+        self.records_file = self.path / "tune.jsonl"
+        self.warm_up = self.path / "warm-up" / "signals.json"
+        self.page = self.path / "tune.html"
 
     def trial(self, name: str) -> RunFolder:
         """The run of a candidate at a seed."""
@@ -50,53 +41,43 @@ class TuneFolder(StudyFolder):
 
 
 class Ledger:
-    """The records of a search, one after the other: each is made once, and read from the file by a later call.
-
-    Args:
-        path: Of the file.
-    """
+    """The records of a search, in order: each is made once, and read from the file by a later process."""
 
     def __init__(self, path: Path) -> None:
-        self._known = read(path)
+        self._known, self._next = read(path), 0
         whole = b"".join(map(encode, self._known))
         self._log = JsonLines(path)
         self._log.cut(Mark(len(whole), hashlib.sha256(whole).hexdigest()))  # a line that a kill has torn
-        self._next = 0
-        self.records: list[Record] = []
-        """Those of this search so far."""
 
     def once(self, what: str, make: Callable[[], Mapping[str, Any]], **about: Any) -> Record:
-        """The record of a thing: as it was recorded, or made now.
+        """The next record: as the file has it, or made now.
 
         Args:
             what: Its kind.
             make: What it says.
-            about: Further keys that it has to have, too.
+            about: Further keys, which a record of the file must have too.
         """
         head = {"step": self._next, "what": what, **about}
-        if self._next < len(self._known):
-            record = self._known[self._next]
-            if any(record.get(key) != value for key, value in head.items()):
-                raise RunError(
-                    "this search goes another way than its records",
-                    got=f"{self._log.path}: line {self._next + 1} is {record.get('what')!r}, not {what!r}",
-                    why="the search is a function of its settings and its records",
-                    instead="the release of gatespace that began it, or another --output",
-                )
-        else:
+        if (record := self.peek()) is None:
             self._log.path.parent.mkdir(parents=True, exist_ok=True)
             record = json.loads(encode(head | dict(make())))
             self._log.append(record)
             self._log.sync()
+        elif any(record.get(key) != value for key, value in head.items()):
+            raise RunError(
+                "this search goes another way than its records",
+                got=f"{self._log.path}: line {self._next + 1} is {record.get('what')!r}, not {what!r}",
+                why="a search is a function of its settings and its records",
+                instead="the release of gatespace that began it, or another --output",
+            )
         self._next += 1
-        self.records.append(record)
         return record
 
     def peek(self, ahead: int = 0) -> Record | None:
-        """The record that is next, or some places after it, where the file has it."""
+        """The next record, or one further on, where the file has it."""
         place = self._next + ahead
         return self._known[place] if place < len(self._known) else None
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._log.close()

@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import brentq  # type: ignore[import-untyped]
 
-from gatespace.addons.tune.settings import coefficient
 from gatespace.errors import UsageError
 from gatespace.gating.coefficients import COEFFICIENTS, Gate
 
+_COEFFICIENT = {"h": "a", "u": "b", "gap": "d"}
+"""Channel → its coefficient; any other signal has one by its own name."""
 _CONSTANT = 1e-6
 """A signal of a smaller standard deviation is a constant, and no gate can depend on it."""
 _SAME = 0.999
 """Two signals of a higher correlation are one channel."""
-_DIGITS = 6
 
 
 class Place(NamedTuple):
@@ -95,25 +95,22 @@ class Signals:
         free = sum(value * self.values[name] for name, value in found.items())
         far = float(np.abs(free).max()) + 60
         c = brentq(lambda c: self.mean(_sigmoid(free + c)) - place.lam, -far, far, xtol=1e-12)
-        return Gate.of({coefficient(name): value for name, value in found.items()} | {"c": _rounded(c)})
-
-    def logit(self, gate: Gate) -> Any:
-        """(N,) the argument of the gate's sigmoid."""
-        weights = dict(zip(COEFFICIENTS, gate.abcd, strict=True)) | dict(gate.extra)
-        parts = [weights[key] * column for name, column in self.values.items() if (key := coefficient(name)) in weights]
-        return sum(parts, np.full(len(self.weights), gate.c))
+        return Gate.of({_COEFFICIENT.get(name, name): value for name, value in found.items()} | {"c": _rounded(c)})
 
     def place(self, gate: Gate) -> Place:
         """Where a gate is; the direction of a static one is empty, and that of others is over `channels`."""
-        logit = self.logit(gate)
+        weights = dict(zip(COEFFICIENTS, gate.abcd, strict=True)) | dict(gate.extra)
+        keys = {name: _COEFFICIENT.get(name, name) for name in self.values}
+        parts = [weights[key] * self.values[name] for name, key in keys.items() if key in weights]
+        logit = sum(parts, np.full(len(self.weights), gate.c))
         lam, spread = self.mean(_sigmoid(logit)), self.sd(logit)
         if spread <= _CONSTANT:
             return Place(lam, 0.0, {})
         columns = np.stack([self._standard(name) for name in self.channels], 1) * np.sqrt(self.weights)[:, None]
         wanted = (logit - self.mean(logit)) * np.sqrt(self.weights)
-        weights, *_ = np.linalg.lstsq(columns, wanted, rcond=None)
-        length = float(np.linalg.norm(weights))
-        return Place(lam, spread, {name: float(w) / length for name, w in zip(self.channels, weights, strict=True)})
+        found, *_ = np.linalg.lstsq(columns, wanted, rcond=None)
+        length = float(np.linalg.norm(found))
+        return Place(lam, spread, {name: float(w) / length for name, w in zip(self.channels, found, strict=True)})
 
 
 def _sigmoid(x: Any) -> Any:
@@ -121,4 +118,4 @@ def _sigmoid(x: Any) -> Any:
 
 
 def _rounded(value: float) -> float:
-    return float(f"{value:.{_DIGITS}g}")
+    return float(f"{value:.6g}")

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ from gatespace.study.jobs import perform as perform_of_study
 
 def perform(job: Job) -> None:
     """Do a job of the search, or one of a study."""
-    known = {"warm-up": _warm_up, "rung": _rung}
-    known.get(job["do"], perform_of_study)(job)
+    {"warm-up": _warm_up, "rung": _rung}.get(job["do"], perform_of_study)(job)
 
 
 def reached(run: RunFolder, steps: int) -> RunFolder | None:
@@ -32,19 +32,22 @@ def reached(run: RunFolder, steps: int) -> RunFolder | None:
 
 
 def row_scores(place: RunFolder) -> list[float]:
-    """The score of every validation row, higher is better: log p(gold label), or that of a text."""
-    rows = place.predictions("val")
-    if rows and "score" in rows[0]:
-        return [float(row["score"]) for row in rows]
-    return [math.log(max(row["probabilities"][row["gold"]], sys.float_info.min)) for row in rows]
+    """The score of every validation row, higher is better: log p(gold label), or that of a text; NaN of a NaN."""
+
+    def one(row: Mapping[str, Any]) -> float:
+        value = row["score"] if "score" in row else row["probabilities"][row["gold"]]
+        if value is None or math.isnan(value):
+            return math.nan
+        return float(value) if "score" in row else math.log(max(value, sys.float_info.min))
+
+    return [one(row) for row in place.predictions("val")]
 
 
-def read_rows(runs: dict[int, RunFolder], steps: int) -> Rows | None:
+def read_rows(runs: Mapping[int, RunFolder], steps: int) -> Rows | None:
     """Seed → scores of all rows after so many steps; None where a run has not come so far."""
     places = {seed: reached(run, steps) for seed, run in runs.items()}
-    if any(place is None for place in places.values()):
-        return None
-    return {seed: row_scores(place) for seed, place in places.items() if place is not None}
+    rows = {seed: row_scores(place) for seed, place in places.items() if place is not None}
+    return rows if len(rows) == len(places) else None
 
 
 def _rung(job: Job) -> None:
@@ -91,10 +94,6 @@ def _warm_up(job: Job) -> None:
         "weights": weights,
         "score": evaluation.metrics.score if scores is None else -scores.log_loss,
         "metric": evaluation.metrics.metric if scores is None else "log-loss",
-        "seconds": {
-            "load": loaded - began,
-            "step": (learned - loaded) / job["batches"],
-            "evaluate": ended - learned,
-        },
+        "seconds": {"load": loaded - began, "step": (learned - loaded) / job["batches"], "evaluate": ended - learned},
     }
     atomic_write(Path(job["file"]), json.dumps(found) + "\n")

@@ -21,12 +21,7 @@ class Proposal(NamedTuple):
 
 
 def propose(
-    count: int,
-    config: TuneConfig,
-    channels: Sequence[str],
-    known: Sequence[tuple[Proposal, float]],
-    *,
-    first: int,
+    count: int, config: TuneConfig, channels: Sequence[str], known: Sequence[tuple[Proposal, float]], *, first: int
 ) -> list[Proposal]:
     """So many proposals.
 
@@ -34,7 +29,7 @@ def propose(
         count: How many.
         config: The section `tune`.
         channels: That a gate can depend on.
-        known: Candidates with their scores, of which higher ones are better, all at the first rung.
+        known: Candidates with their scores at the first rung; higher is better.
         first: The number of the first one among all proposals; it names the random stream.
     """
     optuna = require_optuna()
@@ -48,6 +43,7 @@ def propose(
     study = optuna.create_study(direction="maximize", sampler=sampler)
     for proposal, score in known:
         values = _values(proposal, channels)
+        # a named point may lie outside of the space, or have no learning rate
         if all(name in values and one._contains(one.to_internal_repr(values[name])) for name, one in space.items()):
             values = {name: values[name] for name in space}
             study.add_trial(optuna.create_trial(params=values, distributions=space, value=score))
@@ -77,12 +73,8 @@ def _space(config: TuneConfig, channels: Sequence[str]) -> dict[str, Any]:
 
 
 def _values(proposal: Proposal, channels: Sequence[str]) -> dict[str, float]:
-    place = proposal.place
-    values = {
-        "lam": place.lam,
-        "spread": place.spread,
-        **{f"to {name}": place.direction.get(name, 0.0) for name in channels},
-    }
+    lam, spread, direction = proposal.place
+    values = {"lam": lam, "spread": spread, **{f"to {name}": direction.get(name, 0.0) for name in channels}}
     return values if proposal.lr is None else {**values, "lr": proposal.lr}
 
 

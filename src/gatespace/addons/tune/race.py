@@ -1,17 +1,16 @@
 """Who goes on from a rung: paired differences to the incumbent, and what pairing buys.
 
-All candidates see the same prompts in the same order with the same random streams, and are judged on the same rows, so
-that two of them are compared row by row and seed by seed. A decision here only has to be a good guess: fresh seeds
-confirm it or do not.
+All candidates have the same prompts in the same order, the same random streams and the same validation rows, so that
+two of them are compared row by row and seed by seed. The incumbent is the best of many, and looks better than it is: a
+decision here is a good guess, which the verdict confirms on fresh seeds or does not.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean, variance
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats  # type: ignore[import-untyped]
@@ -20,19 +19,14 @@ Rows = Mapping[int, Sequence[float]]
 """Seed → score of every validation row; higher is better."""
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A candidate's mean score minus the incumbent's.
-
-    Args:
-        mean: Over rows and seeds.
-        se: Its standard error, of other rows and of other seeds.
-        p: How likely a difference as low would be if the candidate were as good.
-    """
+class Difference(NamedTuple):
+    """A candidate's mean score minus the incumbent's."""
 
     mean: float
     se: float
+    """Standard error over rows and seeds."""
     p: float
+    """One-sided: how likely a difference as low would be if the candidate were as good."""
 
 
 def score(rows: Rows) -> float:
@@ -63,33 +57,21 @@ def difference(candidate: Rows, incumbent: Rows) -> Difference:
     return Difference(mean, math.sqrt(square), float(stats.t.cdf(mean / math.sqrt(square), freedom)))
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What a rung decides.
-
-    Args:
-        incumbent: The candidate with the best score.
-        kept: Candidates that go on, the best first.
-        differences: Candidate → its difference to the incumbent; not of the incumbent itself.
-    """
-
-    incumbent: str
-    kept: tuple[str, ...]
-    differences: Mapping[str, Difference]
-
-
-def decide(found: Mapping[str, Rows], *, gates: set[str], keep: float, level: float) -> Decision:
-    """Keep the best share, without those that are worse than the incumbent at this level.
+def decide(found: Mapping[str, Rows], *, gates: set[str], keep: float, level: float) -> dict[str, Any]:
+    """Keep the best share, without those that are worse than the incumbent, the best of all, at this level.
 
     One seed has no error over seeds: rows alone tell two runs apart that another seed would rank the other way. So none
     is called worse there, and the share decides by itself. The best gate stays unless it is worse at this level: what
-    the verdict asks is whether a gate is worth having, and to be out of luck at one seed is no answer.
+    the verdict asks is whether a gate is worth having, and bad luck at one seed is no answer.
 
     Args:
         found: Candidate → its scores at this rung.
         gates: Candidates whose λ depends on the token.
         keep: The share that goes on.
         level: Of the test of one candidate at this rung: corrected for the number of rungs.
+
+    Returns:
+        The record of the decision: incumbent, kept (the best first), differences to the incumbent, pairing, score.
     """
     order = sorted(found, key=lambda name: -score(found[name]))  # stable: the first of equals
     best = order[0]
@@ -100,7 +82,13 @@ def decide(found: Mapping[str, Rows], *, gates: set[str], keep: float, level: fl
     kept = alive[:most]
     if not gates.intersection(kept):
         kept += [name for name in alive[most:] if name in gates][:1]
-    return Decision(best, tuple(kept), differences)
+    return {
+        "incumbent": best,
+        "kept": kept,
+        "differences": {name: one._asdict() for name, one in differences.items()},
+        "pairing": pairing(found, best),
+        "score": {name: score(rows) for name, rows in found.items()},
+    }
 
 
 def pairing(found: Mapping[str, Rows], incumbent: str) -> dict[str, float | None]:
@@ -108,10 +96,9 @@ def pairing(found: Mapping[str, Rows], incumbent: str) -> dict[str, float | None
 
     1 is what independent runs would have; 0.1 means that unpaired runs would need ten times as many.
     """
-    others = [name for name in found if name != incumbent]
 
     def ratio(column: Any) -> float | None:
-        pairs = [(column(found[name]), column(found[incumbent])) for name in others]
+        pairs = [(column(rows), column(found[incumbent])) for name, rows in found.items() if name != incumbent]
         pairs = [(one, other) for one, other in pairs if len(one) > 1]
         apart = sum(variance(one) + variance(other) for one, other in pairs)
         paired = sum(variance([a - b for a, b in zip(one, other, strict=True)]) for one, other in pairs)

@@ -5,32 +5,27 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, AllowInfNan, Field, Strict, model_validator
 
 from gatespace.config import StudyConfig, TrainConfig, load_config, parse_config
 from gatespace.config.base import Count, CountOrZero, Fault, Name, Section, Seed
 from gatespace.config.sections import Positive
-from gatespace.config.study import Seeds
+from gatespace.config.study import Labels, Seeds
 from gatespace.errors import UsageError
+from gatespace.gating.coefficients import Gate
 
 _UNITS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
-_CHANNELS = {"h": "a", "u": "b", "gap": "d"}
-"""Channel → its coefficient; a further signal has one by its own name."""
+HALF = 0.5
+"""The constant λ that every gate has to beat."""
 Inner = Annotated[float, Strict(), AllowInfNan(False), Field(gt=0, lt=1)]
 
 
 def _rising(values: tuple[float, ...]) -> tuple[float, ...]:
-    if not values or any(low >= high for low, high in pairwise(values)):
+    if any(low >= high for low, high in pairwise(values)):
         raise ValueError("must be a list of rising numbers")
     return values
-
-
-def _channels(names: tuple[str, ...]) -> tuple[str, ...]:
-    if not names or len(set(names)) < len(names):
-        raise ValueError("must name at least one signal, and none twice")
-    return names
 
 
 class Rung(Section):
@@ -49,31 +44,30 @@ class TuneConfig(Section):
     task: Name | None = None
     """The task of the study whose gate is searched for; null: its only one."""
 
-    channels: Annotated[tuple[Name, ...], AfterValidator(_channels)] = ("h", "u", "gap")
+    channels: Annotated[Labels, Field(min_length=1)] = ("h", "u", "gap")
     """Signals that a gate may depend on: h, u, gap, and any others by name."""
 
-    lam: Annotated[tuple[Inner, ...], AfterValidator(_rising)] = (0.15, 0.3, 0.5, 0.7, 0.85)
-    """Values of the mean gate, rising. Each is a candidate by itself, as a constant, so that a gate of this mean has
-    its static counterpart in the search."""
+    lam: Annotated[tuple[Inner, ...], Field(min_length=1), AfterValidator(_rising)] = (0.15, 0.3, 0.5, 0.7, 0.85)
+    """Values of the mean gate, rising. Each is also a candidate as a constant."""
 
     spread: Annotated[tuple[Positive, Positive], AfterValidator(_rising)] = (0.5, 4.0)
     """The least and the largest standard deviation of the gate's logit over the tokens of the warm-up."""
 
-    lr: tuple[Positive, ...] = ()
-    """Learning rates to search over too, rising; all candidates that are no proposals are tried at each. []: that of
-    the study."""
+    lr: Annotated[tuple[Positive, ...], AfterValidator(_rising)] = ()
+    """Learning rates to search over too, rising; constants, points and methods are tried at each. []: that of the
+    study."""
 
     points: tuple[Name, ...] = ("G1", "G2", "G3", "G4", "G5")
     """Points of the family that are candidates beside the proposals."""
 
     sampler: Literal["tpe", "gp"] = "tpe"
-    """Of Optuna, which proposes: tree-structured Parzen estimators, or a Gaussian process."""
+    """Optuna's sampler: tree-structured Parzen estimators, or a Gaussian process."""
 
     proposals: CountOrZero = 24
-    """Gates that it proposes, at most; a budget may allow fewer."""
+    """Gates that Optuna proposes, at most; a budget may allow fewer."""
 
     batch: Count = 8
-    """Proposals at once; the next ones know their scores."""
+    """Proposals per round. All runs of a round are done, on any number of workers, before the next is proposed."""
 
     rungs: tuple[Rung, ...] = ()
     """Rungs, e.g. [{steps: 10, seeds: 1}, {steps: 30, seeds: 2}, {steps: 60, seeds: 4}]. []: a sixth, a half and all of
@@ -83,7 +77,7 @@ class TuneConfig(Section):
     """The share of candidates that goes on from a rung, rounded up; fewer where some are clearly worse."""
 
     alpha: Inner = 0.05
-    """Level of the paired tests, of one candidate at all rungs together."""
+    """Level of the paired tests of the search, of one candidate at all rungs together. That of the verdict is .05."""
 
     seeds: Seeds = (1, 2, 3, 4)
     """Seeds of the search."""
@@ -107,11 +101,6 @@ class TuneConfig(Section):
             raise Fault("fresh", f"{again} are seeds of the search and not fresh")
         if len(self.fresh) < 2:
             raise Fault("fresh", "a paired difference has an error from two seeds on", instead="at least 6")
-        if self.lr:
-            try:
-                _rising(self.lr)
-            except ValueError as error:
-                raise Fault("lr", str(error)) from None
         for before, after in pairwise(self.rungs):
             if after.steps <= before.steps or after.seeds < before.seeds:
                 raise Fault("rungs", "must have rising steps, and never fewer seeds than before")
@@ -127,34 +116,22 @@ class TuneConfig(Section):
         return tuple(Rung(steps=done, seeds=seeds) for done, seeds in dict(wanted).items())
 
 
-def coefficient(channel: str) -> str:
-    """The name of a channel's coefficient in a gate's mapping."""
-    return _CHANNELS.get(channel, channel)
+Budget = int | float
+"""What a search and its verdict may cost: training steps (int), or seconds of wall time (float)."""
 
 
-class Budget(NamedTuple):
-    """What a search and its verdict may cost: seconds of wall time, or training steps."""
+def parse_budget(text: str) -> Budget:
+    """Read a budget.
 
-    seconds: float | None = None
-    steps: int | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> Budget:
-        """Read a budget.
-
-        Examples:
-            >>> Budget.parse("2h"), Budget.parse("90 min").seconds, Budget.parse("5000 steps").steps
-            (Budget(seconds=7200.0, steps=None), 5400.0, 5000)
-        """
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d|steps?)", text.strip())
-        if match is None or float(match[1]) == 0:
-            raise UsageError("--budget: must be a time or a number of steps", got=text, instead="2h, 30min, 5000steps")
-        if match[2].startswith("step"):
-            return cls(steps=int(float(match[1])))
-        return cls(seconds=float(match[1]) * _UNITS[match[2]])
-
-
-NO_BUDGET = Budget()
+    Examples:
+        >>> parse_budget("2h"), parse_budget("90 min"), parse_budget("5000 steps")
+        (7200.0, 5400.0, 5000)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d)|(\d+)\s*steps?", text.strip())
+    found = 0 if match is None else int(match[3]) if match[3] else float(match[1]) * _UNITS[match[2]]
+    if not found:
+        raise UsageError("--budget: must be a time or a number of steps", got=text, instead="2h, 30min, 5000steps")
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------- a train file
@@ -171,23 +148,24 @@ def study_of_train_file(path: Path, sets: list[str]) -> StudyConfig:
     """A study with the one task of a file for `gatespace train`; its own gate or method is among the candidates."""
     config = load_config(_TrainFile, path, sets)
     given: dict[str, Any] = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    plugins, tune = given.pop("plugins", ()), given.pop("tune", {})
-    for name in ("task", "seed", "output"):
-        given.pop(name, None)
-    goal, published = given.pop("objective", {}), []
-    own = {name: goal.pop(name, None) for name in ("method", "gate", "params", "shuffle")}
-    if config.objective.method == "gated":
+    plugins, tune, objective = given.pop("plugins", ()), given.pop("tune", {}), given.pop("objective", {})
+    train = {key: value for key, value in given.items() if key not in ("task", "seed", "output")}
+    train["objective"] = {k: v for k, v in objective.items() if k not in ("method", "gate", "params", "shuffle")}
+    own, published = config.objective, []
+    if own.method in ("gated", "static"):
+        gate = own.gate if own.method == "gated" else f"static:{own.params.get('lam', HALF)}"
+        gate = gate if isinstance(gate, str) else str(Gate.of(gate))
         points = tune.get("points", list(TuneConfig().points))
-        if isinstance(own["gate"], str) and own["gate"] not in points:
-            tune = {**tune, "points": [*points, own["gate"]]}
-    elif config.objective.method != "static":
-        published = [{"method": config.objective.method, "params": dict(config.objective.params)}]
+        if gate not in points and ("gate" in objective or own.method == "static"):
+            tune = {**tune, "points": [*points, gate]}
+    else:
+        published = [{"method": own.method, "params": dict(own.params)}]
     name = "".join(char for char in path.stem if char.isalnum() or char in "_.") or "task"
     task = config.task.model_dump(mode="json", by_alias=True, exclude_unset=True)
     settings = {
         "name": path.stem,
         "tasks": {name: {"task": task}},
-        "train": {**given, "objective": goal},
+        "train": train,
         "axes": {"published": published},
         "plugins": list(plugins),
         "tune": tune,

@@ -1,0 +1,228 @@
+"""What a search consists of: candidates, the configuration of their runs, and what they cost at most."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from gatespace.addons.tune.folder import Record, TuneFolder
+from gatespace.addons.tune.gates import Place, Signals
+from gatespace.addons.tune.settings import HALF, Budget, Rung, TuneConfig
+from gatespace.config import StudyConfig, TrainConfig, dump_config, in_setting, parse_config
+from gatespace.config.study import AxesConfig, PublishedConfig
+from gatespace.errors import UsageError, unknown_name
+from gatespace.gating.coefficients import Gate
+from gatespace.plugins import plugins_digest
+from gatespace.runs import RunFolder
+from gatespace.study.outlook import made_models
+from gatespace.study.plan import train_config
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Something that may win, as its record has it.
+
+    Args:
+        id: c000, c001, …
+        kind: static (a constant λ), point (a gate that the file names), proposal or published.
+        label: Its name in tables.
+        gate: As `Gate.parse` reads it; None of a published method.
+        method: Settings of the published method, see `PublishedConfig`.
+        lr: Its learning rate; None: the study's.
+        place: The `Place` of its gate as a mapping.
+    """
+
+    id: str
+    kind: str
+    label: str
+    gate: str | None = None
+    method: Mapping[str, Any] | None = None
+    lr: float | None = None
+    place: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, record: Record) -> Candidate:
+        """From its record, whose keys have lost their order."""
+        known = {field.name: record[field.name] for field in fields(cls)}
+        if known["place"] is not None:
+            known["place"] = Place(**known["place"])._asdict()
+        if known["method"] is not None:
+            known["method"] = dump_config(parse_config(PublishedConfig, known["method"]))
+        return cls(**known)
+
+    @property
+    def is_gate(self) -> bool:
+        """Whether its λ depends on the token."""
+        return self.kind in ("point", "proposal")
+
+    @property
+    def objective(self) -> dict[str, Any]:
+        """Its settings of `objective`."""
+        if self.method is not None:
+            return {"method": self.method["method"], "params": self.method["params"]}
+        return {"method": "gated", "gate": self.gate}
+
+
+class Cost(NamedTuple):
+    """The most that a rung or the verdict costs: candidates, runs that are begun or resumed, and training steps."""
+
+    candidates: int
+    runs: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What is searched, and with what.
+
+    Args:
+        study: Models, training and published methods of the study file, and nothing else of its plan.
+        task: The task of it.
+        config: The section `tune`.
+        folder: Where all of it is.
+        threads: Of each run.
+        workers: Runs at once.
+        budget: Of search and verdict together; None: no limit.
+    """
+
+    study: StudyConfig
+    task: str
+    config: TuneConfig
+    folder: TuneFolder
+    threads: int | None = None
+    workers: int = 1
+    budget: Budget | None = None
+
+    @classmethod
+    def of(cls, study: StudyConfig, config: TuneConfig, folder: TuneFolder, **more: Any) -> Spec:
+        """Of one task of a study, with all that it names checked."""
+        task = config.task or next(iter(study.tasks))
+        if task not in study.tasks:
+            raise unknown_name("task (tune.task)", task, study.tasks)
+        if config.task is None and len(study.tasks) > 1:
+            known = ", ".join(study.tasks)
+            raise UsageError("tune.task: a gate is searched for on one task", instead=f"one of {known}")
+        own = {
+            "name": f"{study.name}-tune",
+            "tasks": {task: study.tasks[task].model_copy(update={"sweep": True, "points": ("G5",)})},
+            "points": ("G5",),
+            "axes": AxesConfig(isolation=None, static=(), published=study.axes.published),
+            "seeds": (config.seeds[0],),
+            "selection_seed": None,
+            "replication": None,
+        }
+        spec = cls(study.model_copy(update=own), task, config, folder, **more)
+        spec._check()
+        return spec
+
+    def _check(self) -> None:
+        """Raise where a candidate cannot be trained, or candidates could not be compared."""
+        from gatespace.gating import signals
+        from gatespace.gating.configured import build_objective
+
+        with in_setting("tune.channels"):
+            for channel in self.config.channels:
+                signals.get(channel)
+        same_steps = "candidates are compared after the same steps"
+        if self.base.evaluation.patience is not None:
+            raise UsageError(f"evaluation.patience: {same_steps}", instead="evaluation.patience: null")
+        if self.base.checkpoint.select != "last":
+            raise UsageError(f"checkpoint.select: {same_steps}", instead="checkpoint.select: last")
+        for candidate in self.fixed():
+            own = self.run_config(candidate, self.config.seeds[0])
+            with in_setting(candidate.label):
+                sources = own.rollout.source.shares()
+                build_objective(own.objective, expected=own.rollout.expected is not None, sources=sources)
+
+    @cached_property
+    def base(self) -> TrainConfig:
+        """The study's training, with any objective."""
+        return train_config(self.study, self.task, self.config.seeds[0], {})
+
+    @cached_property
+    def rungs(self) -> tuple[Rung, ...]:
+        """Those of the file, or by the study's steps."""
+        return self.config.ladder(self.base.steps)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether responses are free text, which has a score, and not labels, which have a log-loss."""
+        return self.base.task.text is not None
+
+    def run_config(self, candidate: Candidate, seed: int, output: RunFolder | None = None) -> TrainConfig:
+        """The whole configuration of a candidate's run: all rungs are parts of this one training."""
+        whole = train_config(
+            self.study,
+            self.task,
+            seed,
+            candidate.objective,
+            rollout=None if candidate.method is None else candidate.method["rollout"],
+            models=made_models(self.folder, self.study, self.task),
+            cache=str(self.folder.scores),
+            output=None if output is None else output.path,
+            threads=self.threads,
+        )
+        settings = dump_config(whole)
+        settings["steps"] = self.rungs[-1].steps
+        settings["evaluation"] |= {"every": 0, "split": "val", "final": ["val"], "probabilities": not self.is_text}
+        settings["checkpoint"] |= {"model": False}
+        if candidate.lr is not None:
+            settings["optimizer"] |= {"lr": candidate.lr}
+        return parse_config(TrainConfig, settings, where=f"tune: {candidate.label}")
+
+    def fixed(self, signals: Signals | None = None) -> list[Candidate]:
+        """Candidates that are always there: constants, points of the family, published methods."""
+        gates = {Gate.static(lam): "static" for lam in sorted({*self.config.lam, HALF})}
+        for text in self.config.points:
+            with in_setting("tune.points"):
+                gate = Gate.parse(text)
+            gates.setdefault(gate, "static" if gate.is_static else "point")
+        found: list[Candidate] = []
+        for lr in self.config.lr or (None,):
+            for gate, kind in gates.items():
+                place = None if signals is None else signals.place(gate)._asdict()
+                label = with_lr(gate.label, lr)
+                found.append(Candidate(f"c{len(found):03d}", kind, label, str(gate), None, lr, place))
+            for method in self.study.axes.published:
+                label = with_lr(method.point, lr)
+                found.append(Candidate(f"c{len(found):03d}", "published", label, None, dump_config(method), lr))
+        return found
+
+    def costs(self, count: int, place: int = 0) -> list[Cost]:
+        """The most that a rung with so many candidates costs, and each rung after it."""
+        wholes = [0, *(rung.steps * rung.seeds for rung in self.rungs)]
+        found = []
+        for rung, (done, whole) in [*zip(self.rungs, pairwise(wholes), strict=True)][place:]:
+            found.append(Cost(count, count * rung.seeds, count * (whole - done)))
+            count = min(count, math.ceil(self.config.keep * count) + 1)  # and the best gate
+        return found
+
+    def verdict_cost(self) -> Cost:
+        """The most that the verdict costs: winner, twin, λ = 0.5, best constant, best published method."""
+        arms = 4 + bool(self.study.axes.published)
+        runs = arms * len(self.config.fresh)
+        return Cost(arms, runs, runs * self.rungs[-1].steps)
+
+    def grid_steps(self, candidates: int) -> int:
+        """Training steps of a full grid: every candidate at all steps and seeds of the last rung."""
+        return candidates * self.rungs[-1].steps * self.rungs[-1].seeds
+
+    def identity(self) -> dict[str, Any]:
+        """What must stay the same when a search is resumed."""
+        study, tune = dump_config(self.study), dump_config(self.config)
+        for key in ("workers", "resources", "output", "keep_models", "tune", "plugins", "about"):
+            del study[key]
+        del tune["fresh"]  # more of them may be added
+        plugins = plugins_digest(self.study.plugins) if self.study.plugins else None
+        found: dict[str, Any] = json.loads(json.dumps({"study": study, "plugins": plugins, "tune": tune}))
+        return found
+
+
+def with_lr(label: str, lr: float | None) -> str:
+    """A label with the learning rate, where that is searched for."""
+    return label if lr is None else f"{label} lr={lr:g}"

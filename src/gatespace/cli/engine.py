@@ -1,0 +1,67 @@
+"""The options of commands that run the jobs of a study, and how they open its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gatespace.errors import UsageError
+from gatespace.plugins import provider
+
+if TYPE_CHECKING:
+    from gatespace.config import StudyConfig
+    from gatespace.runs import StudyFolder
+    from gatespace.study.engines import Engine, EngineSpec
+
+Workers = Annotated[
+    int | None,
+    typer.Option("--workers", metavar="N", min=1, show_default=False, help="Runs at once; else as the study says."),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads", metavar="N", min=1, show_default=False, help="CPU threads of each run; else cores / workers."
+    ),
+]
+EngineName = Annotated[
+    str, typer.Option("--engine", metavar="NAME", help="local processes, or ray, or one of another package.")
+]
+Address = Annotated[
+    str | None,
+    typer.Option("--address", metavar="ADDRESS", show_default=False, help="Of the engine's cluster, e.g. auto."),
+]
+
+
+def engine_opener(engine: str, address: str | None) -> Callable[[EngineSpec], Engine]:
+    """What opens the engine of this name."""
+    if engine != "local":
+        found: Callable[[EngineSpec], Engine] = provider("engines", engine, kind="engine", known=["local"])
+        return found
+    if address is not None:
+        raise UsageError("--address is for a cluster", got=address, instead="with --engine ray")
+    return _local_engine
+
+
+def _local_engine(spec: EngineSpec) -> Engine:
+    from gatespace.study.engines import LocalEngine
+    from gatespace.study.jobs import perform
+
+    retries = spec.config.resources.retries
+    return LocalEngine(spec.workers, spec.threads, spec.perform or perform, retries=retries, note=spec.note)
+
+
+def usual_threads(config: StudyConfig, address: str | None) -> int | None:
+    """Threads of each run on a cluster, where the cores of this machine say nothing about those of its nodes."""
+    return None if address is None else max(1, int(config.resources.cpus or 1))
+
+
+def check_study(engine: Engine, folder: StudyFolder, config: StudyConfig, note: Callable[[str], None]) -> None:
+    """Have a worker of this machine check what is left of a study, before anything is trained."""
+    from gatespace.study.engines import LocalEngine
+    from gatespace.study.outlook import check_job
+
+    if isinstance(engine, LocalEngine) and (job := check_job(folder, config)) is not None:
+        for text in engine.check(job):
+            note(text)
