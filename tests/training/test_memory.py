@@ -100,7 +100,7 @@ def test_which_cards_a_32b_teacher_and_a_4b_student_fit_on(pair: dict[str, Sizes
 
 
 TABLE: dict[str, dict[str, Any]] = {
-    "as it comes": {},
+    "defaults": {},
     "`engine.activation_checkpointing: true`, `engine.micro_tokens: 615`": {
         "engine": {"activation_checkpointing": True, "micro_tokens": 615}
     },
