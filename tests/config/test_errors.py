@@ -218,8 +218,8 @@ def test_not_a_mapping() -> None:
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("steps: 1\nseed: 2\nsteps: 3\n", ":3:1: the key 'steps' stands here and in line 1"),
-        ("objective:\n  gate: G5\n  'gate': G4\n", ":3:3: the key 'gate' stands here and in line 2"),
+        ("steps: 1\nseed: 2\nsteps: 3\n", ":3:1: the key 'steps' appears here and in line 1"),
+        ("objective:\n  gate: G5\n  'gate': G4\n", ":3:3: the key 'gate' appears here and in line 2"),
         ("steps: [1\n", ":2:1: "),
         ("steps: {a: b: c}\n", ":1:"),
         ("- steps\n", "a configuration is a mapping of settings\n  got: list"),

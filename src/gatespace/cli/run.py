@@ -24,17 +24,17 @@ def run(
     study: study_file.Study,
     output: study_file.Output = None,
     workers: Annotated[
-        int | None, typer.Option(metavar="N", min=1, show_default=False, help="Runs at once; else as the study says.")
+        int | None, typer.Option(metavar="N", min=1, show_default=False, help="Runs in parallel; default: the study's.")
     ] = None,
     threads: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, show_default=False, help="CPU threads of each run; else cores / workers."),
+        typer.Option(metavar="N", min=1, show_default=False, help="CPU threads per run; default: cores / workers."),
     ] = None,
     engine: Annotated[
-        str, typer.Option(metavar="NAME", help="local processes, or ray, or one of another package.")
+        str, typer.Option(metavar="NAME", help="local (processes), ray, or an engine of another package.")
     ] = "local",
     address: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", show_default=False, help="Of the engine's cluster, e.g. auto.")
+        str | None, typer.Option(metavar="ADDRESS", show_default=False, help="The cluster's address, e.g. auto.")
     ] = None,
     results: Annotated[
         str | None,
@@ -50,12 +50,12 @@ def run(
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Train, evaluate and compare all that a study plans, and write its report.
+    """Run a study: train, evaluate, compare, and write the report.
 
     A study that was stopped or killed resumes with the same command, and
     ends with the same numbers. A failed run is recorded with its error, and
-    the others go on. Test rows are read once per trained model, and every
-    read is recorded; what is shown on the way comes from validation.
+    the others continue. Test rows are read once per trained model, and
+    every read is recorded; results shown during the run are on validation.
 
     \b
     gatespace run demo                    minutes, on two cores, no download
@@ -64,7 +64,7 @@ def run(
     gatespace run my.yaml --engine ray --address auto --workers 16
     gatespace run my.yaml --engine ray --address auto --results s3://bucket/my
 
-    Exit code 0: all runs are done; 1: some failed; 2: a mistake in the call;
+    Exit code 0: all runs are done; 1: some failed; 2: wrong usage or settings;
     130 or 143: stopped by Ctrl-C or SIGTERM.
     """
     from gatespace.cli.study_view import StudyView

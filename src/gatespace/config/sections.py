@@ -165,12 +165,12 @@ class PairConfig(Section):
         if self.teacher is not None and self.teachers is not None:
             raise Fault("teachers", "a pair has a teacher or teachers, not both", instead="teacher: null")
         if self.teachers is not None and self.teacher_revision is not None:
-            raise Fault("teacher_revision", "of several teachers it is not said which", instead="null; folders stay")
+            raise Fault("teacher_revision", "it is not clear which of several teachers", instead="null; folders stay")
         models = self.scorers().values()
         if SELF_EMA in models and self.teacher_quantization is not None:
             raise Fault("teacher_quantization", "quantised weights cannot be averaged", instead="null")
         if SELF_EMA not in models and self.ema_decay != type(self).model_fields["ema_decay"].default:
-            raise Fault("ema_decay", "has a meaning for the teacher self-ema only")
+            raise Fault("ema_decay", "applies to the teacher self-ema only")
         return self
 
     def quantization(self, role: str) -> str | None:
@@ -327,7 +327,7 @@ class TeacherPromptConfig(Section):
     @model_validator(mode="after")
     def _is_another(self) -> TeacherPromptConfig:
         if self.prompt is None and self.system is None and not self.examples:
-            raise Fault("", "names nothing that the student's prompt does not have", instead="null")
+            raise Fault("", "adds nothing to the student's prompt", instead="null")
         return self
 
 
@@ -527,7 +527,7 @@ def choose_on_validation(evaluation: EvaluationConfig, checkpoint: CheckpointCon
         return
     name = "checkpoint.select: best" if best else "evaluation.patience"
     if not evaluation.every:
-        raise Fault("evaluation.every", f"{name} needs evaluations on the way", instead="e.g. 20")
+        raise Fault("evaluation.every", f"{name} needs evaluations during training", instead="e.g. 20")
     if evaluation.split == "test":
         what = f"{name} chooses by this split, and a test that was chosen by says nothing any more"
         raise Fault("evaluation.split", what, instead="val")

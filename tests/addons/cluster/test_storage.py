@@ -47,7 +47,7 @@ def test_what_was_not_put_to_its_end_is_not_there(storage, tmp_path):
 def test_a_put_that_fails_on_the_way_leaves_nothing_that_counts(storage, tmp_path):
     (tmp_path / "url/x/b").mkdir(parents=True)  # no file can go there
     (tmp_path / "url/x/b/in_the_way").touch()
-    with pytest.raises(RunError, match="x/b could not be put"):
+    with pytest.raises(RunError, match="x/b could not be uploaded"):
         storage.put_folder(filled(tmp_path / "here", a="one", b="two", c="three"), "x", last="done")
     assert storage.names("x") == ["a", "b"]
 
