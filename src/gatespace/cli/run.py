@@ -24,17 +24,17 @@ def run(
     study: study_file.Study,
     output: study_file.Output = None,
     workers: Annotated[
-        int | None, typer.Option(metavar="N", min=1, show_default=False, help="Runs in parallel; default: the study's.")
+        int | None, typer.Option(metavar="N", min=1, show_default=False, help="Runs at once; else as the study says.")
     ] = None,
     threads: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, show_default=False, help="CPU threads per run; default: cores / workers."),
+        typer.Option(metavar="N", min=1, show_default=False, help="CPU threads of each run; else cores / workers."),
     ] = None,
     engine: Annotated[
-        str, typer.Option(metavar="NAME", help="local (processes), ray, or an engine of another package.")
+        str, typer.Option(metavar="NAME", help="local processes, or ray, or one of another package.")
     ] = "local",
     address: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", show_default=False, help="The cluster's address, e.g. auto.")
+        str | None, typer.Option(metavar="ADDRESS", show_default=False, help="Of the engine's cluster, e.g. auto.")
     ] = None,
     results: Annotated[
         str | None,

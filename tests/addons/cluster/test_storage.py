@@ -85,7 +85,12 @@ def test_a_last_file_of_another_kind_is_refused(storage, tmp_path, content):
 
 @pytest.mark.parametrize(
     ("url", "text"),
-    [("/a/folder", "not a URL"), ("s3://", "not a URL"), ("memory://x", "no other process"), ("nosuch://x/y", "nosuch")],
+    [
+        ("/a/folder", "not a URL"),
+        ("s3://", "not a URL"),
+        ("memory://x", "no other process"),
+        ("nosuch://x/y", "nosuch"),
+    ],
 )
 def test_urls_that_cannot_be(url, text):
     with pytest.raises(UsageError, match=text):
