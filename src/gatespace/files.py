@@ -128,7 +128,7 @@ def encode(record: Mapping[str, Any]) -> bytes:
     try:
         text = json.dumps(_finite(record), sort_keys=True, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise UsageError("a record holds something that JSON has no form for", got=error) from None
+        raise UsageError("a record holds something that JSON cannot represent", got=error) from None
     # A lone surrogate can come out of a broken tokenizer; it has no UTF-8 form, and an escape says the same.
     return text.encode("utf-8", "backslashreplace") + b"\n"
 

@@ -93,7 +93,7 @@ def test_the_data_of_a_task_is_not_needed(cli, taught, tmp_path):
         (["missing.txt"], b"", "error: missing.txt cannot be read\n"),
         (["texts.json"], b"", "error: predict reads lines of text, JSON lines, or a table\n"),
         (["missing.csv"], b"", "error: missing.csv cannot be read\n"),
-        (["-o", "labels.txt"], b"", "error: the form of the output is not known\n  got: labels.txt\n"),
+        (["-o", "labels.txt"], b"", "error: unknown output format\n  got: labels.txt\n"),
         (["-o", "nowhere/labels.csv"], b"", "error: there is no such folder\n  got: nowhere\n"),
         (["--field", "text"], b"not json\n", "error: -:1: not JSON\n"),
         (["--field", "text"], b'{"txt": "a"}\n', "error: -:1: there is no key 'text'\n  got: txt\n"),
@@ -191,7 +191,7 @@ def test_a_table_in_and_both_forms_out(cli, taught, table, tmp_path, how):
     assert sorted(os.listdir(tmp_path)) == ["out.csv", "out.jsonl", "tweets.csv"]
     again = cli(*command, "-o", tmp_path / "out.csv")
     assert again.exit_code == 2
-    assert "error: the output is there already\n" in again.stderr
+    assert "error: the output exists already\n" in again.stderr
 
 
 def test_a_stopped_command_resumes(cli, taught, table, tmp_path, monkeypatch):
@@ -239,7 +239,7 @@ def test_a_stopped_command_does_not_resume_with_other_texts(cli, taught, tmp_pat
     (tmp_path / "a.txt").write_text("one\nother\nthree\n")
     result = cli(*command)
     assert result.exit_code == 2
-    assert "error: the input is not what it was: text 2 is another one\n" in result.stderr
+    assert "error: the input has changed: text 2 is different\n" in result.stderr
 
 
 def test_a_reader_that_has_enough_ends_it_quietly(child, taught):

@@ -139,7 +139,7 @@ def test_plan_says_what_could_be_supported_and_how_many_seeds_that_takes(cli):
         ),
         (["run", "demo", "--engine", "spark"], "spark"),
         (["run", "demo", "--address", "auto"], "--engine ray"),
-        (["run", "demo", "--results", "folder"], "--results is no URL"),
+        (["run", "demo", "--results", "folder"], "--results is not a URL"),
         (["run", "demo", "--results", "memory://x"], "no other process"),
         (["plan", "demo", "--set", "resources.gpus=-1"], "resources.gpus"),
         (["plan", "demo", "--set", "resources.gpu=1"], "did you mean"),
@@ -257,7 +257,7 @@ def test_a_study_of_ones_own_data_and_models(cli, own):
     assert (again.exit_code, found["failed"], len(found["done"])) == (0, {}, 4)
     # Neither model was taught anything, and two steps change nothing.
     assert found["warnings"][0].startswith("tickets: The teacher: 8 of 8 answers on val have no legal label. ")
-    assert any("On test the teacher is right in 0.0 %, and the untouched student" in text for text in found["warnings"])
+    assert any("On test the teacher is right in 0.0 %, the student before" in text for text in found["warnings"])
     assert any(text.startswith("tickets, no label: G5 (seed 1); twin(G5) (seed 1). ") for text in found["warnings"])
     assert shown.stdout.count("warning: ") == len(found["warnings"]) == 6
     assert "4 of 4 done" in cli("status", folder).stdout

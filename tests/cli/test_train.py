@@ -171,8 +171,8 @@ def test_a_dry_run_says_on_which_cards_a_pair_fits(cli, distil, taught, tmp_path
     assert "does not fit" in printed
     assert re.search(r"^# memory: weights +\d", printed, re.M)
     assert "no weights" in cli(*words).stderr  # here the run could not be made
-    for more, text in (["--device-memory", "much"], "no size"), (["--device-memory", "8GB"], "--dry-run"):
-        refused = cli(*(words if text == "no size" else [word for word in words if word != "--dry-run"]), *more)
+    for more, text in (["--device-memory", "much"], "not a memory size"), (["--device-memory", "8GB"], "--dry-run"):
+        refused = cli(*(words if text.startswith("not") else [word for word in words if word != "--dry-run"]), *more)
         assert refused.exit_code == 2
         assert text in refused.stderr
 

@@ -69,7 +69,7 @@ WRONG = [
     ("task.text={source: x, messages: z, too_long: truncate}", "task.text.too_long", "needs max_prompt_tokens"),
     ("task={name: synthetic, text: {source: x, messages: z}}", "task.name", "no meaning beside task.text"),
     ("task={brief: true, text: {source: x, messages: z}}", "task.brief", "no meaning beside task.text"),
-    ("teacher.prompt={}", "teacher.prompt", "names nothing"),
+    ("teacher.prompt={}", "teacher.prompt", "adds nothing"),
     ("task.table={labels: [x, y]}", "task.table.source", "is needed"),
     ("task.table={source: 5, labels: [x, y]}", "task.table.source", "a file, a folder"),
     ("task.table={source: {tran: x}, labels: [x, y]}", "task.table.source", "'tran' is not a split"),
@@ -218,8 +218,8 @@ def test_not_a_mapping() -> None:
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("steps: 1\nseed: 2\nsteps: 3\n", ":3:1: the key 'steps' stands here and in line 1"),
-        ("objective:\n  gate: G5\n  'gate': G4\n", ":3:3: the key 'gate' stands here and in line 2"),
+        ("steps: 1\nseed: 2\nsteps: 3\n", ":3:1: the key 'steps' appears here and in line 1"),
+        ("objective:\n  gate: G5\n  'gate': G4\n", ":3:3: the key 'gate' appears here and in line 2"),
         ("steps: [1\n", ":2:1: "),
         ("steps: {a: b: c}\n", ":1:"),
         ("- steps\n", "a configuration is a mapping of settings\n  got: list"),

@@ -209,7 +209,7 @@ def test_an_override_leaves_other_users_of_an_alias_alone(tmp_path: Path) -> Non
         ("optimizer.betas.2=0.5", "a list of 2 has no place '2'"),
         ("optimizer.betas.x=0.5", "a list of 2 has no place 'x'"),
         ("evaluation.final=[val", "--set evaluation.final:1:"),
-        ("optimizer={lr: 1, lr: 2}", "--set optimizer:1:9: the key 'lr' stands here and in line 1"),
+        ("optimizer={lr: 1, lr: 2}", "--set optimizer:1:9: the key 'lr' appears here and in line 1"),
     ],
 )
 def test_bad_overrides(override: str, message: str) -> None:

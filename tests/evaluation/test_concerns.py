@@ -58,7 +58,7 @@ def test_answers_without_a_label() -> None:
 
 def test_a_teacher_that_knows_no_more_than_the_student() -> None:
     (found,) = of_teacher("test", 0.4, 0.45)
-    assert str(found).startswith("On test the teacher is right in 40.0 %, and the untouched student in 45.0 %. ")
+    assert str(found).startswith("On test the teacher is right in 40.0 %, the student before training in 45.0 %. ")
 
 
 @pytest.mark.parametrize("steps", [FALLING, losses([6.2, 6.1, 6.3] * 20)])

@@ -186,7 +186,7 @@ def test_rows_that_also_stand_in_train(trained: Model, task: Task, prompt: Promp
     assert first.without_duplicates.count == 1
     none_left = evaluate(trained, mixed, prompt, limit=3)
     assert none_left.without_duplicates is None
-    assert none_left.as_json()["without_duplicates"] == {"status": "n/a", "reason": "every text also stands in train"}
+    assert none_left.as_json()["without_duplicates"] == {"status": "n/a", "reason": "every text also occurs in train"}
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -194,7 +194,7 @@ def test_other_splits_are_not_held_against_train(split: str, trained: Model, tas
     found = evaluate(trained, task, prompt, split=split, limit=6)
     assert [said.text for said in found.predictions] == [row.text for row in task.rows(split)[:6]]
     assert (found.duplicates, found.without_duplicates) == (0, None)
-    assert found.as_json()["without_duplicates"] == {"status": "n/a", "reason": f"{split} is not held against train"}
+    assert found.as_json()["without_duplicates"] == {"status": "n/a", "reason": f"{split} is not compared with train"}
 
 
 def test_an_answer_that_is_cut_off_is_wrong(trained: Model, task: Task, prompt: Prompt) -> None:

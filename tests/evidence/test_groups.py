@@ -57,7 +57,7 @@ def test_anova_finds_what_is_there():
         ({}, "fewer than two points"),
         ({"G1": {1: 70.0, 2: 71.0}}, "fewer than two points"),
         ({"G1": {1: 70.0}, "G2": {1: 71.0}}, "one seed"),
-        ({"G1": {1: 70.0}, "G2": {2: 71.0}}, "do not tell"),
+        ({"G1": {1: 70.0}, "G2": {2: 71.0}}, "do not separate"),
         ({"G1": {1: 70.0, 2: 71.0}, "G2": {1: 71.0}}, "too few runs"),
         ({"G1": {1: 70.0, 2: 71.0, 3: 72.0}, "G2": {1: 71.0, 2: 72.0, 3: 73.0}}, "without an error"),
         ({"G1": {1: 70.0, 2: 70.0}, "G2": {1: 70.0, 2: 70.0}}, "without an error"),
@@ -131,7 +131,7 @@ def test_blocks_of_a_task_are_over_the_same_cells():
     "some, seed, reason",
     [
         ([], None, "no comparable runs"),
-        (TWO_TASKS[:2], 42, "no seed but the one"),
+        (TWO_TASKS[:2], 42, "no seed other than"),
         (cells([("t", 1, "G1", "E", 1.0), ("t", 2, "G2", "E", 1.0)]), None, "no cell was run at every seed"),
     ],
 )

@@ -75,7 +75,7 @@ def test_sentence_and_corpus_scores(metric: str) -> None:
 def test_references_that_cannot_be_compared() -> None:
     assert "no number" in find_metric("number").refuses("many")
     assert find_metric("number").refuses("7") == ""
-    assert "no regular expression" in find_metric("regex").refuses("(")
+    assert "not a regular expression" in find_metric("regex").refuses("(")
 
 
 def test_own_metrics(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,7 @@ def test_csv_and_tsv(tmp_path: Path) -> None:
         ("a.csv", "text,label\nx,spam\na, b,spam\n", r"a.csv:3: 3 cells under 2 columns"),
         ("a.csv", 'text,label\n"x,spam\n', r"a.csv:2: not a row of a table(.|\n)*instead: .* doubled"),
         ("a.csv", "body,label\nx,spam\n", r"a.csv:2 has no column 'text'(.|\n)*text_column"),
-        ("a.xlsx", "", r"a.xlsx has an ending that is not known"),
+        ("a.xlsx", "", r"a.xlsx has an unknown file extension"),
     ],
 )  # fmt: skip
 def test_bad_rows_are_named_by_file_and_line(name: str, content: str, message: str, tmp_path: Path) -> None:

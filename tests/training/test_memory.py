@@ -100,7 +100,7 @@ def test_which_cards_a_32b_teacher_and_a_4b_student_fit_on(pair: dict[str, Sizes
 
 
 TABLE: dict[str, dict[str, Any]] = {
-    "as it comes": {},
+    "defaults": {},
     "`engine.activation_checkpointing: true`, `engine.micro_tokens: 615`": {
         "engine": {"activation_checkpointing": True, "micro_tokens": 615}
     },
@@ -234,7 +234,7 @@ def test_chunks_are_larger_where_small_products_waste_the_device() -> None:
 
 @pytest.mark.parametrize("text", ["80", "GB", "80 G", "-80GB", "0GB", "80GB!", "", "1e3GB"])
 def test_a_size_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="--device-memory: this is no size") as error:
+    with pytest.raises(UsageError, match="--device-memory: this is not a memory size") as error:
         device_bytes(text)
     assert "80GB" in str(error.value)
 

@@ -68,21 +68,20 @@ def distill(
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Distil a teacher into a student on your own data, and say what it was worth.
+    """Distil a teacher into a student on your own data, and report the gain.
 
     Reads the table, guesses what kind of task it is and says so, evaluates
-    the teacher and the untouched student, trains, evaluates again, and
-    prints one table. Training ends where validation has not become better
-    three times in a row, and keeps the best weights. A killed command
-    resumes.
+    the teacher and the student, trains, evaluates again, and prints one
+    table. Training stops when validation has not improved three times in a
+    row, and keeps the best weights. A killed command resumes.
 
     \b
     gatespace distill rows.csv --teacher runs/teach --student smollm2 -o runs/small
     gatespace distill e2e.csv --prompt "Describe: {mr}" --answer ref \\
         --metric rouge_l --teacher big --student small -o runs/e2e
 
-    What is guessed wrong is set by --prompt, --answer and --metric, or by
-    any setting: --set task.text.stop='["END"]'. The model, with its card, is
+    To correct a wrong guess, use --prompt, --answer and --metric, or any
+    setting: --set task.text.stop='["END"]'. The model, with its card, is
     in DIR/model.
     """
     from gatespace.cli.console import console, print_json, print_warnings

@@ -170,7 +170,7 @@ def _train(config: TrainConfig, place: Placement, load: Callable[..., Model]) ->
     for scorer, where in pair.scorers().items():
         if is_address(where):
             # The service itself checks that its model has the student's tokens.
-            notes.append(f"the teacher at {where} was not asked: its arithmetic, memory and time are not counted")
+            notes.append(f"the teacher at {where} was not contacted: its arithmetic, memory and time are not counted")
         else:
             teachers[scorer] = teacher = outline(scorer, *pair.alone(scorer).model("teacher"))
             notes += check_pair(student, teacher).notes

@@ -38,7 +38,7 @@ MaxNewTokens = Annotated[
 ]
 BatchSize = Annotated[
     int | None,
-    typer.Option("--batch-size", metavar="N", min=1, show_default="64", help="Texts that are decoded together."),
+    typer.Option("--batch-size", metavar="N", min=1, show_default="64", help="Texts decoded together."),
 ]
 Precision = Annotated[
     str | None,
@@ -76,14 +76,14 @@ def evaluate(
             "--sampler",
             metavar="NAME=WHERE",
             show_default=False,
-            help="Generate outside of this process: vllm=PYTHON starts vLLM with the Python of an environment that "
+            help="Generate in another process: vllm=PYTHON starts vLLM with the Python of an environment that "
             "has it; vllm=vllm://HOST:PORT is a server that has MODEL.",
         ),
     ] = None,
     probabilities: Annotated[
         bool,
         typer.Option(
-            "--probabilities", help="Look up the probability of every label too: log-loss, calibration, coverage."
+            "--probabilities", help="Also score the probability of every label: log-loss, calibration, coverage."
         ),
     ] = False,
     samples: Annotated[
@@ -92,7 +92,7 @@ def evaluate(
             metavar="N",
             min=1,
             show_default=False,
-            help="Sample N responses per text too, and count how often they are right.",
+            help="Also sample N responses per text, and report their accuracy.",
         ),
     ] = None,
     temperature: Annotated[float, typer.Option(metavar="T", min=0.0, help="Of --samples.")] = 1.0,
@@ -101,7 +101,7 @@ def evaluate(
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Let a model respond to held-out texts, greedily, and judge its responses.
+    """Evaluate a model on held-out texts with greedy decoding.
 
     A model of `gatespace teach` or `train` is evaluated on the task and with
     the prompt of its run; options override both.
@@ -114,8 +114,8 @@ def evaluate(
     gatespace evaluate runs/train --samples 8 --temperature 0.7
     gatespace evaluate runs/train --sampler vllm=.venv-vllm/bin/python
 
-    Labels are counted right or wrong, and a response without a legal label
-    is wrong; free text is scored by the task's metric. Test rows whose text
+    Labels are right or wrong, and a response without a legal label is
+    wrong; free text is scored by the task's metric. Test rows whose text
     also occurs in train are counted; a second row of the table is without
     them.
 

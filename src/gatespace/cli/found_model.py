@@ -127,7 +127,7 @@ def _task_section(settings: dict[str, Any], options: ModelOptions) -> TaskConfig
     if task is None and not section:
         raise UsageError(
             "which task?",
-            why="MODEL does not lie in the folder of a run, which would say",
+            why="MODEL is not in the folder of a run, which would name it",
             instead="--task tweeteval/emotion, or --config with a file that has a section task",
         )
     if task is not None and task != section.get("name"):

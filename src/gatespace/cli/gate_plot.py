@@ -46,7 +46,7 @@ def save_plot(path: Path, points: Sequence[Point], at: Mapping[str, float]) -> N
     suffix = path.suffix.lower()
     if suffix not in FORMATS:
         raise UsageError(
-            "--plot does not know this kind of file", got=path, instead=f"a name that ends in {', '.join(FORMATS)}"
+            "--plot does not support this file type", got=path, instead=f"a name that ends in {', '.join(FORMATS)}"
         )
     if path.is_dir():
         raise UsageError("--plot needs the name of a file", got=f"the directory {path}")

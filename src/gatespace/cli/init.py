@@ -17,11 +17,11 @@ def init(
     ] = "demo",
     output: Annotated[
         Path | None,
-        typer.Argument(metavar="FILE", show_default=False, help="Where to write it; else STUDY.yaml."),
+        typer.Argument(metavar="FILE", show_default=False, help="Where to write it; default: STUDY.yaml."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Copy a study that comes with gatespace, to be edited.
+    """Copy a shipped study for editing.
 
     \b
     gatespace init demo my.yaml

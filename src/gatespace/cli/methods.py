@@ -26,12 +26,12 @@ _NEEDS = {
 
 def methods(
     name: Annotated[
-        str | None, typer.Argument(metavar="METHOD", show_default=False, help="One of them, in full; none: all.")
+        str | None, typer.Argument(metavar="METHOD", show_default=False, help="One method, in full; default: list all.")
     ] = None,
     plugins: Plugins = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the objectives: the family, and published methods beside it.
+    """List the objectives: the family and published methods.
 
     Each is a value of `objective.method` of a run, and an entry of
     `axes.published` of a study.
@@ -103,7 +103,7 @@ def _print_one(about: dict[str, Any]) -> None:
         about["name"]: about["summary"],
         "formula": about["formula"],
         "parameters": given or "none",
-        "needs": ", ".join(about["needs"]) or "nothing beside both distributions",
+        "needs": ", ".join(about["needs"]) or "only both distributions",
         "source": about["citation"],
         "beside the family": about["departures"],
     }

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from gatespace.study.records import RunSpec
 
 _SUPPORT = """\
-A claim needs p < .05 in the exact sign-flip test, whose p is at least 2/2ⁿ: for
-a group n counts fresh (task, seed) blocks; one comparison by itself has its
-fresh seeds, and Holm's adjustment for those beside it. Whether a difference is
-large enough to be found is another question, and the report's."""
+A claim needs p < .05 in the exact sign-flip test, whose p is at least 2/2ⁿ. For
+a group n counts fresh (task, seed) blocks; for a single comparison it counts
+fresh seeds, with Holm's adjustment for the other comparisons. The report says
+whether a difference is large enough to be detected."""
 
 
 def plan(
@@ -38,11 +38,11 @@ def plan(
     ] = True,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show the runs and the comparisons of a study before anything is trained.
+    """Show the runs and comparisons of a study before training anything.
 
     Runs that several comparisons need are trained once. A cell that cannot
     exist by construction is N/A with its reason, and is not missing data.
-    Whether the seeds are enough to support anything is counted too.
+    It also says whether there are enough seeds to support a claim.
 
     \b
     gatespace plan demo
@@ -137,7 +137,7 @@ def _support(found: Reach) -> Table:
 
 
 def _chooses(seed: int | None) -> str:
-    return "no seed chooses: all are fresh" if seed is None else f"seed {seed} chooses, and is not fresh"
+    return "no selection seed: all are fresh" if seed is None else f"seed {seed} is the selection seed, not fresh"
 
 
 def _possible(claim: Claim) -> str:

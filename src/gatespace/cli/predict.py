@@ -51,7 +51,7 @@ def predict(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="FILE", show_default=False, help="Write .jsonl or .csv; a stop loses nothing."
+            "--output", "-o", metavar="FILE", show_default=False, help="Write .jsonl or .csv; resumes after a stop."
         ),
     ] = None,
     probabilities: Annotated[bool, typer.Option("--probabilities", help="Score all labels; generate nothing.")] = False,
@@ -92,16 +92,16 @@ def predict(
     With --probabilities the label is the most probable one of the task, with
     its probability among the labels between two tabs; JSON and CSV have the
     probability of every label, the margin to the second, and the mass that
-    the model gives to the labels together. --threshold leaves texts without
-    a label on which the model is not confident enough.
+    the model gives to the labels together. --threshold gives no label to
+    texts on which the model is not confident enough.
 
     A model of a text task (task.text) responds: FILE has the columns of its
     prompt template, or its conversations; lines of text are prompts where the
     template has one column. Prints one response per line, with its own line
     breaks as spaces; JSON has it as it is.
 
-    With --output nothing is lost when the command is stopped: what is done
-    lies beside the output, and the same command resumes.
+    With --output a stopped command loses nothing: what is done is in a file
+    next to the output, and the same command resumes.
     """
     from gatespace.cli.found_model import ModelOptions, find, task_section
     from gatespace.cli.prediction_file import check_output

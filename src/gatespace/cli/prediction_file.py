@@ -23,9 +23,9 @@ FORMS = (".jsonl", ".ndjson", ".csv")
 def check_output(path: Path) -> None:
     """Raise where predictions cannot be written to `path`; before the model is loaded, which takes long."""
     if path.suffix not in FORMS:
-        raise UsageError("the form of the output is not known", got=path.name, instead=f"one of {', '.join(FORMS)}")
+        raise UsageError("unknown output format", got=path.name, instead=f"one of {', '.join(FORMS)}")
     if path.exists():
-        raise UsageError("the output is there already", got=path, instead="another name, or remove it first")
+        raise UsageError("the output exists already", got=path, instead="another name, or remove it first")
     if not path.parent.is_dir():
         raise UsageError("there is no such folder", got=path.parent)
 
@@ -67,7 +67,7 @@ class PredictionFile(Closing):
             record = json.loads(line)
             if record["text"] != next(texts, None):
                 raise UsageError(
-                    f"the input is not what it was: text {number} is another one",
+                    f"the input has changed: text {number} is different",
                     got=self.path,
                     why="it has the predictions of a stopped command with the same model and options",
                     instead=f"the same input, or remove {self.path}",

@@ -42,12 +42,12 @@ def run(
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Train, evaluate and compare all that a study plans, and write its report.
+    """Run a study: train, evaluate, compare, and write the report.
 
     A study that was stopped or killed resumes with the same command, and
     ends with the same numbers. A failed run is recorded with its error, and
-    the others go on. Test rows are read once per trained model, and every
-    read is recorded; what is shown on the way comes from validation.
+    the others continue. Test rows are read once per trained model, and
+    every read is recorded; results shown during the run are on validation.
 
     \b
     gatespace run demo                    minutes, on two cores, no download
@@ -56,7 +56,7 @@ def run(
     gatespace run my.yaml --engine ray --address auto --workers 16
     gatespace run my.yaml --engine ray --address auto --results s3://bucket/my
 
-    Exit code 0: all runs are done; 1: some failed; 2: a mistake in the call;
+    Exit code 0: all runs are done; 1: some failed; 2: wrong usage or settings;
     130 or 143: stopped by Ctrl-C or SIGTERM.
     """
     from gatespace.cli.study_view import StudyView

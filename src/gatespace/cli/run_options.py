@@ -42,7 +42,7 @@ Brief = Annotated[
         "--brief/--no-brief", show_default=False, help="Show the model the labels only, without instructions."
     ),
 ]
-Steps = Annotated[int | None, typer.Option("--steps", metavar="N", show_default=False, help="Updates of the model.")]
+Steps = Annotated[int | None, typer.Option("--steps", metavar="N", show_default=False, help="Number of updates.")]
 BatchSize = Annotated[
     int | None, typer.Option("--batch-size", metavar="N", show_default=False, help="Rows per update.")
 ]
@@ -51,7 +51,7 @@ LearningRate = Annotated[
 ]
 Seed = Annotated[
     int | None,
-    typer.Option("--seed", metavar="N", show_default=False, help="Of the order of rows and of sampling."),
+    typer.Option("--seed", metavar="N", show_default=False, help="Seed for the order of rows and for sampling."),
 ]
 Output = Annotated[
     Path | None,
@@ -72,7 +72,7 @@ Plugins = Annotated[
     ),
 ]
 Processes = Annotated[
-    int, typer.Option("--processes", metavar="N", min=1, help="Processes of this machine that train together.")
+    int, typer.Option("--processes", metavar="N", min=1, help="Processes on this machine that train together.")
 ]
 ListSettings = Annotated[bool, typer.Option("--settings", help="List every setting with its default, and exit.")]
 DryRun = Annotated[

@@ -14,7 +14,7 @@ def status(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a study, e.g. studies/demo.")],
     as_json: options.AsJson = False,
 ) -> None:
-    """Show how far a study is. It may be running in another terminal, or stopped.
+    """Show the progress of a study, running or stopped.
 
     \b
     gatespace status studies/demo

@@ -33,13 +33,13 @@ Sets = Annotated[
     typer.Option("--set", metavar="PATH=VALUE", show_default=False, help="Any setting, e.g. train.steps=20."),
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="One seed and few points, in a folder of its own.")]
-Yes = Annotated[bool, typer.Option("--yes", help=f"Go on where there are more than {MANY_RUNS} runs.")]
+Yes = Annotated[bool, typer.Option("--yes", help=f"Continue if there are more than {MANY_RUNS} runs.")]
 TrustPlugins = Annotated[
     bool, typer.Option("--trust-plugins", help="Import the Python files that the study names, without --plugin FILE.")
 ]
 Output = Annotated[
     Path | None,
-    typer.Option("--output", "-o", metavar="DIR", show_default=False, help="The study's folder; else studies/NAME."),
+    typer.Option("--output", "-o", metavar="DIR", show_default=False, help="The study's folder, else studies/NAME."),
 ]
 
 

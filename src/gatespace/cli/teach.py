@@ -35,7 +35,7 @@ def teach(
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Make a teacher: fine-tune a model on the right labels of a task.
+    """Make a teacher: fine-tune a model on the labels of a task.
 
     Only the teacher's share of the training rows is used, so that the texts
     of a later `gatespace train` are new to it. A run that was stopped resumes

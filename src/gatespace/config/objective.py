@@ -73,7 +73,7 @@ class ObjectiveConfig(Section):
 
     params: Annotated[dict[str, Parameter], BeforeValidator(method_parameters)] = Field(default={})
     """Parameters of the method by name, e.g. {lam: 0.388} for static, {beta: 1.0} for todi, {tau: 0.8, alpha: 1.0} for
-    eopd. What is not named has the published default."""
+    eopd. Others have the published default."""
 
     top_k: Count = 8
     """K of the entropy signals h and u. The paper does not say its K; a two-label tie has h = log 2 / log K, so
@@ -90,7 +90,7 @@ class ObjectiveConfig(Section):
     constants. What the gate gains over this is due to where it puts λ, not to which values it has."""
 
     support: Literal["full", "bucket", "hybrid", "renorm", "recipe", "student", "labels", "labels+rest"] = "full"
-    """What both KLs sum over at a token: full is all of the vocabulary; bucket, hybrid, renorm and recipe make do with
+    """What both KLs sum over at a token: full is all of the vocabulary; bucket, hybrid, renorm and recipe need only
     the teacher's top-K; student is the student's top-K, and the rest as one outcome. labels: at each text the task's
     labels instead, as whole responses, normalised over them; nothing is sampled, and student and teacher may have
     different tokenizers. labels+rest: with all other responses as one more outcome."""

@@ -80,10 +80,11 @@ class TrainConfig(Section):
     """Prompts per step."""
 
     seed: Seed = 42
-    """Of the order of the prompts and of sampling. The paper's single runs have 42, its replications 42, 2 and 3."""
+    """Seed for the order of the prompts and for sampling. The paper's single runs have 42, its replications 42, 2 and
+    3."""
 
     plugins: tuple[Name, ...] = ()
-    """Python files or modules of your own, imported before the run: signals, objectives or tasks that they register are
+    """Your own Python files or modules, imported before the run: signals, objectives or tasks that they register are
     known by name. Their source is part of the run's identity."""
 
     output: Place = Path("runs/train")
@@ -250,7 +251,7 @@ class TeachConfig(Section):
     """Of the order of the rows."""
 
     plugins: tuple[Name, ...] = ()
-    """Python files or modules of your own, imported before the run: signals, objectives or tasks that they register are
+    """Your own Python files or modules, imported before the run: signals, objectives or tasks that they register are
     known by name. Their source is part of the run's identity."""
 
     output: Place = Path("runs/teach")

@@ -86,13 +86,13 @@ class LoraConfig(Section):
     """Train low-rank additions to the weights (LoRA) instead of the weights."""
 
     r: Count = 16
-    """The rank of the additions."""
+    """The rank of the adapters."""
 
     alpha: Positive = 32.0
-    """The additions are scaled by alpha / r."""
+    """The adapters are scaled by alpha / r."""
 
     targets: Annotated[Literal["all-linear"] | tuple[str, ...], BeforeValidator(_targets)] = "all-linear"
-    """The layers that get additions: all-linear (all but the head), or a list of their names."""
+    """The layers that get adapters: all-linear (all but the head), or a list of their names."""
 
 
 SELF, SELF_EMA = "self", "self-ema"
@@ -109,16 +109,16 @@ class PairConfig(Section):
     teacher: Name | None = None
     """The model that scores: the same choices, e.g. the folder that `gatespace teach` wrote; zmq://HOST:PORT, where
     `gatespace teacher serve` has one; or vllm://HOST:PORT, where a vLLM server has one; or self, the student's own
-    weights as they are before training; or self-ema, an exponential moving average of its weights. Needed, unless
+    weights as they are before training; or self-ema, an exponential moving average of its weights. Required, unless
     `teachers` names several."""
 
     teachers: Annotated[dict[Name, Name], Field(min_length=1)] | None = None
-    """Several teachers in place of one, name → model, with the same choices: {math: runs/math, code: zmq://HOST:PORT}.
+    """Several teachers instead of one, name → model, with the same choices: {math: runs/math, code: zmq://HOST:PORT}.
     Each training row names its own in the column `teacher_column` of task.text or task.table."""
 
     ema_decay: Beta = 0.95
-    """Of the teacher self-ema: what it keeps of itself at every step; the rest is the student's. 0.95 is that of
-    SDPO (arXiv:2601.20802)."""
+    """For the teacher self-ema: the share of itself that it keeps at every step; the rest is the student's. 0.95 is
+    that of SDPO (arXiv:2601.20802)."""
 
     student_revision: Name | None = None
     """Branch, tag or commit of a student from the Hub; null: its main branch."""
@@ -141,7 +141,7 @@ class PairConfig(Section):
     """Run Python code that comes with a model. Only for models whose code you have read."""
 
     lora: LoraConfig | None = None
-    """Low-rank additions to the student; null: all its weights are trained."""
+    """LoRA adapters of the student; null: all its weights are trained."""
 
     def model(self, role: str) -> tuple[str, str | None, str]:
         """Name and revision of the ``student`` or the ``teacher``, and whose it is: student where that is `SELF`."""
@@ -165,12 +165,12 @@ class PairConfig(Section):
         if self.teacher is not None and self.teachers is not None:
             raise Fault("teachers", "a pair has a teacher or teachers, not both", instead="teacher: null")
         if self.teachers is not None and self.teacher_revision is not None:
-            raise Fault("teacher_revision", "of several teachers it is not said which", instead="null; folders stay")
+            raise Fault("teacher_revision", "it is not clear which of several teachers", instead="null; folders stay")
         models = self.scorers().values()
         if SELF_EMA in models and self.teacher_quantization is not None:
             raise Fault("teacher_quantization", "quantised weights cannot be averaged", instead="null")
         if SELF_EMA not in models and self.ema_decay != type(self).model_fields["ema_decay"].default:
-            raise Fault("ema_decay", "has a meaning for the teacher self-ema only")
+            raise Fault("ema_decay", "applies to the teacher self-ema only")
         return self
 
     def quantization(self, role: str) -> str | None:
@@ -228,11 +228,11 @@ class ExpectedConfig(Section):
     """The tree of responses that the student can write to a prompt, as far as it is looked at."""
 
     mass: Annotated[float, Strict(), AllowInfNan(False), Field(gt=0, le=1)] = 0.99
-    """A prompt's tree is searched, likeliest first, until ended responses of this probability in all were found."""
+    """A prompt's tree is searched, likeliest first, until finished responses of this total probability were found."""
 
     max_nodes: Count = 64
-    """The most nodes of a prompt's tree. A node is a beginning of responses, the empty one included; at each node the
-    loss of one token is learned from."""
+    """The most nodes of a prompt's tree. A node is a prefix of responses, including the empty one; each node
+    contributes the loss of one token."""
 
     rest: Literal["drop", "sample"] = "drop"
     """What the tree does not cover: drop leaves it out, sample draws one response per prompt from it, weighted so that
@@ -246,10 +246,11 @@ class RolloutConfig(Section):
     """Whose responses are learned from."""
 
     temperature: NotNegative = 1.0
-    """Of sampling. 1 is the student's own distribution, which the divergences speak of; 0 takes the likeliest token."""
+    """Sampling temperature. 1 is the student's own distribution, which the divergences assume; 0 takes the likeliest
+    token."""
 
     top_p: Annotated[float, Strict(), AllowInfNan(False), Field(gt=0, le=1)] = 1.0
-    """Sample from the most probable tokens with this mass in all; 1: from all."""
+    """Sample from the most probable tokens with this total mass; 1: from all."""
 
     max_new_tokens: Count = 32
     """The longest response, in tokens."""
@@ -261,18 +262,19 @@ class RolloutConfig(Section):
     """Where a response ends: json at the closed JSON object or the end token, eos at the end token only."""
 
     staleness: Annotated[int, Strict(), Field(ge=0, le=1)] = 0
-    """0: responses are written by the student that learns from them. 1: by the student of one update before, so that a
-    teacher elsewhere scores the next responses while the student updates. That is another run, with other numbers."""
+    """0: responses come from the current student. 1: from the student one update ago, so that a
+    teacher elsewhere scores the next responses while the student updates. This changes the numbers."""
 
     engine: Annotated[Name, AfterValidator(sampler_name)] = "native"
-    """What samples the student's responses: native is this process; vllm a vLLM server, which is given the student's
-    weights before every step and checked against them. Its numbers are close to the student's, not the same."""
+    """What samples the student's responses: native is this process; vllm a vLLM server, which gets the student's
+    weights before every step and is checked against them. Its numbers are close to the student's, not the same."""
 
     options: Options = Field(default={})
     """Settings of an engine other than native, e.g. {server: .venv-vllm/bin/python} for vllm."""
 
     expected: ExpectedConfig | None = None
-    """Learn from the mean over the student's own responses in place of samples, for short answers; null: samples."""
+    """Learn from the expectation over the student's own responses instead of samples, for short answers; null:
+    samples."""
 
     @property
     def room(self) -> int:
@@ -319,15 +321,15 @@ class TeacherPromptConfig(Section):
     turns."""
 
     system: Text | None = None
-    """The system's turn; "" for none, null: the student's."""
+    """The system message; "" for none, null: the student's."""
 
     examples: tuple[ShotConfig, ...] = ()
-    """Turns of user and assistant that stand before it, each {user: …, assistant: …}."""
+    """Turns of user and assistant that come before it, each {user: …, assistant: …}."""
 
     @model_validator(mode="after")
     def _is_another(self) -> TeacherPromptConfig:
         if self.prompt is None and self.system is None and not self.examples:
-            raise Fault("", "names nothing that the student's prompt does not have", instead="null")
+            raise Fault("", "adds nothing to the student's prompt", instead="null")
         return self
 
 
@@ -345,14 +347,14 @@ class TeacherConfig(Section):
     """The folder that keeps scores over steps, seeds and runs: a path, auto (in the user's cache), or null for none."""
 
     cache_mb: Count = 4096
-    """The largest size of that folder in MiB; the oldest scores go first."""
+    """The maximum size of that folder in MiB; the oldest scores are evicted first."""
 
     options: TeacherOptions = Field(default={})
-    """Settings of a teacher behind an address, e.g. {timeout: 60, patience: 600, client_key: ..., server_key: ...}. Of
-    several teachers those of one stand under its name: {timeout: 60, math: {server_key: ...}}."""
+    """Settings of a teacher behind an address, e.g. {timeout: 60, patience: 600, client_key: ..., server_key: ...}.
+    With several teachers, those of one go under its name: {timeout: 60, math: {server_key: ...}}."""
 
     prompt: TeacherPromptConfig | None = None
-    """A prompt of the teacher's own: it scores the student's response tokens after this one. null: the student's."""
+    """The teacher's own prompt: it scores the student's response tokens after this one. null: the student's."""
 
 
 class OptimizerConfig(Section):
@@ -362,18 +364,18 @@ class OptimizerConfig(Section):
     """Learning rate."""
 
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """How fast AdamW forgets: of the gradient's mean, of its square."""
+    """AdamW's decay rates: of the gradient's mean, of its square."""
 
     eps: Positive = 1e-8
-    """Keeps AdamW's quotient finite."""
+    """AdamW's epsilon."""
 
     weight_decay: NotNegative = 0.0
     """Decoupled weight decay. The paper does not name one; at its learning rate and length even 0.01 would shrink a
-    weight by two millionths, and 0 leaves the loss as all that moves the weights."""
+    weight by two millionths, and with 0 only the loss moves the weights."""
 
     states: Literal["fp32", "8bit"] = "fp32"
     """AdamW's mean and square of the gradient: fp32, 8 bytes of a weight; or 8bit, 2 bytes, quantised in blocks of 256
-    (torchao), which is another run with other numbers. Not with engine.parallel: fsdp."""
+    (torchao), which changes the numbers. Not with engine.parallel: fsdp."""
 
     clip: Positive | None = 1.0
     """The largest norm of the gradient over all weights; null: not clipped."""
@@ -382,7 +384,7 @@ class OptimizerConfig(Section):
     """Steps over which the learning rate rises from 0."""
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """The course of the learning rate after the warm-up."""
+    """Learning rate schedule after the warm-up."""
 
     min_lr_ratio: Share = 0.0
     """Where the schedules linear and cosine end, as a share of lr."""
@@ -398,7 +400,7 @@ class TeachOptimizerConfig(OptimizerConfig):
     """Steps over which the learning rate rises from 0."""
 
     schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """The course of the learning rate after the warm-up."""
+    """Learning rate schedule after the warm-up."""
 
 
 class TeachEngineConfig(Section):
@@ -408,28 +410,28 @@ class TeachEngineConfig(Section):
     """fp32, or bf16 compute with fp32 master weights; auto: bf16 where the machine is fast at it."""
 
     device: Annotated[str, Strict(), AfterValidator(_device)] = "auto"
-    """auto, cpu, cuda, cuda:1 or xpu; auto: a GPU where there is one."""
+    """auto, cpu, cuda, cuda:1 or xpu; auto: a GPU if there is one."""
 
     deterministic: Switch = False
-    """Compute the same bits every time on a GPU, for some time more. A CPU does so in any case."""
+    """Bit-reproducible results on a GPU, at some cost in time. A CPU always has them."""
 
     threads: Count | None = None
-    """Threads of the CPU; null: as many as torch takes."""
+    """CPU threads; null: torch's default."""
 
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """How several processes (--processes) train one model: ddp, each with a whole copy; fsdp, each with a shard of its
-    weights, gradients and optimizer state. Both give the numbers of one process, but for rounding."""
+    weights, gradients and optimizer state. Both give the numbers of one process, up to rounding."""
 
     micro_tokens: Count | None = None
     """Most tokens in a micro-batch of the update; null: as many as need about 6 GiB, by the sizes of the model and the
-    shared prefix alone. Loss and gradient do not depend on it but for rounding."""
+    shared prefix alone. Loss and gradient do not depend on it, up to rounding."""
 
     packed: Switch | None = None
     """Run networks over packed tokens without padding; null: where the architecture allows it. Exact; false is for
     checking, and recomputes every prompt at every token."""
 
     activation_checkpointing: Switch | None = None
-    """Keep little of each layer for the backward pass, and compute the layer again there. Exact; for long texts and
+    """Store little of each layer for the backward pass, and recompute the layer there. Exact; for long texts and
     large models, at about a third more time. null: every second layer, where a text has more than about 340 tokens of
     its own; false: none."""
 
@@ -441,12 +443,12 @@ class EngineConfig(TeachEngineConfig):
     """Where and how the numbers are computed, with the speed-ups of distillation."""
 
     share_prompt: Switch = True
-    """Read a prompt once for all of its responses (rollout.per_prompt), and compute equal ones once. Exact; false is
+    """Compute a prompt once for all of its responses (rollout.per_prompt), and equal responses once. Exact; false is
     for checking."""
 
     reuse_rollout: Switch = True
-    """Update through the very pass over the prompts that the rollout began with, instead of reading them again with
-    the same weights. Exact; false is for checking."""
+    """Backpropagate through the rollout's own pass over the prompts, instead of repeating it with the same weights.
+    Exact; false is for checking."""
 
     fused: Switch = True
     """Compute the loss from hidden states and heads in chunks, so that logits of all tokens are never in memory. Exact;
@@ -454,41 +456,40 @@ class EngineConfig(TeachEngineConfig):
 
     chunk_mb: Positive | None = None
     """Megabytes of the logits of such a chunk; null: 60 on a CPU, whose cache holds little more, and 512 elsewhere,
-    where small products waste the device. The loss does not depend on it but for rounding."""
+    where small products waste the device. The loss does not depend on it, up to rounding."""
 
 
 class EvaluationConfig(Section):
     """Greedy decoding of held-out texts, and the accuracy of the parsed labels."""
 
     every: CountOrZero = 20
-    """Steps between two evaluations on the way, the first of them before training; 0: none on the way. A study, which
-    evaluates the student once for all runs, has 0 unless it says otherwise."""
+    """Steps between two evaluations during training, the first of them before training; 0: none. A study, which
+    evaluates the student once for all runs, has 0 by default."""
 
     split: Split = "val"
-    """The rows of the evaluations on the way."""
+    """The split of the evaluations during training."""
 
     limit: RowLimit = None
     """Evaluate on the first N rows only, of every split or, as {val: 300}, of those named; null: all. A shorter
-    validation split costs little but precision. A shorter test is for a glance, not for figures: the first rows of
+    validation split costs only precision. Do not report figures from a shorter test: the first rows of
     TweetEval's tests are easier than the rest."""
 
     max_new_tokens: Count = 32
     """The longest response, in tokens."""
 
     batch_size: Count = 64
-    """Most texts that are decoded together; fewer where they are so long that their keys and values would need more
-    than about 6 GiB."""
+    """Most texts decoded together; fewer if they are so long that their KV cache would need more than about 6 GiB."""
 
     final: Annotated[tuple[Split, ...], AfterValidator(_once)] = ("val", "test")
-    """The splits that are evaluated at the end."""
+    """The splits evaluated at the end."""
 
     probabilities: bool = False
-    """Look up the probability of every label too, in the evaluations at the end: log-loss, Brier score, calibration and
+    """Also score the probability of every label in the final evaluations: log-loss, Brier score, calibration and
     risk against coverage, in the run's files and in a study's report. Needs evaluation.engine: native."""
 
     patience: Count | None = None
-    """End the run after this many evaluations on the way in a row whose accuracy is not above the best before them;
-    null: all steps are done. The one before training counts. Needs evaluation.every, and a split other than test."""
+    """End the run after this many consecutive evaluations whose accuracy is not above the best before them; null: do
+    all steps. The one before training counts. Needs evaluation.every, and a split other than test."""
 
     def limit_of(self, split: str) -> int | None:
         """Only the first so many rows of the split are evaluated on; None: all of them."""
@@ -499,8 +500,8 @@ class TrainEvaluationConfig(EvaluationConfig):
     """Evaluation of a student."""
 
     engine: Annotated[Name, AfterValidator(sampler_name)] = "native"
-    """What generates: native is this process; otherwise the sampler of rollout.engine, which is given the student's
-    weights first. Where two tokens are equally probable but for rounding its response may be another."""
+    """What generates: native is this process; otherwise the sampler of rollout.engine, which gets the student's
+    weights first. If two tokens are equally probable up to rounding, its response may differ."""
 
 
 class CheckpointConfig(Section):
@@ -516,8 +517,8 @@ class CheckpointConfig(Section):
     """Write the trained model at the end; false: only its records."""
 
     select: Literal["last", "best"] = "last"
-    """The weights that a run ends with: those of its last step, or those of its best evaluation on the way, the first
-    of equals. Checkpoints then hold both. Needs evaluation.every, and a split other than test."""
+    """The weights that a run ends with: those of its last step, or those of its best evaluation during training, the
+    first if tied. Checkpoints then hold both. Needs evaluation.every, and a split other than test."""
 
 
 def choose_on_validation(evaluation: EvaluationConfig, checkpoint: CheckpointConfig) -> None:
@@ -527,7 +528,7 @@ def choose_on_validation(evaluation: EvaluationConfig, checkpoint: CheckpointCon
         return
     name = "checkpoint.select: best" if best else "evaluation.patience"
     if not evaluation.every:
-        raise Fault("evaluation.every", f"{name} needs evaluations on the way", instead="e.g. 20")
+        raise Fault("evaluation.every", f"{name} needs evaluations during training", instead="e.g. 20")
     if evaluation.split == "test":
         what = f"{name} chooses by this split, and a test that was chosen by says nothing any more"
         raise Fault("evaluation.split", what, instead="val")
@@ -545,7 +546,7 @@ class AlarmsConfig(Section):
     the last steps are beyond the threshold, and no better than as many steps before them."""
 
     window: Count = 10
-    """Steps that are looked at together; at least as many as trace.tokens_every for what is measured only so often."""
+    """Steps averaged; at least trace.tokens_every for what is measured only on those steps."""
 
     truncated: Share | None = 0.5
     """The share of responses that do not end before rollout.max_new_tokens: at least this much."""
@@ -560,13 +561,13 @@ class AlarmsConfig(Section):
     """The share of objective.top_k likeliest tokens that student and teacher have in common: at most this much."""
 
     repeated: Share | None = 0.3
-    """The share of a response's 4-grams that stand in it before: at least this much."""
+    """The share of a response's 4-grams that occurred in it before: at least this much."""
 
     legal: Share | None = 0.3
     """The share of responses that have a legal answer: at most this much. Tasks with labels only."""
 
     stop_on: Annotated[tuple[AlarmName, ...], AfterValidator(_once)] = ()
-    """Alarms that end the run, with a checkpoint and exit code 3. Without them here the same command resumes it."""
+    """Alarms that end the run, with a checkpoint and exit code 3. Remove them here, and the same command resumes it."""
 
     @model_validator(mode="after")
     def _stops_by_what_is_on(self) -> AlarmsConfig:
@@ -580,7 +581,8 @@ class TeachTraceConfig(Section):
     """What is recorded during training."""
 
     trackers: Annotated[tuple[Name, ...], AfterValidator(_once), AfterValidator(_trackers)] = ()
-    """Where metrics go beside metrics.jsonl: any of tensorboard, wandb, trackio, and what installed packages add."""
+    """Where metrics go in addition to metrics.jsonl: any of tensorboard, wandb, trackio, and what installed packages
+    add."""
 
 
 class TraceConfig(TeachTraceConfig):

@@ -286,7 +286,7 @@ class StudyConfig(Section):
             raise Fault("name", "is also the name of a folder", instead="a name without / and \\")
         for name in self.tasks:
             if not all(char.isalnum() or char in "_." for char in name):
-                raise Fault("tasks", f"{name!r} stands in ids and folders", instead="letters, digits, _ and .")
+                raise Fault("tasks", f"{name!r} is used in ids and folders", instead="letters, digits, _ and .")
         for key in ("task", "seed", "output"):
             if key in self.train:
                 raise Fault(f"train.{key}", "differs from run to run", instead="tasks, seeds, or the study's output")

@@ -81,7 +81,7 @@ class TableConfig(Section):
     """Shares of train that become val and test where the data has none."""
 
     carve_seed: Seed = 0
-    """The seed of that choice. The run's seed has no part in it, so that all seeds are tested on the same rows."""
+    """The seed of that choice. It is independent of the run's seed, so all seeds are tested on the same rows."""
 
     name: Name | None = None
     """The name of the task in reports; null: made from the source."""
@@ -101,7 +101,7 @@ class TextConfig(Section):
     """The user's turn, with columns in braces: "Describe: {mr}". A brace itself is written twice."""
 
     messages: Name | None = None
-    """In place of `prompt`: the column of a conversation, a list of {role, content} as TRL and OpenAI write it."""
+    """Instead of `prompt`: the column of a conversation, a list of {role, content} as TRL and OpenAI write it."""
 
     answer: Name | None = None
     """The column of the right response: a text, or a list of texts that are all right. null: the last turn of
@@ -110,25 +110,25 @@ class TextConfig(Section):
     metric: Name = "exact"
     """How a response is compared with the references, of which the best counts: exact, contains, regex (the reference
     is a regular expression), number (the last one, or that after ####), token_f1, rouge_l, bleu, chrf (the last three
-    need the extra `text`), or one that a plugin registers. Validation picks by it, and reports are about it."""
+    need the extra `text`), or one that a plugin registers. Validation selects by it, and reports use it."""
 
     also: tuple[Name, ...] = ()
-    """Further metrics that evaluations state."""
+    """Further metrics to evaluate."""
 
     columns: tuple[Name, ...] = ()
-    """Further columns that a plugin's metric looks at."""
+    """Further columns that a plugin's metric reads."""
 
     teacher_column: Name | None = None
     """The column that names the teacher of each training row, one of pair.teachers; null: all rows have the same."""
 
     system: Text = ""
-    """A turn of the system before all others; "" for none."""
+    """The system message; "" for none."""
 
     stop: tuple[Name, ...] = ()
-    """Texts at which a response ends, beside the end of the turn; they are no part of it."""
+    """Texts at which a response ends, in addition to the end of the turn; they are not part of it."""
 
     thinking: Switch = False
-    """Let a model that can think before it responds do so; what it thinks is trained on and not judged."""
+    """Enable thinking in models that support it; the thinking is trained on but not evaluated."""
 
     max_prompt_tokens: Count | None = None
     """The longest prompt, in tokens; null: as long as prompt and response fit into the context window."""
@@ -137,13 +137,13 @@ class TextConfig(Section):
     """What happens to a longer prompt: refuse is an error, truncate cuts the end of its longest turn."""
 
     group: Switch = True
-    """Make rows with the same prompt one row with the references of all. A teacher learns each of them."""
+    """Merge rows with the same prompt into one row with all references. A teacher learns each of them."""
 
     carve: CarveConfig = CarveConfig()
     """Shares of train that become val and test where the data has none."""
 
     carve_seed: Seed = 0
-    """The seed of that choice. The run's seed has no part in it, so that all seeds are tested on the same rows."""
+    """The seed of that choice. It is independent of the run's seed, so all seeds are tested on the same rows."""
 
     name: Name | None = None
     """The name of the task in reports; null: made from the source."""
@@ -197,18 +197,18 @@ class TaskConfig(Section):
     """The folder of TweetEval's files; null: $GATESPACE_TWEETEVAL, then the Hugging Face Hub."""
 
     table: TableConfig | None = None
-    """Labelled data of one's own, in place of a name."""
+    """Your own labelled data, instead of a name."""
 
     text: TextConfig | None = None
-    """Data of one's own whose responses are free text, in place of a name."""
+    """Your own data with free-text responses, instead of a name."""
 
     prefill: Text = '{"label": "'
     """How the assistant's turn begins, so that the first decoded token is the first token of a label and u says
-    something about the text. "" leaves all of the answer to the model; u is then near 0 for every text. It is "" for
-    free text, unless it is set."""
+    something about the text. With "" the model writes the whole answer; u is then near 0 for every text. The default
+    for free text is ""."""
 
     brief: Switch = False
-    """Show the labels only, without instructions: for models that are trained from nothing."""
+    """Show the labels only, without instructions: for models trained from scratch."""
 
     split: SplitConfig | None = SplitConfig(teacher=0.6, distill=0.4)
     """Disjoint parts of the training rows for the teacher and for distillation; null: all rows for both."""

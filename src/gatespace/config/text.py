@@ -35,7 +35,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
                 raise yaml.MarkedYAMLError(problem="a key must be a text", problem_mark=key_node.start_mark)
             if key_node.value in seen:
                 first = seen[key_node.value]
-                problem = f"the key {key_node.value!r} stands here and in line {first}"
+                problem = f"the key {key_node.value!r} appears here and in line {first}"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
             seen[key_node.value] = key_node.start_mark.line + 1
         # The text of a key is the key: `on:` and `1:` are names like any other.

@@ -109,14 +109,14 @@ def of_teacher(split: str, teacher: float, start: float, metric: str = "accuracy
     """Whether a teacher knows more than the student has known without it, by what their metric has come to."""
     if teacher > start:
         return []
-    seen = f"On {split} the teacher is right in {_percent(teacher)}, and the untouched student in {_percent(start)}."
+    seen = f"On {split} the teacher is right in {_percent(teacher)}, the student before training in {_percent(start)}."
     if metric != "accuracy":
-        seen = f"On {split} the teacher has {metric} {teacher:.3f}, and the untouched student {start:.3f}."
+        seen = f"On {split} the teacher has {metric} {teacher:.3f}, the student before training {start:.3f}."
     return [
         Concern(
             "teacher no better than the student",
             seen,
-            "There is little to learn from it: teach it longer or on more rows, or take another teacher.",
+            "There is little to learn from it: teach it longer or on more rows, or use another teacher.",
         )
     ]
 
@@ -127,7 +127,7 @@ def _evaluation(split: str, metrics: Metrics) -> Iterator[Concern]:
         yield Concern(
             "no label",
             f"{metrics.parse_failures} of {count} answers on {split} have no legal label.",
-            "The form of an answer is not learned yet: usually another learning rate or more steps help, or a larger "
+            "The answer format is not learned yet: usually another learning rate or more steps help, or a larger "
             "evaluation.max_new_tokens where labels are long.",
         )
     elif most.predicted >= ONE_ANSWER * count and best.accuracy < ONE_ANSWER:
@@ -135,8 +135,8 @@ def _evaluation(split: str, metrics: Metrics) -> Iterator[Concern]:
             "one label",
             f"{most.predicted} of {count} texts of {split} get the label {most.label!r}, which is right for "
             f"{most.correct} of them.",
-            "The model does not tell texts apart: usually another learning rate or more steps help, or training rows "
-            "in which no label prevails.",
+            "The model does not distinguish texts: usually another learning rate or more steps help, or training rows "
+            "in which no label dominates.",
         )
     if metrics.accuracy < best.accuracy:
         yield Concern(

@@ -137,7 +137,7 @@ class Evaluation:
         """Why there is no `without_duplicates`; empty if there is."""
         if self.without_duplicates is not None:
             return ""
-        return "every text also stands in train" if self.duplicates else f"{self.split} is not held against train"
+        return "every text also occurs in train" if self.duplicates else f"{self.split} is not compared with train"
 
     def as_json(self) -> dict[str, Any]:
         """All but the predictions."""

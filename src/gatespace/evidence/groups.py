@@ -43,13 +43,13 @@ def anova(accuracies: Mapping[str, Mapping[int, float]]) -> Anova | NotApplicabl
     if points < 2:
         return NotApplicable("fewer than two points were run")
     if seeds < 2:
-        return NotApplicable("one seed: no error to hold differences against")
+        return NotApplicable("one seed: no estimate of the error of a difference")
     values = np.array([value for _, _, value in rows])
     by_point, by_seed = _indicators([point for point, _, _ in rows]), _indicators([seed for _, seed, _ in rows])
     constant = np.ones((len(rows), 1))
     design = np.hstack([constant, by_point, by_seed])
     if np.linalg.matrix_rank(design) < points + seeds - 1:
-        return NotApplicable("the runs that are done do not tell points and seeds apart")
+        return NotApplicable("the finished runs do not separate points from seeds")
     model = OLS(values, design).fit()
     if model.df_resid < 1:
         return NotApplicable("too few runs: no degree of freedom is left for the error")
@@ -94,9 +94,7 @@ def block_claim(
     """
     kept = [found for found in differences if found.seed != exclude_seed]
     if not kept:
-        return NotApplicable(
-            "no comparable runs" if not differences else "no seed but the one that choices were made on"
-        )
+        return NotApplicable("no comparable runs" if not differences else "no seed other than the selection seed")
     blocks, used, total = _blocks(kept)
     if not blocks:
         return NotApplicable("no cell was run at every seed of its task")

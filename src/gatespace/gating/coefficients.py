@@ -198,7 +198,7 @@ class Gate:
             return cls(**{name: value.get(name, 0.0) for name in COEFFICIENTS}, extra=extra)
         if isinstance(value, Sequence) and len(value) == len(COEFFICIENTS):
             return cls(*value)
-        raise UsageError("this is no gate", got=repr(value), instead="G5, [4, 0, -1, 0] or {a: 4, c: -1}")
+        raise UsageError("this is not a gate", got=repr(value), instead="G5, [4, 0, -1, 0] or {a: 4, c: -1}")
 
     # ------------------------------------------------------------------ reading it
 

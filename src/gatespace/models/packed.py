@@ -261,7 +261,7 @@ class Decoding:
         prefix, cache = forward.prefix, forward.cache
         if len({key.device for key, _ in cache.layers}) > 1:
             raise UsageError(
-                "a model that is spread over several devices scores, and writes nothing",
+                "a model that is spread over several devices can score but not generate",
                 got=body.model.name,
                 instead="one device: pair.teacher_device: cuda:1",
             )

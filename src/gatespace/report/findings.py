@@ -146,7 +146,7 @@ def _below_start(view: View) -> Iterator[str]:
         text = f"{view.said(task)}: {point} ({kind}) ends below its start: {_percent(fmean(shares))}"
         if len(shares) > 1:
             text += f" on average over {len(shares)} seeds ({_percent(min(shares))} to {_percent(max(shares))})"
-        text += f", the untouched student {_percent(start)}"
+        text += f", the student before training {_percent(start)}"
         if gain.low is None:
             yield f"{text}. With one seed, noise is not known."
             continue
@@ -389,7 +389,7 @@ def _limits(view: View) -> list[str]:
     for task, known in view.analysis.baselines.items():
         if known.duplicates:
             found.append(
-                f"{task}: {known.duplicates} of {known.rows} test texts also stand in train; {view.metric(task)} "
+                f"{task}: {known.duplicates} of {known.rows} test texts also occur in train; {view.metric(task)} "
                 "without them is in a table."
             )
     return found

@@ -57,7 +57,7 @@ GLOSSARY: tuple[tuple[str, str], ...] = (
     ("p", "How often a difference as large would come out if there were none. Adjusted (Holm, BH): for the number of comparisons made."),  # noqa: E501
     ("sign-flip", "An exact test without assumptions about the shape of errors. With n seeds its p is at least 2/2ⁿ, its floor."),  # noqa: E501
     ("detectable", "The smallest true difference that a two-sided paired t-test at .05 finds in 80 % of repetitions, with so many seeds and as much as they differ. A group, a comparison and a typical comparison of the study have their own."),  # noqa: E501
-    ("best constant", "The accuracy of giving the split's most frequent label to every text: to be had without reading any."),  # noqa: E501
+    ("best constant", "The accuracy of giving the split's most frequent label to every text, without reading any."),
     ("balanced accuracy", "The mean over labels of the share of their texts that are right. One label for all gives 1 / labels."),  # noqa: E501
     ("macro-F1", "The mean over labels of F1: a label that is rare counts as much as one that is frequent."),
     ("N/A", "Not missing: by construction there is no such comparison."),

@@ -123,7 +123,7 @@ def _sd_pp(shares: Sequence[float]) -> float | None:
 
 
 @_table(
-    "baselines", "What stands beside every accuracy",
+    "baselines", "Reference accuracies",
     (
         TASK, text("data"), count("rows", "test rows"), percent("best_constant", "best constant, %"),
         percent("start", "start, %"), percent("trained", "family, mean %"), signed_pp("gain", "gain, pp"),
@@ -163,7 +163,7 @@ def point_records(view: View, task: str, *kinds: str) -> Iterator[dict[str, Any]
 
 
 @_table(
-    "points", "Points: accuracy over seeds, beside start, best constant and teacher",
+    "points", "Points: accuracy over seeds, with start, best constant and teacher",
     (
         TASK, POINT, text("kind"), text("gate", "a,b,c,d"), SEEDS, percent("accuracy", "accuracy, mean %"),
         percent("low", "95 % from"), percent("high", "to"), pp("sd", "SD, pp"),
@@ -210,12 +210,12 @@ def _with_sources(view: View, note: str, names: Iterable[str] | None = None) -> 
 
 
 @_table(
-    "duplicates", "Accuracy with and without test texts that stand in train",
+    "duplicates", "Accuracy with and without test texts that occur in train",
     (
         TASK, POINT, SEEDS, count("rows", "test rows"), count("duplicates", "of them in train"),
         percent("accuracy", "all rows, %"), percent("without", "without those, %"), signed_pp("change", "change, pp"),
     ),
-    stub=2, note="Means over seeds.", empty="No test text stands in train.",
+    stub=2, note="Means over seeds.", empty="No test text occurs in train.",
 )  # fmt: skip
 def _duplicates(view: View) -> Iterator[Record]:
     for task, point in _task_points(view):
@@ -391,7 +391,7 @@ def _wrong_texts(view: View) -> Table:
         text("student", "student said (seeds)"), text("start", "before training"),
     )  # fmt: skip
     return Table.of(
-        "wrong-texts", "Ten texts that the trained student has wrong", columns, records, stub=2, note=" ".join(counts),
+        "wrong-texts", "Ten texts that the trained student gets wrong", columns, records, stub=2, note=" ".join(counts),
         empty="Nothing was evaluated yet.",
     )  # fmt: skip
 
@@ -761,7 +761,7 @@ def _examples(view: View) -> Iterator[Record]:
     "not-applicable", "Cells that cannot be by construction",
     (TASK, AXIS, text("left", "point"), text("right", "against"), text("reason", "why there is none")),
     stub=4, empty="There are none.",
-    note="N/A is no missing number: the restriction keeps nothing of such a point.",
+    note="N/A is not a missing number: the restriction keeps nothing of such a point.",
 )  # fmt: skip
 def _not_applicable(view: View) -> Iterable[Record]:
     cells = [_row(_cells(c), right=c.restriction or c.right) for c in view.results.comparisons if c.status == "n/a"]

@@ -127,7 +127,7 @@ def _no_pattern(reference: str) -> str:
     try:
         re.compile(reference)
     except re.error as error:
-        return f"it is no regular expression: {error}"
+        return f"it is not a regular expression: {error}"
     return ""
 
 

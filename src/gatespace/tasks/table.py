@@ -295,9 +295,9 @@ def read_rows(path: Path, columns: Sequence[str], notes: list[str], *, settings:
     """The rows of a file, all of which have `columns`."""
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
-        raise UsageError(f"{path} has an ending that is not known", instead=f"one of {', '.join(_READERS)}")
+        raise UsageError(f"{path} has an unknown file extension", instead=f"one of {', '.join(_READERS)}")
     if not path.is_file():
-        why = "" if path.is_absolute() else "it is looked for from the folder in which the command runs"
+        why = "" if path.is_absolute() else "paths are relative to the working directory"
         raise UsageError("no such file", got=path, why=why)
     for where, row in reader(path, columns, notes):
         if row is not None:

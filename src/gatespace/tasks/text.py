@@ -60,7 +60,7 @@ class Template:
         try:
             self._parts = [(before, name, spec, kind) for before, name, spec, kind in Formatter().parse(text)]
         except ValueError as error:
-            raise UsageError("this is no template", got=repr(text), why=str(error), instead=_BRACES) from error
+            raise UsageError("this is not a template", got=repr(text), why=str(error), instead=_BRACES) from error
         for _, name, spec, kind in self._parts:
             if name == "" or spec or kind:
                 raise UsageError("braces hold the name of a column and nothing else", got=repr(text), instead=_BRACES)

@@ -206,7 +206,7 @@ class ScoreCache(Closing):
             except (sqlite3.Error, UnicodeError, OSError) as error:  # UnicodeError: a message that quotes damaged bytes
                 if not self._recover(error, writes=writes):
                     return None
-        self._stop("it is damaged again and again")
+        self._stop("it is damaged repeatedly")
         return None
 
     def _recover(self, error: sqlite3.Error | UnicodeError | OSError, *, writes: bool) -> bool:

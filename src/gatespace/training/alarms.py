@@ -159,7 +159,7 @@ _RULES: Mapping[str, _Rule] = {
             f"responses had {now.mean('response_length'):.1f} tokens, and {first.mean('response_length'):.1f} in the "
             "first steps"
         ),
-        f"{_SMALLER}. Where the teacher answers like that there is nothing to mend: alarms.length: null.",
+        f"{_SMALLER}. Where the teacher answers like that nothing is wrong: alarms.length: null.",
     ),
     "entropy": _Rule(
         _entropy,
@@ -182,13 +182,13 @@ _RULES: Mapping[str, _Rule] = {
     ),
     "repeated": _Rule(
         _column("repeated_ngrams"),
-        lambda value, now, first: f"{_percent(value)} of the 4-grams of a response stood in it before",
+        lambda value, now, first: f"{_percent(value)} of the 4-grams of a response occurred in it before",
         f"{_SMALLER}, or a smaller rollout.max_new_tokens: a teacher finds repetition probable once it has begun.",
     ),
     "legal": _Rule(
         _column("legal_answers"),
         lambda value, now, first: f"{_percent(value)} of the responses had a legal answer",
-        "The form of an answer is not learned, or was lost. Usually more steps help, a smaller learning rate, or some "
+        "The answer format is not learned, or was lost. Usually more steps help, a smaller learning rate, or some "
         "right answers among the responses (rollout.from).",
         high=False,
         sampled=True,

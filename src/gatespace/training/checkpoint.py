@@ -218,7 +218,7 @@ def _statement(step: int, state: Mapping[str, Any], digests: Mapping[str, str]) 
     try:
         json.dumps(state)
     except (TypeError, ValueError) as error:
-        raise UsageError("the state of a checkpoint holds something that JSON has no form for", got=error) from None
+        raise UsageError("the state of a checkpoint holds something that JSON cannot represent", got=error) from None
     body = {"format": _FORMAT, "state": state, "step": step, **digests}
     return json.dumps({**body, "checksum": _seal(body)}, sort_keys=True, indent=1) + "\n"
 

@@ -241,7 +241,7 @@ class Job(ABC):
         fingerprint, *others = processes.gather(None if whole is None else whole.fingerprint())
         with processes.together():
             if any(other not in (None, fingerprint) for other in others):
-                raise RunError("the processes of this run have come to different weights")
+                raise RunError("the processes of this run have different final weights")
             if processes.first and whole is not None:
                 run.check_claim()
                 remove_leftovers(run.model)

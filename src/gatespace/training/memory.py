@@ -327,7 +327,7 @@ def device_bytes(text: str, setting: str = "--device-memory") -> int:
         number, unit, binary = match.groups()
         size = int(Fraction(number) * (1024 if binary else 1000) ** _UNITS[unit.upper()])
     if size <= 0:
-        raise UsageError(f"{setting}: this is no size of a device's memory", got=text, instead="80GB, or 24GiB")
+        raise UsageError(f"{setting}: this is not a memory size", got=text, instead="80GB, or 24GiB")
     return size
 
 

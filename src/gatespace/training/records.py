@@ -123,7 +123,7 @@ class Records:
             f"the run was ended after step {done} of {job.config.steps} by an alarm (alarms.stop_on): {names}",
             got=" ".join(alarm.seen for alarm in found),
             why=" ".join(alarm.helps for alarm in found),
-            instead="other settings in another output folder; or, to go on all the same, the same command without "
+            instead="other settings in another output folder; or, to continue anyway, the same command without "
             f"{names} in alarms.stop_on, which resumes after step {done}",
         )
         error.raised_by = 0
@@ -164,10 +164,10 @@ class Records:
                 self.checkpoint(step)
             where = f"resumes from step {step}" if keep else "starts again"
             raise TeacherAwayError(
-                f"step {step + 1} could not be done: {error.what}",
+                f"step {step + 1} could not run: {error.what}",
                 got=error.got,
                 why=error.why,
-                instead=f"see to the teacher; the same command then {where}",
+                instead=f"check the teacher; the same command then {where}",
             ) from error
         except GatespaceError as error:
             rank = job.processes.rank

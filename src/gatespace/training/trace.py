@@ -228,9 +228,9 @@ class Trace:
         """Go on from what `state` gave."""
         if set(state) != set(self._run) or len(state["lam_hist"]) != BINS:
             raise UsageError(
-                "this is not the state of a trace that this gatespace goes on from",
+                "this is not the state of a trace that this gatespace can resume from",
                 got=", ".join(sorted(state)),
-                instead="go on with the gatespace that wrote it, or remove the run's checkpoints to start it again",
+                instead="resume with the gatespace that wrote it, or remove the run's checkpoints to start it again",
             )
         self._run = {**state, "lam_hist": list(state["lam_hist"])}
         self._step = None

@@ -178,7 +178,7 @@ def test_another_study_is_not_joined(trained, tmp_path):
     (other / "study.yaml").write_text(dump_yaml(small(points=["G4"])))
     with pytest.raises(UsageError, match="differ in points"):
         merge([trained, other], tmp_path / "out")
-    with pytest.raises(UsageError, match="there already"):
+    with pytest.raises(UsageError, match="exists already"):
         merge([trained], other)
 
 

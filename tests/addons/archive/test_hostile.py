@@ -130,7 +130,7 @@ def test_manifests_that_pack_would_not_write(tmp_path, manifest, why):
 def test_files_that_are_no_records(tmp_path, name):
     """The last: a run that is not done has no metrics in an archive."""
     entries = named(entry("study.yaml", STUDY), entry(name, b"x"))
-    refused(archive(tmp_path / "a.tar.xz", entries, [file("study.yaml", STUDY), file(name, b"x")]), "no record")
+    refused(archive(tmp_path / "a.tar.xz", entries, [file("study.yaml", STUDY), file(name, b"x")]), "not a record")
 
 
 def test_a_file_beyond_the_manifest(tmp_path):

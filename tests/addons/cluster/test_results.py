@@ -354,5 +354,5 @@ def test_the_command_takes_a_url(tmp_path, both, cli_run):
     assert len(json.loads(result.stdout)["done"]) == len(list(far.glob("*/*/done")))
     wrong = cli_run("run", file, "--output", tmp_path / "no", "--results", "nothing")
     assert wrong.exit_code == 2
-    assert "no URL" in wrong.stderr
+    assert "not a URL" in wrong.stderr
     assert not (tmp_path / "no").exists()

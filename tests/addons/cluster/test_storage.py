@@ -47,7 +47,7 @@ def test_what_was_not_put_to_its_end_is_not_there(storage, tmp_path):
 def test_a_put_that_fails_on_the_way_leaves_nothing_that_counts(storage, tmp_path):
     (tmp_path / "url/x/b").mkdir(parents=True)  # no file can go there
     (tmp_path / "url/x/b/in_the_way").touch()
-    with pytest.raises(RunError, match="x/b could not be put"):
+    with pytest.raises(RunError, match="x/b could not be uploaded"):
         storage.put_folder(filled(tmp_path / "here", a="one", b="two", c="three"), "x", last="done")
     assert storage.names("x") == ["a", "b"]
 
@@ -85,7 +85,12 @@ def test_a_last_file_of_another_kind_is_refused(storage, tmp_path, content):
 
 @pytest.mark.parametrize(
     ("url", "text"),
-    [("/a/folder", "no URL"), ("s3://", "no URL"), ("memory://x", "no other process"), ("nosuch://x/y", "nosuch")],
+    [
+        ("/a/folder", "not a URL"),
+        ("s3://", "not a URL"),
+        ("memory://x", "no other process"),
+        ("nosuch://x/y", "nosuch"),
+    ],
 )
 def test_urls_that_cannot_be(url, text):
     with pytest.raises(UsageError, match=text):

@@ -237,7 +237,7 @@ def test_duplicates_and_weak_results_are_told(changed: Callable[..., Path]) -> N
 
     rewrite(folder / "summary.json", change)
     card = card_of(folder)
-    assert "3 of these test texts also stand in the training rows" in card
+    assert "3 of these test texts also occur verbatim in the training rows" in card
     assert rows(card)["test without them"].startswith("9 | 2 | 0.2222 | 0.5556 (a\\|b) | 0.2500")
     assert "On test it is right less often than the best constant" in card
     assert "| 4 | 1 | 0.2500 | 0.7500 (a\\|b) | 0.5000 |" in card

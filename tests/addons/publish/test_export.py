@@ -175,7 +175,7 @@ def test_weights_that_the_numbers_are_not_about_are_refused(cli, trained, tmp_pa
     save_file(changed, copy / "model" / "model.safetensors", metadata={"format": "pt"})
     result = cli("export", copy, "--output", tmp_path / "out")
     assert result.exit_code == 2
-    assert "the weights of this run are not those that it has evaluated" in result.stderr
+    assert "the weights of this run are not those that it evaluated" in result.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -186,7 +186,7 @@ def test_other_people_s_folders_are_left_alone(cli, trained, taught, tmp_path):
     before = weights(taught.folder / "model")
     for place, message in (
         (foreign, "not written over what gatespace has not written itself"),
-        (taught.folder / "model", "holds a model that is no export, and it would be lost"),
+        (taught.folder / "model", "holds a model that is not an export, and it would be lost"),
         (trained / "model", "an export is a folder of its own"),
         (trained, "an export is a folder of its own"),
     ):
@@ -259,7 +259,7 @@ def test_a_run_of_a_study_has_its_evidence(cli, study, trained, tmp_path):
 def test_a_run_of_another_study_is_none_of_this_one_s(cli, study, taught, tmp_path):
     result = cli("export", taught.folder, "--output", tmp_path / "out", "--study", study)
     assert result.exit_code == 2
-    assert "error: this run is none of the study's\n" in result.stderr
+    assert "error: this run is not part of the study\n" in result.stderr
 
 
 # ---------------------------------------------------------------------------------------------------- the Hub
@@ -481,13 +481,13 @@ def test_nothing_leaves_without_being_asked(hub, child, trained, tmp_path):
     assert done.stdout.count("exit 2") == 2, done.stdout + done.stderr
     assert done.stdout.count("exit 1") == 2
     assert (tmp_path / "plain" / "README.md").is_file()
-    assert "error: --private: this repository is there and everybody can read it" in done.stderr
+    assert "error: --private: this repository exists and is public" in done.stderr
     assert hub.repos == {"me/public": {"private": False, "files": {"README.md": b"old"}, "commits": []}}
     assert "error: the push to closed/model failed" in done.stderr
     assert "You don't have the rights" in done.stderr
     assert (tmp_path / "b" / "README.md").is_file()  # the folder here is whole
     assert "error: the Hub refuses this login" in done.stderr
-    assert "error: the Hub does not know who is pushing" in done.stderr
+    assert "error: not logged in to the Hub" in done.stderr
     assert not (tmp_path / "a").exists()
     assert not (tmp_path / "c").exists()
     assert [line for line in hub.seen if line.startswith(("POST", "PUT"))] == ["POST /api/repos/create"]

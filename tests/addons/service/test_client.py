@@ -453,7 +453,7 @@ def test_another_teacher_than_before_is_refused(stage: Callable[..., Actor], cli
         actor.welcome(server="server-2", fingerprint="other")
 
     remote, _ = asked(stage(play), client)
-    with pytest.raises(TeacherAwayError, match="another one than before") as caught:
+    with pytest.raises(TeacherAwayError, match="has changed") as caught:
         remote.score([[1]], [[2]])
     assert "fingerprint is other, and was f" in str(caught.value)
 

@@ -79,7 +79,7 @@ def test_serve_until_told_to_end(folder: Path, model: Model, run: Any, tmp_path:
         events = [json.loads(line) for line in out.splitlines()]
         assert events[-1]["event"] == "ended"
         assert events[-1]["requests"] == 2
-        assert any(event.get("text", "").startswith("asked to end") for event in events)
+        assert any(event.get("text", "").startswith("shutting down") for event in events)
         assert err == ""
 
 

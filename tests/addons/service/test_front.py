@@ -105,7 +105,7 @@ def test_an_endless_message_does_not_fill_the_memory(
     for line in lines:
         line.close()
     os.lseek(log.fileno(), 0, os.SEEK_SET)
-    assert b"127.0.0.1 was disconnected: 4 MiB of messages that do not end" in log.read()
+    assert b"127.0.0.1 was disconnected: 4 MiB of unfinished messages" in log.read()
     service.end()
 
 

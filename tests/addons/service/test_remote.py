@@ -187,12 +187,12 @@ def test_a_service_that_stays_away_ends_the_run_which_can_go_on(
     remote = make("remote", service, teacher={"options": {"timeout": 0.3, "patience": 3.0}, "cache": None}, **settings)
     train(local)
     listener = Eventful(step3=service.kill)
-    with pytest.raises(TeacherAwayError, match="could not be done: the teacher at") as caught:
+    with pytest.raises(TeacherAwayError, match="could not run: the teacher at") as caught:
         train(remote, listener)
     done = listener.steps[-1]
     assert done == 3 or (done == 4 and staleness == 1)  # what was asked ahead may have been answered before the end
     assert caught.value.what.startswith(f"step {done + 1} could not")
-    assert caught.value.instead == f"see to the teacher; the same command then resumes from step {done}"
+    assert caught.value.instead == f"check the teacher; the same command then resumes from step {done}"
     assert caught.value.exit_code == 1
     assert [path.name for path in (remote.output / "checkpoints").iterdir()] == [f"step-00000{done}"]
     with pytest.raises(TeacherAwayError):  # it is still away: nothing is lost
@@ -233,7 +233,7 @@ def test_a_service_that_comes_back_with_another_model_is_refused(
         services[-1].kill()
         services.append(nursery.start(tiny.teacher, service.port))
 
-    with pytest.raises(TeacherAwayError, match="another one than before"):
+    with pytest.raises(TeacherAwayError, match="has changed"):
         train(remote, Eventful(step2=another))
     with pytest.raises(UsageError, match="this folder holds another run") as caught:
         train(remote)
@@ -289,7 +289,7 @@ def test_commands_know_an_address(service: Service, tmp_path: Path) -> None:
     dry = call("train", "--teacher", "zmq://127.0.0.1:1", *words, "--dry-run", "--json")
     assert dry.exit_code == 0, dry.stderr
     estimate = json.loads(dry.stdout)["estimate"]
-    assert any("the teacher at zmq://127.0.0.1:1 was not asked" in note for note in estimate["notes"])
+    assert any("the teacher at zmq://127.0.0.1:1 was not contacted" in note for note in estimate["notes"])
     assert "teacher_parameters" not in estimate
     assert "teacher_weights" not in estimate["memory_bytes"]
     assert "# note" in call("train", "--teacher", "zmq://127.0.0.1:1", *words, "--dry-run").stdout

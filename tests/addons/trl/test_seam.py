@@ -98,5 +98,5 @@ def test_a_loss_that_was_made_elsewhere(
     """compute_loss still names the method, and goes another way."""
     trainer = make()
     monkeypatch.setattr(DistillationTrainer, "compute_loss", lambda *arguments, **options: 0.0)
-    with pytest.raises(UsageError, match="did not come to the gated loss"):
+    with pytest.raises(UsageError, match="did not call the gated loss"):
         trainer.compute_loss(trainer.model, batch)

@@ -111,8 +111,8 @@ def test_the_prompt_ends_where_gatespace_would_end_it() -> None:
     ("fields", "what"),
     [
         ({"gate": "G9"}, "unknown gate 'G9'"),
-        ({"gate": [1, 2, 3]}, "this is no gate"),
-        ({"gate": None}, "this is no gate"),
+        ({"gate": [1, 2, 3]}, "this is not a gate"),
+        ({"gate": None}, "this is not a gate"),
         ({"gate": "4,0,-1,0,nothing=1"}, "unknown signal 'nothing'"),
         ({"support": "full"}, "support cannot be 'full'"),
         ({"support": "hybrid"}, "support cannot be 'hybrid'"),
@@ -262,7 +262,7 @@ def test_the_verl_that_is_here_passes() -> None:
     [
         ("verl", "needs the package 'verl', which is not installed"),
         ("orjson", "needs the package 'orjson', which is not installed"),
-        ("verl.trainer.distillation", "verl 0.9.1 is not made as gatespace's plug-in expects it"),
+        ("verl.trainer.distillation", "verl 0.9.1 does not have the structure that gatespace's plug-in expects"),
     ],
 )
 def test_what_is_not_installed_is_named(block: str, what: str) -> None:

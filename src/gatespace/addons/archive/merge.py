@@ -51,7 +51,7 @@ def merge(sources: Sequence[Path], output: Path) -> Merged:
         output: The new folder, or the archive where its name ends with `ARCHIVE`.
     """
     if output.exists():
-        raise UsageError("the output is there already", got=str(output), instead="a new name")
+        raise UsageError("the output exists already", got=str(output), instead="a new name")
     if missing := [path for path in sources if not path.exists()]:
         raise UsageError("there is no such folder or archive", got=str(missing[0]))
     folders = [StudyFolder.open(opened(path) if path.is_file() else path) for path in sources]

@@ -98,7 +98,7 @@ def _unpack(path: Path, folder: Path) -> None:
             raise _bad(path, f"it has files that its {MANIFEST} does not name")
     known = {one.relative_to(folder).as_posix() for one in StudyFolder(folder).records()}
     if extra := sorted({entry.path for entry in entries} - known):
-        raise _bad(path, f"{extra[0]} is no record of a study")
+        raise _bad(path, f"{extra[0]} is not a record of a study")
     if not StudyFolder(folder).exists:
         raise _bad(path, "it has no study file")
 
@@ -108,7 +108,7 @@ def _header(path: Path, source: _Xz, name: str) -> int:
     # Not by `TarFile`, which would follow headers of other kinds and hold whatever size they announce in memory.
     info = tarfile.TarInfo.frombuf(source.read(_BLOCK), "utf-8", "surrogateescape")
     if info.type != tarfile.REGTYPE or info.name != name or info.size < 0:
-        raise _bad(path, f"{info.name!r} stands where the regular file {name!r} should")
+        raise _bad(path, f"{info.name!r} is in the place of the regular file {name!r}")
     return info.size
 
 

@@ -33,7 +33,7 @@ class Storage:
         scheme, separator, rest = url.partition("://")
         if not separator or not rest.strip("/"):
             raise UsageError(
-                "--results is no URL", got=url, instead="e.g. s3://bucket/path or file:///mnt/shared/study"
+                "--results is not a URL", got=url, instead="e.g. s3://bucket/path or file:///mnt/shared/study"
             )
         if scheme == "memory":
             raise UsageError(
@@ -117,7 +117,7 @@ class Storage:
                 continue
             status = path.stat()
             listed[name] = {"size": status.st_size, "sha256": _digest(path), "mtime": status.st_mtime}
-            with self._call(f"{place}/{name} could not be put at"):
+            with self._call(f"{place}/{name} could not be uploaded to"):
                 self._make_parent(f"{place}/{name}")
                 self._fs.put_file(str(path), self._path(f"{place}/{name}"))
         marker = folder / last
@@ -202,7 +202,7 @@ class Storage:
             raise RunError(
                 f"{what} {self.url}",
                 got=_line(error),
-                instead="see to the storage and to this machine's access to it; the same command then resumes",
+                instead="check the storage and this machine's access to it; the same command then resumes",
             ) from error
 
 

@@ -30,17 +30,15 @@ Gates = Annotated[
     ),
 ]
 Tokens = Annotated[
-    int, typer.Option(metavar="N", min=1, help="Tokens that the page holds; of more, whole responses are left out.")
+    int, typer.Option(metavar="N", min=1, help="Most tokens on the page; beyond that, whole responses are left out.")
 ]
-Serve = Annotated[
-    bool, typer.Option("--serve", help="Serve the page on this machine instead of writing it; a reload reads anew.")
-]
+Serve = Annotated[bool, typer.Option("--serve", help="Serve the page on this machine instead of writing it.")]
 ServePort = Annotated[int, typer.Option("--port", metavar="N", min=0, max=65535, help="For --serve; 0: any free one.")]
 ExploreJson = Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")]
 
 Folder = Annotated[
     Path,
-    typer.Argument(metavar="DIR", show_default=False, help="The folder of a study or a run; it need not be there yet."),
+    typer.Argument(metavar="DIR", show_default=False, help="The folder of a study or a run; it need not exist yet."),
 ]
 WatchPort = Annotated[
     int | None,
@@ -49,7 +47,7 @@ WatchPort = Annotated[
     ),
 ]
 Open = Annotated[bool, typer.Option("--open/--no-open", help="Open the page in the browser of this machine.")]
-NewAddress = Annotated[bool, typer.Option("--new-address", help="Make a new token: earlier addresses are void.")]
+NewAddress = Annotated[bool, typer.Option("--new-address", help="Make a new token; earlier addresses stop working.")]
 WatchJson = Annotated[bool, typer.Option("--json", help="Print the address as one line of JSON.")]
 
 

@@ -79,7 +79,7 @@ def safe_json(data: Any) -> str:
 def _asset(name: str) -> str:
     text = (resources.files("gatespace.addons.pages") / "static" / name).read_text(encoding="utf-8")
     if "</script" in text.lower() or "</style" in text.lower():
-        raise RunError(f"{name} would end the element that it stands in", instead="build it again: npm run build")
+        raise RunError(f"{name} would end the element that it is in", instead="build it again: npm run build")
     return text
 
 

@@ -59,7 +59,7 @@ def paper(as_json: options.AsJson = False) -> None:
         print_json(found)
         return
     out = console()
-    out.print("The paper, held against its own numbers", style="bold")
+    out.print("The paper, checked against its own numbers", style="bold")
     out.print(_nine_table(found["nine"]))
     out.print(_fresh_table(found["nine"]))
     out.print(_FRESH_NOTE)

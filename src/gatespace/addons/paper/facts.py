@@ -40,7 +40,7 @@ class PaperReference:
     """The paper's results by the names that studies give to tasks and points."""
 
     seeds = SEEDS
-    note = "The paper's numbers are of Qwen3-32B → Qwen3-4B and stand beside for orientation."
+    note = "The paper's numbers are of Qwen3-32B → Qwen3-4B and are shown for orientation."
 
     def accuracies(self, data: str) -> dict[str, dict[int, float]]:
         """Point → seed → accuracy on test; empty for data that the paper does not have."""

@@ -29,13 +29,13 @@ Study = Annotated[
 Dtype = Annotated[str, typer.Option("--dtype", metavar="NAME", help="Precision of the weights: fp32 or bf16.")]
 License = Annotated[
     str | None,
-    typer.Option("--license", metavar="ID", show_default=False, help="For the card, e.g. apache-2.0; else none."),
+    typer.Option("--license", metavar="ID", show_default=False, help="For the card, e.g. apache-2.0; default: none."),
 ]
 Push = Annotated[
     str | None,
     typer.Option("--push", metavar="OWNER/NAME", show_default=False, help="Upload it to the Hugging Face Hub too."),
 ]
-Private = Annotated[bool, typer.Option("--private", help="With --push: only for those whom its owner lets in.")]
+Private = Annotated[bool, typer.Option("--private", help="With --push: make the repository private.")]
 
 _MEGABYTE = 1e6
 

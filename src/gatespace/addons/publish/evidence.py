@@ -37,7 +37,7 @@ def evidence_of(run: RunFolder, study: Path) -> Evidence:
     found = run_in(results, run)
     if found is None:
         raise UsageError(
-            "this run is none of the study's",
+            "this run is not part of the study",
             got=f"{run}, and the study in {study}",
             why="neither its folder nor its identity is that of a run of the study that is done",
             instead="a run with the settings of one of the study's, or no --study",

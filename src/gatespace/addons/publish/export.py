@@ -77,7 +77,7 @@ def check_export(run: RunFolder, output: Path, *, dtype: str = "fp32") -> None:
         raise UsageError("an export is a folder of its own", got=str(output), why="this one is inside the run's folder")
     if (place / RECORD).exists() and _MARK not in read_record(place):
         raise UsageError(
-            "this folder holds a model that is no export, and it would be lost",
+            "this folder holds a model that is not an export, and it would be lost",
             got=str(output),
             instead="name a new folder",
         )
@@ -134,7 +134,7 @@ def _check_weights(run: RunFolder, fingerprint: str) -> None:
         return  # the fingerprint was taken before the adapters were merged
     if fingerprint != summary["fingerprint"]:
         raise UsageError(
-            "the weights of this run are not those that it has evaluated",
+            "the weights of this run are not those that it evaluated",
             got=f"{fingerprint[:12]} in {run.model}, {summary['fingerprint'][:12]} in its summary",
             why="something has changed them since, and the run's numbers are not theirs",
             instead="the run's own model, or train it again in another folder",
@@ -167,7 +167,7 @@ def check_push(repo: str, *, private: bool = False) -> None:
     try:
         api.whoami()
     except hub.errors.LocalTokenNotFoundError:
-        raise UsageError("the Hub does not know who is pushing", instead="hf auth login, or HF_TOKEN") from None
+        raise UsageError("not logged in to the Hub", instead="hf auth login, or HF_TOKEN") from None
     except Exception as error:  # see `_hub_errors`
         raise RunError("the Hub refuses this login", got=_reason(error), instead="hf auth login") from error
     with _hub_errors(repo):
@@ -203,7 +203,7 @@ def _check_private(api: Any, repo: str, private: bool, *, missing_ok: bool = Fal
         raise
     if not found.private:
         raise UsageError(
-            "--private: this repository is there and everybody can read it",
+            "--private: this repository exists and is public",
             got=repo,
             instead="another name, or make it private on the Hub first",
         )

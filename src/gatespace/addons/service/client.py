@@ -213,7 +213,7 @@ class RemoteTeacher(Closing):
             elif head.bytes > _LARGEST_HEAD:
                 wrong = f"a head of {head.bytes} bytes"
         if wrong:
-            raise UsageError(f"the teacher at {self._connection.address} cannot be the one of this pair", got=wrong)
+            raise UsageError(f"the teacher at {self._connection.address} cannot be used in this pair", got=wrong)
 
     # ------------------------------------------------------------------ the head
 
@@ -329,7 +329,7 @@ class Connection(Closing):
             raise UsageError(
                 "a teacher on another machine needs an encrypted connection",
                 got=address,
-                why="anybody on the way could read and change prompts and scores",
+                why="anyone on the network path could read and change prompts and scores",
                 instead="teacher.options: {client_key: …, server_key: …}, which `gatespace teacher keygen` makes",
             )
         self._hello, self._prefix, self._keys = hello, prefix, keys
@@ -410,7 +410,7 @@ class Connection(Closing):
             raise TeacherAwayError(
                 f"the teacher at {self.address} has not replied for {_seconds(away)}",
                 why=f"it is not running there{wrong_key}; teacher.options.patience is {_seconds(self._patience)}",
-                instead="see that `gatespace teacher serve` runs there",
+                instead="check that `gatespace teacher serve` is running there",
             )
         if away > self._timeout * (self._notes + 1):
             self._notes += 1
@@ -496,7 +496,7 @@ class Connection(Closing):
                 old, new = getattr(before, name), getattr(welcome, name)
                 if old != new:
                     raise TeacherAwayError(
-                        f"the teacher at {self.address} is another one than before",
+                        f"the teacher at {self.address} has changed",
                         got=f"its {name} is {new}, and was {old} ({welcome.model}, {before.model})",
                         why="scores of two teachers do not belong in one run",
                         instead="start the one that the run began with",

@@ -56,12 +56,12 @@ def serve(
         _option(
             "--vllm",
             "PYTHON|vllm://HOST:PORT",
-            "Of the engine vllm: a Python that has vLLM, which is started here; or a server that has MODEL.",
+            "For --engine vllm: a Python with vLLM, to start a server; or a server that has MODEL.",
         ),
     ] = None,
-    vllm_args: Annotated[str, _option("--vllm-args", "TEXT", "More for vLLM: '--tensor-parallel-size 2'.")] = "",
+    vllm_args: Annotated[str, _option("--vllm-args", "TEXT", "Arguments for vLLM: '--tensor-parallel-size 2'.")] = "",
     max_model_len: Annotated[
-        int, _option("--max-model-len", "N", "Of a started vLLM: prompt and response.", shown=True, min=8)
+        int, _option("--max-model-len", "N", "For a vLLM started here: prompt and response.", shown=True, min=8)
     ] = 2048,
     precision: Annotated[
         str | None, _option("--precision", "NAME", "fp32, bf16, or auto by the machine.", shown="auto")
@@ -73,7 +73,7 @@ def serve(
     cache: Annotated[
         str, _option("--cache", "DIR", "Score cache: a folder, auto (in the user's cache), or none.", shown=True)
     ] = "auto",
-    cache_mb: Annotated[int, _option("--cache-mb", "N", "Its largest size in MiB.", shown=True, min=1)] = 4096,
+    cache_mb: Annotated[int, _option("--cache-mb", "N", "Maximum cache size in MiB.", shown=True, min=1)] = 4096,
     key: Annotated[Path | None, _option("--key", "FILE", "The service's secret key, which `keygen` makes.")] = None,
     allow: Annotated[
         Path | None,
@@ -85,11 +85,9 @@ def serve(
     max_client_queue: Annotated[
         int, _option("--max-client-queue", "N", "Pending requests of one client.", shown=True, min=1)
     ] = 8,
-    batch_tokens: Annotated[
-        int, _option("--batch-tokens", "N", "Tokens that are scored together.", shown=True, min=1)
-    ] = 4096,
+    batch_tokens: Annotated[int, _option("--batch-tokens", "N", "Tokens scored together.", shown=True, min=1)] = 4096,
     drain: Annotated[
-        float, _option("--drain", "SECONDS", "To finish pending requests before the end.", shown=True, min=0)
+        float, _option("--drain", "SECONDS", "Time to finish pending requests on shutdown.", shown=True, min=0)
     ] = 60.0,
     quiet: options.Quiet = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for every event.")] = False,
@@ -226,7 +224,7 @@ def status(
     ] = 5.0,
     as_json: options.AsJson = False,
 ) -> None:
-    """How a teacher service is doing."""
+    """Show the status of a teacher service."""
     from gatespace.addons.service.keys import client_keys
 
     counters = _counters(fetch_status(address, keys=client_keys(client_key, server_key), timeout=timeout))

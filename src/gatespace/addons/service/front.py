@@ -289,7 +289,7 @@ class Front(Closing):
     def _drop_for_size(self, connection: _Connection) -> None:
         with suppress(OSError):
             peer = connection.outer.getpeername()[0]
-            self._report(f"{peer} was disconnected: {connection.unaccounted >> 20} MiB of messages that do not end")
+            self._report(f"{peer} was disconnected: {connection.unaccounted >> 20} MiB of unfinished messages")
         self._drop(connection)
 
     def _drop(self, connection: _Connection) -> None:

@@ -320,7 +320,7 @@ class TeacherServer(Closing):
         pending = len(self._schedule.pending)
         if self._deadline is None:
             self._deadline = time.monotonic() + self.limits.drain
-            self._report(f"asked to end: {pending} requests are pending, new ones are refused")
+            self._report(f"shutting down: {pending} requests are pending, new ones are refused")
             for identity, session in list(self._schedule.sessions.items()):
                 self._send(identity, wire.Draining(self.instance, len(session.pending)))
         if not pending and not self._preparing and not self._scoring:
@@ -447,7 +447,7 @@ class TeacherServer(Closing):
             got = f"{backend.rows}, {vocab_size}"
             error = UsageError("the teacher's head has fewer rows than the student has ids", got=got)
         elif prefix and not 0 <= min(prefix) <= max(prefix) < backend.vocab_size:
-            error = UsageError("the shared prefix has ids that are no tokens", got=f"{min(prefix)} to {max(prefix)}")
+            error = UsageError("the shared prefix has ids that are not tokens", got=f"{min(prefix)} to {max(prefix)}")
         elif backend.reach is not None and len(prefix) + 1 + hello.max_new_tokens > backend.reach:
             error = UsageError(
                 "prefix and response are longer than the teacher's reach",
@@ -520,9 +520,9 @@ class TeacherServer(Closing):
             (wire.LIMIT, "the request has too many bytes of scores", request.reply_bytes, limits.reply_bytes),
             (wire.QUESTION, "a response is too long", max(map(len, responses)), spec.max_new_tokens),
             (wire.QUESTION, "a row is longer than the teacher's reach", longest, backend.reach or longest),
-            (wire.QUESTION, "a prompt has ids that are no tokens", max(map(max, prompts)), backend.vocab_size - 1),
-            (wire.QUESTION, "a response has ids that are no tokens", max(map(max, responses)), spec.vocab_size - 1),
-            (wire.QUESTION, "a row has ids that are no tokens", -min(map(min, [*prompts, *responses])), 0),
+            (wire.QUESTION, "a prompt has ids that are not tokens", max(map(max, prompts)), backend.vocab_size - 1),
+            (wire.QUESTION, "a response has ids that are not tokens", max(map(max, responses)), spec.vocab_size - 1),
+            (wire.QUESTION, "a row has ids that are not tokens", -min(map(min, [*prompts, *responses])), 0),
         ):
             if got > most:
                 raise _Refusal(code, UsageError(what, got=str(got), instead=f"{most} at most"))

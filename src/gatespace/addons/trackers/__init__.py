@@ -30,7 +30,7 @@ class Opened:
 
 def tensorboard(folder: Path, settings: dict[str, Any], *, step: int) -> Opened:
     """Events in the run's folder; `step` hides what a killed run wrote after its checkpoint."""
-    with _package("tensorboard", "see that the run folder can be written"):
+    with _package("tensorboard", "check that the run folder is writable"):
         from torch.utils.tensorboard import SummaryWriter
 
         writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1, flush_secs=30)
@@ -63,7 +63,7 @@ def wandb(folder: Path, settings: dict[str, Any], *, step: int) -> Opened:
 
 def trackio(folder: Path, settings: dict[str, Any], *, step: int) -> Opened:
     """A run of trackio, in its own folder of this machine."""
-    with _package("trackio", "see that the folder TRACKIO_DIR can be written") as package:
+    with _package("trackio", "check that the folder TRACKIO_DIR is writable") as package:
         # Runs are told apart by name alone, so the name carries the identity.
         name = f"{folder.name}-{_identity(folder)[:8]}"
         quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}

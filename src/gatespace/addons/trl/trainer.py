@@ -82,7 +82,7 @@ class GatedDistillationTrainer(DistillationTrainer):  # type: ignore[misc]  # as
         """
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._seen is None:
-            raise changed("its compute_loss did not come to the gated loss")
+            raise changed("its compute_loss did not call the gated loss")
         mode = "train" if self.model.training else "eval"
         self._telemetry.add(self.accelerator.gather(self._seen[None]), self._metrics[mode], mode)
         self._seen = None

@@ -32,7 +32,7 @@ SETTINGS = (
 def changed(*found: str) -> UsageError:
     """The error for a verl with another interface than expected."""
     return UsageError(
-        f"verl {verl.__version__} is not made as gatespace's plug-in expects it",
+        f"verl {verl.__version__} does not have the structure that gatespace's plug-in expects",
         got="; ".join(found),
         why=f"the plug-in was written for verl {TESTED} and reaches into verl.trainer.distillation.losses",
         instead=f"pip install 'verl=={TESTED}'",

@@ -142,7 +142,7 @@ class VllmSampler(Closing):
         except RefusedError as error:
             if error.status == 404:
                 raise UsageError(
-                    f"{self._server} takes no new weights",
+                    f"{self._server} does not accept new weights",
                     got=error.got,
                     instead="start it with VLLM_SERVER_DEV_MODE=1 in its environment",
                 ) from None
@@ -239,14 +239,14 @@ class VllmSampler(Closing):
         values = [] if choice.logprobs is None else choice.logprobs.token_logprobs
         if not 0 < len(ids) <= sampling.max_new_tokens or len(values) != len(ids):
             raise RunError(
-                f"{self._server} has generated something else than was asked for",
+                f"{self._server} has generated something other than requested",
                 got=f"{len(ids)} tokens and {len(values)} log-probabilities ({choice.finish_reason})",
             )
         log_probs = [value for value in values if value is not None and is_log_prob(value)]
         if len(log_probs) < len(values):
-            raise RunError(f"{self._server} has sent what is no log-probability", got=values)
+            raise RunError(f"{self._server} has sent an invalid log-probability", got=values)
         if max(ids) >= vocab_size or min(ids) < 0:
-            raise RunError(f"{self._server} has generated an id that is no token", got=max(ids))
+            raise RunError(f"{self._server} has generated an id that is not a token", got=max(ids))
         if len(ids) < sampling.max_new_tokens and ids[-1] not in self._model.end_ids:
             raise RunError(f"{self._server} has ended a response early", got=choice.finish_reason)
         return ids, log_probs

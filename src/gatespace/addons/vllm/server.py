@@ -133,7 +133,7 @@ def read_position(raw: msgspec.Raw, token: int) -> dict[int, float]:
     found = {id: entry.logprob for id, entry in entries.items()}
     for id, value in found.items():
         if id < 0 or not is_log_prob(value):
-            raise RunError("a vLLM server has sent what is no log-probability", got=f"{value} for token {id}")
+            raise RunError("a vLLM server has sent an invalid log-probability", got=f"{value} for token {id}")
     if token not in found:
         raise RunError("a vLLM server has not sent the log-probability of the token itself", got=f"token {token}")
     return found
@@ -232,13 +232,13 @@ class VllmServer(Closing):
             raise RunError(f"{self} has not replied to every row once", got=f"{len(choices)} of {len(sent)} rows")
         for prompt, choice in zip(sent, choices, strict=True):
             if choice.prompt_token_ids is not None and choice.prompt_token_ids != prompt:
-                raise RunError(f"{self} has read other tokens than were sent", got=_short(choice.prompt_token_ids))
+                raise RunError(f"{self} has read different tokens than were sent", got=_short(choice.prompt_token_ids))
             if "prompt_logprobs" in body and len(choice.prompt_logprobs or ()) != len(prompt):
                 got = f"{len(choice.prompt_logprobs or ())} of {len(prompt)}"
                 raise RunError(f"{self} has not sent log-probabilities of every position", got=got)
         tokens, counted = sum(map(len, sent)), None if reply.usage is None else reply.usage.prompt_tokens
         if counted != tokens:
-            raise RunError(f"{self} has counted other tokens than were sent", got=counted, instead=str(tokens))
+            raise RunError(f"{self} has counted different tokens than were sent", got=counted, instead=str(tokens))
         return choices
 
     def command(self, path: str, body: dict[str, Any] | None = None) -> None:
