@@ -401,8 +401,8 @@ def test_the_address_is_free_afterwards_and_taken_before(model: Model) -> None:
     [
         ({"tokenizer": "0" * 64}, "same vocabulary"),
         ({"vocab_size": 10**6}, "fewer rows"),
-        ({"prefix": [5, 10**6]}, "no tokens"),
-        ({"prefix": [-1]}, "no tokens"),
+        ({"prefix": [5, 10**6]}, "not tokens"),
+        ({"prefix": [-1]}, "not tokens"),
         ({"prefix": [5] * 1020}, "reach"),
         ({"max_new_tokens": 60_000}, "reach"),
     ],
@@ -421,9 +421,9 @@ def test_pairs_that_do_not_match(changes: dict[str, Any], message: str, model: M
     ("prompt", "response", "message"),
     [
         ([5], [7] * (CAP + 1), "too long"),
-        ([5], [10**6], "no tokens"),
-        ([-1], [7], "no tokens"),
-        ([5, 10**6], [7], "no tokens"),
+        ([5], [10**6], "not tokens"),
+        ([-1], [7], "not tokens"),
+        ([5, 10**6], [7], "not tokens"),
         ([5] * 1000, [7], "reach"),
     ],
 )
