@@ -214,7 +214,7 @@ def _training(view: View) -> list[str]:
 
 
 def _ending(view: View, task: str) -> str:
-    """How many runs ended early, for tasks with early stopping."""
+    """How many runs ended early, for tasks with early stopping or checkpoint selection."""
     study = view.results.config
     if not (rule := ending(study, task)):
         return ""
