@@ -49,7 +49,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # on first use, so that `import gatespace` and whatever needs only a Gate do without torch
+    # lazy, so that `import gatespace` and code that only needs a Gate do not load torch
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from gatespace import gating

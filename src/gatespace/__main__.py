@@ -1,4 +1,4 @@
-"""`python -m gatespace` is the command `gatespace`."""
+"""Run the command `gatespace` as `python -m gatespace`."""
 
 from gatespace.cli.app import main
 

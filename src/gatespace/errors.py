@@ -1,7 +1,7 @@
-"""One family of errors: what went wrong, what was got, why it matters, what to do instead.
+"""The errors of gatespace: what went wrong, what was given, why it matters, what to do instead.
 
-The command line prints them without a traceback and exits with `exit_code`: 2 for a mistake in the call or the
-configuration, 1 for a run that failed; 3 for one that an alarm has ended (`gatespace.training.alarms`).
+The CLI prints them without a traceback and exits with `exit_code`: 2 for a mistake in the call or the configuration,
+1 for a run that failed, 3 for one stopped by an alarm (`gatespace.training.alarms`).
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Iterable
 
 
 class GatespaceError(Exception):
-    """Base of every error that gatespace raises on purpose."""
+    """Base class of all errors that gatespace raises on purpose."""
 
     exit_code = 1
     raised_by: int | None = None
-    """The rank of the process in which it arose, where all processes of a run raise it; None: this one alone does."""
+    """Rank of the process it came from, if all processes of a run raise it; None: only this process does."""
 
     def __init__(self, what: str, *, got: object = None, why: str = "", instead: str = "") -> None:
-        # All four go to Exception.args through __reduce__, so that an error survives a trip between processes.
+        # __reduce__ carries all four, so that an error can be pickled between processes.
         super().__init__(what)
         self.what = what
         self.got = None if got is None else str(got)
@@ -50,7 +50,7 @@ class UsageError(GatespaceError, ValueError):
 
 
 class MissingExtraError(UsageError, ImportError):
-    """An optional dependency is needed and not installed."""
+    """An optional dependency is needed but not installed."""
 
 
 class RunError(GatespaceError, RuntimeError):
@@ -60,7 +60,7 @@ class RunError(GatespaceError, RuntimeError):
 
 
 def missing_extra(feature: str, *, module: str, extra: str) -> MissingExtraError:
-    """The error for `feature`, which needs `module` from the extra `extra`."""
+    """Return the error for `feature`, which needs `module` from the extra `extra`."""
     return MissingExtraError(
         f"{feature} needs the package {module!r}, which is not installed",
         instead=f"pip install 'gatespace[{extra}]'",
@@ -68,7 +68,7 @@ def missing_extra(feature: str, *, module: str, extra: str) -> MissingExtraError
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:
-    """The error for a name that is not known, with the nearest known one first."""
+    """Return the error for an unknown name, suggesting the closest known one."""
     options = sorted(known)
     folded = {option.casefold(): option for option in options}
     near = difflib.get_close_matches(name.casefold(), list(folded), n=1, cutoff=0.5)

@@ -1,8 +1,8 @@
-"""The files of a run folder, written so that a kill at any moment leaves nothing that a resume cannot use.
+"""Crash-safe files of a run folder: a run can resume after a kill at any moment.
 
-Whole files are replaced in one rename. Logs grow line by line; what a killed run wrote past its last checkpoint is cut
-off before the run resumes, so that in the end a log has the bytes of a run that was never killed. A checkpoint knows
-length and hash of the logs before it. One process at a time holds the folder. No torch here.
+Whole files are replaced by an atomic rename. Logs grow line by line; what a killed run wrote past its last checkpoint
+is truncated on resume, so that the final log has the same bytes as that of a run that was never killed. A checkpoint
+records length and hash of the logs up to it. One process at a time locks the folder. No torch here.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ __all__ = [
 _LOCK = ".lock"
 _CHUNK = 1 << 20
 _MOMENTS = 20
-"""How often a lock is tried for: one who only looks (`is_claimed`) holds it for a moment."""
+"""Attempts to get the lock: `is_claimed` in another process may hold it for a moment."""
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
-    """Replace the file `path` by `content`: it has either all of the old content or all of the new."""
+    """Replace the content of `path` atomically: readers see either all of the old or all of the new."""
     data = content.encode() if isinstance(content, str) else content
     path = Path(path)
-    # One name per target: what a kill leaves behind is overwritten by the next write.
+    # One name per target: leftovers of a kill are overwritten by the next write.
     beside = path.with_name(f".{path.name}.tmp")
     with _io(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def atomic_write(path: Path, content: str | bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` survive a power cut."""
+    """Make renames in `folder` durable (fsync)."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -72,9 +72,9 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def claim(folder: Path) -> Iterator[int]:
-    """Hold a run folder, made if it is not there; an error where another process holds it.
+    """Lock a run folder, creating it if needed; an error if another process holds it.
 
-    The hold ends with the process, however that ends. What is yielded is the handle of the lock.
+    The lock ends with the process, however that ends. Yields the lock's file descriptor.
     """
     folder = Path(folder)
     with _io(folder):
@@ -87,7 +87,7 @@ def claim(folder: Path) -> Iterator[int]:
                 break
             except OSError as error:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    break  # a file system without locks: the folder is used as it is
+                    break  # a file system without locks: proceed without one
                 if moment == _MOMENTS - 1:
                     raise UsageError(
                         "another process is running in this run folder",
@@ -102,7 +102,7 @@ def claim(folder: Path) -> Iterator[int]:
 
 
 def is_claimed(folder: Path) -> bool:
-    """Whether a process holds `folder` by `claim` at this moment."""
+    """Whether a process currently holds `folder` by `claim`."""
     try:
         handle = os.open(Path(folder) / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -117,9 +117,9 @@ def is_claimed(folder: Path) -> bool:
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
-    """A record as one line: keys sorted, floats by repr, so that equal records have equal bytes.
+    """Encode a record as one JSON line: keys sorted, floats by repr, so that equal records have equal bytes.
 
-    A number that is not finite becomes null, which every reader of JSON can read.
+    Non-finite numbers become null, which every JSON reader accepts.
 
     Examples:
         >>> encode({"step": 1, "loss": float("nan"), "lam": 0.1})
@@ -129,12 +129,12 @@ def encode(record: Mapping[str, Any]) -> bytes:
         text = json.dumps(_finite(record), sort_keys=True, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise UsageError("a record holds something that JSON cannot represent", got=error) from None
-    # A lone surrogate can come out of a broken tokenizer; it has no UTF-8 form, and an escape says the same.
+    # A broken tokenizer can emit a lone surrogate, which has no UTF-8 form; it is escaped instead.
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 class Folder:
-    """A folder with what a run or a study writes. Reading one changes nothing; `claim` it to write."""
+    """The folder of a run or study. Reading changes nothing; `claim` it to write."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).expanduser().absolute()
@@ -148,7 +148,7 @@ class Folder:
 
     @contextmanager
     def claim(self) -> Iterator[Self]:
-        """Hold the folder, made if it is not there; an error where another process holds it."""
+        """Lock the folder, creating it if needed; an error if another process holds it."""
         with claim(self.path) as self._claim:
             try:
                 yield self
@@ -156,7 +156,7 @@ class Folder:
                 self._claim = None
 
     def check_claim(self) -> None:
-        """An error where the folder that this process holds is gone: a write would make half a folder."""
+        """Raise if the claimed folder is gone: a write would create half a folder."""
         if self._claim is None:
             return
         with suppress(FileNotFoundError):
@@ -171,10 +171,10 @@ class Folder:
 
 
 class Closing:
-    """Something that has to be closed; `with` does it."""
+    """Base class of context managers that call `close` on exit."""
 
     def close(self) -> None:
-        """Let go of what is held."""
+        """Release resources."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -187,26 +187,26 @@ class Closing:
 
 
 class Mark(NamedTuple):
-    """A place in a log, and what is before it."""
+    """A position in a log, and the hash of everything before it."""
 
     bytes: int = 0
     sha256: str = hashlib.sha256().hexdigest()
 
 
 class JsonLines(Closing):
-    """A log: one JSON object with a whole number `step` per line.
+    """A log: one JSON object with an integer `step` per line.
 
-    Every record goes to the operating system in one write, so that a kill costs at most the line being written.
+    Every record is a single write to the operating system, so a kill loses at most the line being written.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self._handle: int | None = None
         self._size, self._hash = 0, hashlib.sha256()
-        """Of all that lies before the next record."""
+        """Size and hash of everything before the next record."""
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Add a record at the end."""
+        """Append a record."""
         _step(record, self.path)
         line = memoryview(encode(record))
         self._size += len(line)
@@ -224,9 +224,9 @@ class JsonLines(Closing):
         return Mark(self._size, self._hash.hexdigest())
 
     def cut(self, mark: Mark) -> None:
-        """Drop what was written after `mark`; to be called before the first `append` of a process.
+        """Truncate the log at `mark`; call before the first `append` of a process.
 
-        An error where what lies before the mark is not what it was.
+        An error if the content before the mark has changed.
         """
         self.close()
         self._size, self._hash = mark.bytes, hashlib.sha256()
@@ -248,20 +248,20 @@ class JsonLines(Closing):
                 os.truncate(self.path, mark.bytes)
 
     def sync(self) -> None:
-        """Make what was appended survive a power cut; due before a checkpoint that counts on it."""
+        """Make appended records durable (fsync); call before a checkpoint that relies on them."""
         if self._handle is not None:
             with _io(self.path):
                 os.fsync(self._handle)
 
     def close(self) -> None:
-        """Close the file; a later `append` opens it again."""
+        """Close the file; a later `append` reopens it."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The records of a log, without a torn last line; none where there is no file."""
+    """Return the records of a log, without an incomplete last line; empty if there is no file."""
     return [record for _, record in _records(Path(path))]
 
 
@@ -269,7 +269,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Whole lines and what they say. A line counts once its end is there."""
+    """Complete lines and their records; a line without its newline is incomplete."""
     with _io(path):
         try:
             file = path.open("rb")

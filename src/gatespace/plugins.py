@@ -1,8 +1,8 @@
-"""What other code adds to gatespace: add-ons and installed packages through entry points, a user's own file by name.
+"""Extensions: add-ons and installed packages through entry points, and a user's own files.
 
 An entry point ``zmq = "gatespace.addons.service:open_teacher"`` in the group ``gatespace.teachers`` makes
-``pair.teacher: zmq://HOST:PORT`` work; the core looks names up here and imports no add-on. A file that a configuration
-lists under ``plugins`` is imported once per process and registers signals, objectives or tasks as it is imported.
+``pair.teacher: zmq://HOST:PORT`` work; the core looks names up here and imports no add-on. A file listed under
+``plugins`` in a configuration is imported once per process and registers signals, objectives or tasks on import.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ GROUPS = {
     "teachers": "scores responses, by the scheme of pair.teacher",
     "trackers": "gets the metrics of a run",
 }
-"""Group of entry points (below ``gatespace.``) → what an entry is."""
+"""Entry-point group (below ``gatespace.``) → what an entry is."""
 
 
 @cache
 def provided(group: str) -> dict[str, EntryPoint]:
-    """Name → entry point, of all installed packages; what names a module that is not there is left out."""
+    """Return name → entry point of all installed packages, without those whose module does not exist."""
     assert group in GROUPS, group
     return {point.name: point for point in sorted(entry_points(group=f"gatespace.{group}")) if _spec(point.module)}
 
 
 def provider(group: str, name: str, *, kind: str = "", known: Iterable[str] = ()) -> Any:
-    """What an entry point gives.
+    """Load an entry point.
 
     Args:
         group: One of `GROUPS`.
-        name: Of the entry point.
-        kind: What the name stands for, for the error where there is none of that name.
-        known: Names that the core itself has.
+        name: Name of the entry point.
+        kind: What the name stands for, for the error if it is unknown.
+        known: Names that the core itself provides.
     """
     found = provided(group)
     if name not in found:
@@ -68,7 +68,7 @@ def provider(group: str, name: str, *, kind: str = "", known: Iterable[str] = ()
 
 
 def _spec(module: str) -> ModuleSpec | None:
-    """Where a module is; unlike `importlib.util.find_spec` it imports none of the packages around it."""
+    """Find a module's spec; unlike `importlib.util.find_spec`, without importing its parent packages."""
     spec: ModuleSpec | None = None
     name, places = "", None
     for part in module.split("."):
@@ -80,24 +80,24 @@ def _spec(module: str) -> ModuleSpec | None:
     return spec
 
 
-# ---------------------------------------------------------------------------------------------------- a user's own code
+# ---------------------------------------------------------------------------------------------------- user plugins
 
 _loaded: dict[str, str] = {}
-"""Plugin → hash of its source as it was imported by this process."""
+"""Plugin → hash of its source as imported by this process."""
 
 
 def plugin_hash(plugin: str) -> str:
-    """SHA-256 of the source of a plugin, a file or a module; an error where there is none."""
+    """Return the SHA-256 of a plugin's source (a file or a module); an error if it does not exist."""
     return hashlib.sha256(_source(plugin).read_bytes()).hexdigest()
 
 
 def plugins_digest(plugins: Sequence[str]) -> str:
-    """One hash of several plugins, whatever their names and folders."""
+    """Return one hash of several plugins, independent of their names and folders."""
     return hashlib.sha256("".join(sorted(map(plugin_hash, plugins))).encode()).hexdigest()
 
 
 def load_plugins(plugins: Sequence[str]) -> None:
-    """Import a user's own files (``signals.py``) or modules (``my_package.signals``), each once per process."""
+    """Import a user's files (``signals.py``) or modules (``my_package.signals``), each once per process."""
     for plugin in plugins:
         source, digest = _source(plugin), plugin_hash(plugin)
         if digest in _loaded.values():
@@ -111,7 +111,7 @@ def load_plugins(plugins: Sequence[str]) -> None:
                 name = f"gatespace_plugin_{digest[:12]}"
                 module = sys.modules[name] = ModuleType(name)
                 module.__file__ = str(source)
-                # not through the import system: its bytecode cache takes a file of the same size and second for the old
+                # bypass the import system: its bytecode cache mistakes a file of equal size and mtime for the old one
                 exec(compile(source.read_bytes(), source, "exec"), module.__dict__)
             else:
                 importlib.import_module(plugin)
@@ -122,7 +122,7 @@ def load_plugins(plugins: Sequence[str]) -> None:
 
 
 def copy_plugins(plugins: Sequence[str], folder: Path) -> None:
-    """Keep the source of every plugin in `folder`, so that what a run did can be looked up."""
+    """Copy the source of every plugin to `folder`, as a record of what a run did."""
     for plugin in plugins:
         source = _source(plugin)
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Growing pauses between retries, for clients of services that may be away for a while."""
+"""Exponential backoff between retries, for clients of services that may be unavailable."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ _random = secrets.SystemRandom().random
 
 
 def backoff(failures: int, *, first: float, longest: float) -> float:
-    """Seconds to wait after `failures` failures in a row: `first`, doubled each time, at most `longest`.
+    """Return the seconds to wait after `failures` consecutive failures: `first`, doubled each time, up to `longest`.
 
-    Each pause is shortened at random by up to a half: clients that lost a server together must not come back together.
+    Jitter shortens each pause by up to a half, so that clients that lost a server together do not reconnect together.
     No result of a run depends on it.
     """
     whole: float = min(longest, first * 2.0 ** min(failures - 1, 16))

@@ -1,8 +1,8 @@
-"""Random numbers by name: every random choice of gatespace names its stream.
+"""Named random streams: every random choice in gatespace names its stream.
 
-A stream is a 64-bit seed that depends on the user's seed and on the names of what is being drawn, e.g.
-``stream(42, "rollout", step)``. Two choices with different names never share numbers, so that adding a choice, or
-making one of them in another process or in another order, leaves all others as they were.
+A stream is a 64-bit seed derived from the user's seed and the names of what is drawn, e.g.
+``stream(42, "rollout", step)``. Choices with different names never share numbers, so adding a choice, or making one in
+another process or order, leaves all others unchanged.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import random
 
-_PERSON = b"gatespace.seed.1"  # 16 bytes at most; to change it is to change every number of every run
+_PERSON = b"gatespace.seed.1"  # at most 16 bytes; changing it changes every number of every run
 
 
 def stream(seed: int, *names: str | int) -> int:
-    """The seed of the named stream: an integer in [0, 2**64), the same in every process and every version.
+    """Return the seed of the named stream: an integer in [0, 2**64), the same in every process and version.
 
     Examples:
         >>> stream(42, "rollout", 7) == stream(42, "rollout", 7)
@@ -29,16 +29,16 @@ def stream(seed: int, *names: str | int) -> int:
 
 
 def generator(seed: int, *names: str | int) -> random.Random:
-    """A generator at the start of the named stream.
+    """Return a generator at the start of the named stream.
 
-    Python promises the same numbers in later versions for `random()` only, not for `shuffle`, `choice` or `sample`.
-    What has to be repeatable for years is therefore built on `random()`, as `permutation` is.
+    Python guarantees the same numbers across versions only for `random()`, not for `shuffle`, `choice` or `sample`.
+    Whatever must stay reproducible is therefore built on `random()`, like `permutation`.
     """
     return random.Random(stream(seed, *names))
 
 
 def permutation(length: int, seed: int, *names: str | int) -> list[int]:
-    """The numbers 0 … length-1 in the random order of the named stream."""
+    """Return the numbers 0 … length-1 in the random order of the named stream."""
     draw = generator(seed, *names).random
     keys = [draw() for _ in range(length)]
     return sorted(range(length), key=keys.__getitem__)
@@ -46,13 +46,13 @@ def permutation(length: int, seed: int, *names: str | int) -> list[int]:
 
 def _integer(what: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        # not of the family in gatespace.errors: the two modules know nothing of each other
+        # not a GatespaceError: this module does not import gatespace.errors
         raise TypeError(f"{what} must be an integer, got {value!r}")
     return value
 
 
 def _encoded(part: str | int) -> bytes:
-    # Type and length stand before the content, so that no two lists of parts have one encoding.
+    # Type and length precede the content, so that no two lists of parts have the same encoding.
     if isinstance(part, str):
         kind, body = b"s", part.encode("utf-8", "surrogatepass")
     else:

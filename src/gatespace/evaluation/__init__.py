@@ -1,4 +1,4 @@
-"""Evaluation: greedy responses to held-out rows, and how good they are."""
+"""Evaluation: greedy responses to held-out rows, and their metrics."""
 
 from __future__ import annotations
 

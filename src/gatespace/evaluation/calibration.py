@@ -1,7 +1,7 @@
-"""Probabilities of labels, and whether they can be believed: log-loss, Brier score, calibration, risk and coverage.
+"""Label probabilities and their quality: log-loss, Brier score, calibration, risk and coverage.
 
-All of it is over the labels of the task alone: the model's answer here is the most probable label, which need not be
-the one that it writes greedily, and its confidence is that label's probability.
+Everything is over the task's labels alone: the prediction is the most probable label, which may differ from the greedy
+response, and the confidence is that label's probability.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any
 from gatespace.errors import UsageError, unknown_name
 
 BINS = 15
-"""Bins of equal width over the confidences from 0 to 1; a bin has its lower end, and the last one both."""
+"""Bins of equal width over confidences from 0 to 1; a bin includes its lower edge, the last one both edges."""
 TARGETS = (0.8, 0.9, 0.95, 0.99)
-"""Accuracies whose coverage is looked up."""
+"""Accuracies to report coverage at."""
 _POINTS = 100
-"""Of a curve over coverage: 1 %, 2 %, ..."""
+"""Points of a curve over coverage: 1 %, 2 %, ..."""
 
 
 @dataclass(frozen=True, slots=True)
 class LabelProbabilities:
-    """How probable each label is after a text.
+    """Probability of each label for one text.
 
     Args:
-        probabilities: Label → its probability among the labels; their sum is 1.
-        mass: The probability that the model gives to the responses of all labels together, before they were normalised:
-            what is missing to 1 goes to responses without a legal label, and to other spellings of the labels.
+        probabilities: Label → probability, normalised over the labels.
+        mass: Total probability of the labels' responses before normalisation; the rest goes to responses without a
+            legal label and to other spellings of the labels.
     """
 
     probabilities: Mapping[str, float]
@@ -39,7 +39,7 @@ class LabelProbabilities:
 
     @classmethod
     def of(cls, labels: Sequence[str], log_probs: Sequence[float]) -> LabelProbabilities:
-        """From the log-probability of each label's whole response.
+        """Build from the log-probability of each label's whole response.
 
         Examples:
             >>> found = LabelProbabilities.of(["joy", "anger"], [math.log(0.6), math.log(0.2)])
@@ -53,7 +53,7 @@ class LabelProbabilities:
 
     @property
     def label(self) -> str:
-        """The most probable label; the first of equals."""
+        """The most probable label; ties: the first."""
         return max(self.probabilities, key=lambda label: self.probabilities[label])
 
     @property
@@ -63,14 +63,14 @@ class LabelProbabilities:
 
     @property
     def margin(self) -> float:
-        """The confidence minus the probability of the second label."""
+        """The confidence minus the second-highest probability."""
         first, *others = sorted(self.probabilities.values(), reverse=True)
         return first - (others[0] if others else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """The rows whose confidence lies between `low` and `high`; None where there are none."""
+    """Rows with confidence between `low` and `high`; confidence and accuracy are None if there are none."""
 
     low: float
     high: float
@@ -81,12 +81,12 @@ class Bin:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The most rows that can be answered with an accuracy of at least `accuracy`, by confidence.
+    """Largest share of rows, by confidence, that is answered with at least a given accuracy.
 
     Args:
-        accuracy: The accuracy that is asked for.
-        coverage: The share of rows; 0 where it is not reached.
-        threshold: The least confidence of those rows, for `gatespace predict --threshold`; None where there are none.
+        accuracy: Target accuracy.
+        coverage: Share of rows; 0 if the target is not reached.
+        threshold: Lowest confidence of those rows, for `gatespace predict --threshold`; None if there are none.
     """
 
     accuracy: float
@@ -96,20 +96,20 @@ class Coverage:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the probabilities of labels are worth.
+    """Calibration metrics of label probabilities.
 
     Args:
         count: Rows.
-        accuracy: The share of rows whose most probable label is right.
-        log_loss: The mean of -log p(gold label), in nats; a p of 0 counts as the least float.
-        brier: The mean over rows of Σ (p(label) - [label is right])² over all labels: 0 to 2.
+        accuracy: Share of rows whose most probable label is right.
+        log_loss: Mean of -log p(gold label), in nats; a p of 0 counts as the smallest normal float.
+        brier: Mean over rows of Σ (p(label) - [label is right])² over all labels: 0 to 2.
         ece: Expected calibration error: Σ over `bins` of their share of rows times |accuracy - confidence|.
-        confidence: The mean confidence: above `accuracy` where a model is overconfident.
-        mass: The mean probability that the model gives to the labels together.
-        aurc: The area under the risk-coverage curve: the mean, over n = 1 … count, of the share of errors among the n
-            most confident rows. Rows of equal confidence count in any order, in expectation.
+        confidence: Mean confidence; above `accuracy` if the model is overconfident.
+        mass: Mean total probability of the labels.
+        aurc: Area under the risk-coverage curve: mean, over n = 1 … count, of the error rate among the n most
+            confident rows. Ties in confidence are averaged over their orders.
         bins: Reliability in `BINS` bins of equal width.
-        coverage_at: For each of `TARGETS`.
+        coverage_at: Coverage at each of `TARGETS`.
         curve: Accuracy among the most confident 1 %, 2 %, … 100 % of rows, each rounded up to a whole row.
     """
 
@@ -126,12 +126,12 @@ class Calibration:
     curve: list[float]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain lists, dictionaries and numbers."""
+        """Return plain lists, dictionaries and numbers."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Calibration:
-        """From what `as_json` gave."""
+        """Build from the output of `as_json`."""
         parts = {"bins": [Bin(**one) for one in record["bins"]]}
         return cls(**{**record, **parts, "coverage_at": [Coverage(**one) for one in record["coverage_at"]]})
 
@@ -140,8 +140,8 @@ def calibrate(gold: Sequence[str], found: Sequence[LabelProbabilities]) -> Calib
     """Compare probabilities with gold labels.
 
     Args:
-        gold: The right label of every row.
-        found: The probabilities of every row.
+        gold: Gold label of every row.
+        found: Probabilities of every row.
     """
     if len(gold) != len(found):
         raise UsageError("every row has its probabilities", got=f"{len(gold)} rows, {len(found)} with probabilities")
@@ -200,14 +200,14 @@ def _bins(rows: Sequence[tuple[float, bool]]) -> list[Bin]:
 
 
 def _groups(rows: Sequence[tuple[float, bool]]) -> list[tuple[float, int, int]]:
-    """Confidence, rows and errors of the rows of each confidence, the highest first."""
+    """Confidence, row count and error count for each distinct confidence, highest first."""
     ordered = sorted(rows, key=lambda row: -row[0])
     groups = [(confidence, [right for _, right in some]) for confidence, some in groupby(ordered, lambda row: row[0])]
     return [(confidence, len(some), some.count(False)) for confidence, some in groups]
 
 
 def _errors(rows: Sequence[tuple[float, bool]]) -> list[float]:
-    """The errors that are to be expected among the n most confident rows, for every n from 1."""
+    """Expected errors among the n most confident rows, for every n from 1."""
     found: list[float] = []
     before = 0
     for _, size, wrong in _groups(rows):
@@ -217,7 +217,7 @@ def _errors(rows: Sequence[tuple[float, bool]]) -> list[float]:
 
 
 def _coverage(rows: Sequence[tuple[float, bool]], target: float) -> Coverage:
-    """A threshold cannot part rows of equal confidence: the cut comes after all of them."""
+    """Coverage at a target accuracy; a threshold cannot split rows of equal confidence."""
     best, threshold, covered, wrong = 0, None, 0, 0
     for confidence, size, errors in _groups(rows):
         covered, wrong = covered + size, wrong + errors

@@ -1,6 +1,6 @@
-"""What is wrong with a result that looks like any other, and what usually helps.
+"""Warnings about results that are probably bad, and what usually helps.
 
-The numbers are those that a run has stored, so that a run that was killed and resumed ends with the same warnings.
+Computed from what a run has stored, so that a killed and resumed run ends with the same warnings.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from gatespace.evaluation.text import TextMetrics
 from gatespace.tasks.data import SPLITS
 
 ONE_ANSWER = 0.9
-"""From this share of the texts on, one label for them is no classification, unless the texts are of one label too."""
+"""Share of texts from which a single predicted label is no classification, unless the gold labels are as uniform."""
 NO_LABEL = 0.5
 CUT_OFF = 0.5
-"""From this share of the responses on, the cap ends them and not the model."""
+"""Share of truncated responses from which to warn."""
 SAME = 0.01
-"""Answers are the same if neither accuracy nor any share of a label has moved by more."""
+"""Answers count as unchanged if neither accuracy nor any label's share moved by more."""
 HUGE_RATE = 0.1
-"""AdamW moves every weight by about its learning rate in a step, and the weights of a network are smaller than this."""
+"""AdamW moves every weight by about the learning rate per step, and a network's weights are smaller than this."""
 _ROSE = 2.0
 _STEPS = 10
-"""In fewer the loss cannot be seen to stand still."""
+"""Minimum steps to call the loss flat."""
 
 
 class Concern(NamedTuple):
-    """A warning: its kind in a few words, what was seen, and what usually helps."""
+    """A warning: its kind in a few words, what was observed, and what usually helps."""
 
     kind: str
     seen: str
@@ -39,9 +39,9 @@ class Concern(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """What a model answered to a split, as far as it is compared: the accuracy, and label → share of the texts.
+    """Summary of a model's answers on a split, for comparison: accuracy, and label → share of texts.
 
-    Of free text, the mean score, and the mean length of a response in place of shares.
+    For free text: mean score, and mean response length instead of shares.
     """
 
     accuracy: float
@@ -49,22 +49,22 @@ class Answers(NamedTuple):
 
     @classmethod
     def of(cls, metrics: Metrics | TextMetrics) -> Answers:
-        """From an evaluation."""
+        """Build from an evaluation's metrics."""
         if isinstance(metrics, TextMetrics):
             return cls(metrics.score, {"length": metrics.length})
         return cls(metrics.accuracy, {row.label: row.predicted / metrics.count for row in metrics.per_label})
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Answers:
-        """From a line of evaluations.jsonl."""
+        """Build from a line of evaluations.jsonl."""
         if "score" in record:
             return cls(record["score"], {"length": record["length"]})
         given = {label: rows / record["count"] for label, rows in record.get("predicted", {}).items()}
         return cls(record["accuracy"], given)
 
     def same(self, other: Answers) -> bool:
-        """Whether they are the same, as far as can be seen here."""
-        if not (self.given and other.given):  # an earlier release did not record it
+        """Whether both are equal within `SAME`."""
+        if not (self.given and other.given):  # not recorded by earlier releases
             return False
         moved = [abs(share - other.given.get(label, 0.0)) for label, share in self.given.items()]
         return max(abs(self.accuracy - other.accuracy), *moved) <= SAME
@@ -76,12 +76,12 @@ def concerns(
     start: Mapping[str, Answers] | None = None,
     steps: Sequence[Mapping[str, Any]] = (),
 ) -> list[Concern]:
-    """The warnings about a trained model, at most one of a kind: the first split that shows it is named.
+    """Return the warnings about a trained model, at most one per kind, for the first split that shows it.
 
     Args:
-        evaluations: Split → what it has come to.
-        start: Split → what the model answered before it was trained, where that is known.
-        steps: The run's metrics.jsonl.
+        evaluations: Split → metrics.
+        start: Split → answers before training, if known.
+        steps: Records of the run's metrics.jsonl.
     """
     found: dict[str, Concern] = {}
     gained = False
@@ -95,18 +95,18 @@ def concerns(
                 found.setdefault(concern.kind, concern)
     for concern in _training(steps, gained=gained, in_doubt=bool(found)):
         found.setdefault(concern.kind, concern)
-    if "diverged" in found:  # which asks for the opposite, and explains the others
+    if "diverged" in found:  # its advice is the opposite, and it explains the others
         found.pop("nothing learned", None)
     return sorted(found.values(), key=lambda concern: concern.kind != "diverged")
 
 
 def start_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Answers]:
-    """Split → the answers before the first step, from evaluations.jsonl."""
+    """Return split → answers before the first step, from evaluations.jsonl."""
     return {record["split"]: Answers.from_record(record) for record in records if record["step"] == 0}
 
 
 def of_teacher(split: str, teacher: float, start: float, metric: str = "accuracy") -> list[Concern]:
-    """Whether a teacher knows more than the student has known without it, by what their metric has come to."""
+    """Warn if the teacher's metric is not above that of the untrained student."""
     if teacher > start:
         return []
     seen = f"On {split} the teacher is right in {_percent(teacher)}, the student before training in {_percent(start)}."
@@ -174,7 +174,7 @@ def _against_start(split: str, now: Answers, before: Answers, metric: str) -> It
 
 
 def _training(steps: Sequence[Mapping[str, Any]], *, gained: bool, in_doubt: bool) -> Iterator[Concern]:
-    """What the losses of the steps show, and whether the learning rate can be right at all."""
+    """Warnings from the training losses and the learning rate."""
     losses = [float(record["loss"]) for record in steps if record.get("loss") is not None]
     if not losses:
         return

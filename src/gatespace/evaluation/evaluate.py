@@ -1,6 +1,6 @@
-"""A model's greedy responses to the rows of a split, what they are worth, and both as files.
+"""Evaluate a model's greedy responses on a split, and write predictions and metrics to files.
 
-Importing this needs no torch: reading results does not need what made them.
+Imports without torch, so that results can be read without it.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class Prediction:
     """The answer to one text.
 
     Args:
-        index: The row's place in its split.
+        index: Row index in the split.
         text: The text.
-        gold: Its right label.
-        label: The label in the answer; None if there is no legal one.
-        raw: What the model wrote after the prefill.
-        ended: Whether it stopped by itself, not at the cap.
-        probabilities: Label → its probability among the labels, where that was asked for.
-        mass: The probability that the model gives to the labels together.
-        samples: The labels in sampled answers, where these were asked for.
+        gold: Gold label.
+        label: Label in the answer; None if there is no legal one.
+        raw: The response, without the prefill.
+        ended: Whether the model ended the response itself, before the cap.
+        probabilities: Label → probability among the labels, if requested.
+        mass: Total probability of the labels.
+        samples: Labels in sampled answers, if requested.
     """
 
     index: int
@@ -56,7 +56,7 @@ class Prediction:
     samples: tuple[str | None, ...] | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; without what was not asked for."""
+        """Return plain values, without what was not requested."""
         return {key: value for key, value in asdict(self).items() if value is not None or key not in _ASKED}
 
 
@@ -65,7 +65,7 @@ AnyPrediction = Prediction | TextPrediction
 
 
 def _judged(row: AnyPrediction) -> list[float]:
-    """The scores of sampled responses."""
+    """Scores of the sampled responses."""
     if isinstance(row, TextPrediction):
         return [*(row.samples or ())]
     return [float(label == row.gold) for label in row.samples or ()]
@@ -73,15 +73,15 @@ def _judged(row: AnyPrediction) -> list[float]:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What sampled answers are worth.
+    """Metrics of sampled answers.
 
     Args:
-        samples: Of every text.
-        temperature: Of sampling.
-        seed: Of the random streams.
-        accuracy: The mean over texts and samples; of free text, of the scores.
-        sd: Standard deviation of the mean from one sample of all texts to another; None of one sample.
-        no_label: The share of answers without a legal label; None of free text.
+        samples: Samples per text.
+        temperature: Sampling temperature.
+        seed: Seed of the random streams.
+        accuracy: Mean over texts and samples; for free text, mean score.
+        sd: Standard deviation, across samples, of the mean over all texts; None for a single sample.
+        no_label: Share of answers without a legal label; None for free text.
     """
 
     samples: int
@@ -93,7 +93,7 @@ class Sampled:
 
     @classmethod
     def of(cls, predictions: Sequence[AnyPrediction], draws: Draws) -> Sampled:
-        """Counted over predictions."""
+        """Compute from predictions."""
         found = [_judged(row) for row in predictions]
         right = [fmean(scores[k] for scores in found) for k in range(draws.count)]
         labels = [label for row in predictions if isinstance(row, Prediction) for label in row.samples or ()]
@@ -104,20 +104,20 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one evaluation has found.
+    """Result of one evaluation.
 
     Args:
-        task: The task's name.
-        task_digest: The hash of its rows, so that two evaluations can be seen to be of the same ones.
+        task: Task name.
+        task_digest: Hash of the task's rows, to tell whether two evaluations are of the same rows.
         split: ``train``, ``val`` or ``test``.
-        available: Rows of the split; `metrics.count` of them, from the first, were evaluated.
-        max_new_tokens: The cap on an answer.
+        available: Rows of the split; the first `metrics.count` of them were evaluated.
+        max_new_tokens: Cap on response tokens.
         metrics: Over all evaluated rows.
-        duplicates: The evaluated test rows whose text also stands in train; 0 for another split.
-        without_duplicates: Over the other rows. None for another split than test, and if there are no others.
-        predictions: In the order of the rows.
-        calibration: What the probabilities of labels are worth, over all evaluated rows, where they were asked for.
-        sampled: What sampled answers are worth, over all evaluated rows, where they were asked for.
+        duplicates: Evaluated test rows whose text also occurs in train; 0 for other splits.
+        without_duplicates: Metrics over the remaining rows. None for other splits, and if no rows remain.
+        predictions: In row order.
+        calibration: Calibration over all evaluated rows, if requested.
+        sampled: Metrics of sampled answers over all evaluated rows, if requested.
     """
 
     task: str
@@ -134,13 +134,13 @@ class Evaluation:
 
     @property
     def not_applicable(self) -> str:
-        """Why there is no `without_duplicates`; empty if there is."""
+        """Why `without_duplicates` is None; empty if it is not."""
         if self.without_duplicates is not None:
             return ""
         return "every text also occurs in train" if self.duplicates else f"{self.split} is not compared with train"
 
     def as_json(self) -> dict[str, Any]:
-        """All but the predictions."""
+        """Return everything except the predictions."""
         without = self.without_duplicates
         clean = {"status": "n/a", "reason": self.not_applicable} if without is None else without.as_json()
         return {
@@ -174,23 +174,23 @@ def evaluate(
     probabilities: bool = False,
     draws: Draws | None = None,
 ) -> Evaluation:
-    """Let a model respond to the rows of a split, greedily, and judge its responses.
+    """Generate greedy responses to the rows of a split and score them.
 
     Args:
         model: The model.
-        task: Gives the rows, and judges.
-        prompt: Asks, and reads the answer.
+        task: Provides and judges the rows.
+        prompt: Formats the prompt and parses the answer.
         split: ``train``, ``val`` or ``test``.
-        limit: Only the first so many rows. The first rows of a split need not be like the rest.
-        max_new_tokens: The cap on an answer.
-        batch_size: Texts that are decoded together.
-        encoder: The prompt in the ids of the model, if the caller has one that covers these texts.
-        progress: Called with the number of texts done and of all.
-        writer: Answers in place of the model, with its weights; a vLLM server, for one. Where two tokens are equally
-            probable but for rounding, its answer may be another one.
-        share: Divides texts among processes that all evaluate the same model; None: there are no others.
-        probabilities: Look up the probability of every label too, and what these are worth; of labels only.
-        draws: Sample answers too, which share the pass over their prompt, and count how often these are right.
+        limit: Evaluate only the first `limit` rows, which may not be representative of the split.
+        max_new_tokens: Cap on response tokens.
+        batch_size: Texts decoded per batch.
+        encoder: Encoded prompt, if the caller already has one that covers these texts.
+        progress: Called with the number of texts done and the total.
+        writer: Generates with the model's weights in its place, e.g. a vLLM server. Its answers may differ where two
+            tokens are tied up to rounding.
+        share: Splits texts among processes that evaluate the same model; None: single process.
+        probabilities: Also compute label probabilities and calibration; label tasks only.
+        draws: Also sample answers, which share the forward pass over the prompt, and score them.
     """
     if limit is not None and limit < 1:
         raise UsageError("limit is at least 1", got=limit, instead="None for all rows")
@@ -254,7 +254,7 @@ def evaluate(
 
 
 def write(evaluation: Evaluation, folder: str | Path) -> tuple[Path, Path]:
-    """Write ``predictions-<split>.jsonl`` and then ``evaluation-<split>.json``, each whole or not at all.
+    """Write ``predictions-<split>.jsonl``, then ``evaluation-<split>.json``, each atomically.
 
     The same evaluation gives the same bytes.
     """
@@ -263,7 +263,7 @@ def write(evaluation: Evaluation, folder: str | Path) -> tuple[Path, Path]:
     predictions = place / f"predictions-{evaluation.split}.jsonl"
     summary = place / f"evaluation-{evaluation.split}.json"
     atomic_write(predictions, "".join(lines))
-    # The labels of a task have an order, so the keys stay in theirs.
+    # no sort_keys: labels keep the task's order
     atomic_write(summary, json.dumps(evaluation.as_json(), indent=2) + "\n")
     return predictions, summary
 

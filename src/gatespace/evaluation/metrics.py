@@ -1,7 +1,7 @@
-"""How well labels were predicted, as plain numbers beside the counts they come from.
+"""Classification metrics, with the counts they come from.
 
-Accuracy alone can be had without any skill: the best constant, balanced accuracy and macro-F1 always stand beside it.
-An answer without a legal label is wrong, and is never left out of a denominator.
+Accuracy can be high without skill, so the best constant, balanced accuracy and macro-F1 are always reported with it.
+An answer without a legal label is wrong and is never left out of a denominator.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from gatespace.tasks.data import Baseline
 
 @dataclass(frozen=True, slots=True)
 class LabelRow:
-    """One label.
+    """Metrics of one label.
 
     Args:
         label: The label.
         precision: correct / predicted; 0 if it was never predicted.
         recall: correct / support; 0 if no row has it.
-        f1: 2·correct / (support + predicted); 0 if it has neither.
-        support: Rows whose gold label it is.
-        predicted: Rows it was predicted for.
+        f1: 2·correct / (support + predicted); 0 if both are 0.
+        support: Rows with this gold label.
+        predicted: Rows with this prediction.
         correct: Rows with both.
-        unparsed: Rows whose gold label it is and whose answer had no legal label.
+        unparsed: Rows with this gold label whose answer had no legal label.
     """
 
     label: str
@@ -43,21 +43,20 @@ class LabelRow:
 
 @dataclass(frozen=True)
 class Metrics:
-    """The measures of a list of predictions.
+    """Metrics of a list of predictions.
 
     Args:
         accuracy: correct / count.
-        balanced_accuracy: The mean recall of the labels that these rows have: 1 / labels for one answer to all.
-        macro_f1: The mean F1 of all labels of the task. A label that no row has and that was never predicted counts
-            with 0, as with scikit-learn's `labels=` and `zero_division=0`.
-        parsed: The share of answers with a legal label.
-        parse_failures: The answers without one.
+        balanced_accuracy: Mean recall of the labels that occur in these rows: 1 / labels for a constant answer.
+        macro_f1: Mean F1 of all labels of the task. A label with no rows and no predictions counts as 0, as with
+            scikit-learn's `labels=` and `zero_division=0`.
+        parsed: Share of answers with a legal label.
+        parse_failures: Answers without one.
         count: Rows.
         correct: Rows with the right label.
-        best_constant: The most frequent gold label of these rows, and the accuracy of giving it to all: the most
-            that is to be had without reading a text.
-        per_label: One row for every label, in the order of the task.
-        confusion: Gold label → predicted label → rows. What a row of it lacks to its label's support is `unparsed`.
+        best_constant: Most frequent gold label of these rows, and the accuracy of always predicting it.
+        per_label: One row per label, in task order.
+        confusion: Gold label → predicted label → rows. Each row sums to its label's support minus `unparsed`.
     """
 
     accuracy: float
@@ -75,22 +74,22 @@ class Metrics:
 
     @property
     def score(self) -> float:
-        """What the task's metric has come to, as in `TextMetrics`."""
+        """Value of the task's metric, as in `TextMetrics`."""
         return self.accuracy
 
     def as_json(self) -> dict[str, Any]:
-        """Plain lists, dictionaries and numbers."""
-        # asdict would give the baseline, a named tuple, as a list
+        """Return plain lists, dictionaries and numbers."""
+        # asdict would leave the baseline, a named tuple, to become a list
         return asdict(self) | {"best_constant": self.best_constant._asdict()}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Metrics:
-        """From what `as_json` gave, of an earlier release too: all of it follows from the labels' rows."""
+        """Build from the output of `as_json`, also of earlier releases: everything follows from the per-label rows."""
         return _of([LabelRow(**row) for row in record["per_label"]], record["confusion"])
 
 
 def metric_of(record: Mapping[str, Any]) -> tuple[str, float]:
-    """Name and value of the metric that an evaluation is about, from the JSON of its metrics or evaluations.jsonl.
+    """Return name and value of the task's metric, from the JSON of metrics or a line of evaluations.jsonl.
 
     Examples:
         >>> metric_of({"accuracy": 0.5, "count": 2}), metric_of({"metric": "bleu", "score": 0.25})
@@ -105,8 +104,8 @@ def measure(gold: Sequence[str], predicted: Sequence[str | None], labels: Sequen
     """Compare predictions with gold labels.
 
     Args:
-        gold: The right label of every row.
-        predicted: The label the model gave, None where its answer has no legal one.
+        gold: Gold label of every row.
+        predicted: Predicted label, None if the answer has no legal one.
         labels: All labels of the task.
 
     Examples:

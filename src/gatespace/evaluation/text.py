@@ -1,4 +1,4 @@
-"""How good free-text responses are: the mean score of a split, and what a user should know beside it."""
+"""Metrics of free-text responses: the mean score of a split, truncation, length and corpus-level figures."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class TextPrediction:
     """The response to one prompt.
 
     Args:
-        index: The row's place in its split.
-        text: The user's turn, or the conversation as JSON.
-        references: The responses that would be right.
-        raw: What the model wrote after the prefill.
-        response: What of it was judged.
+        index: Row index in the split.
+        text: The user turn, or the conversation as JSON.
+        references: Reference responses.
+        raw: The response, without the prefill.
+        response: The part of it that was scored.
         score: By the task's metric, from 0 to 1.
-        also: Further metric → score.
-        tokens: The length of the response.
-        ended: Whether it stopped by itself, not at the cap.
-        samples: The scores of sampled responses, where these were asked for.
+        also: Additional metric → score.
+        tokens: Length of the response.
+        ended: Whether the model ended the response itself, before the cap.
+        samples: Scores of sampled responses, if requested.
     """
 
     index: int
@@ -39,22 +39,22 @@ class TextPrediction:
     samples: tuple[float, ...] | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; without what was not asked for."""
+        """Return plain values, without what was not requested."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
 class TextMetrics:
-    """The measures of a list of responses.
+    """Metrics of a list of responses.
 
     Args:
-        metric: The name of the task's metric.
-        score: The mean of its scores.
+        metric: Name of the task's metric.
+        score: Mean score.
         count: Responses.
-        truncated: The share of responses that the cap on new tokens ended.
-        length: Mean tokens of a response.
-        also: Further metric → mean of its scores.
-        figures: Figures of the split as a whole, e.g. corpus_bleu.
+        truncated: Share of responses truncated at the cap on new tokens.
+        length: Mean response length in tokens.
+        also: Additional metric → mean score.
+        figures: Corpus-level figures of the split, e.g. corpus_bleu.
     """
 
     metric: str
@@ -66,17 +66,17 @@ class TextMetrics:
     figures: dict[str, float]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain dictionaries and numbers."""
+        """Return plain dictionaries and numbers."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> TextMetrics:
-        """From what `as_json` gave."""
+        """Build from the output of `as_json`."""
         return cls(**{field.name: record[field.name] for field in fields(cls)})
 
 
 def measure_text(metric: str, predictions: Sequence[TextPrediction]) -> TextMetrics:
-    """Summarise responses that were judged by `metric`, and by the further metrics that each of them has."""
+    """Aggregate responses scored by `metric` and by the additional metrics that each of them has."""
     if not predictions:
         raise UsageError("there is nothing to measure", got="no rows", why="a mean of no rows is not a number")
     also = list(predictions[0].also)

@@ -1,1 +1,1 @@
-"""Evidence: the statistics of a study, and what they may claim."""
+"""Evidence: the statistics of a study, and the claims they support."""

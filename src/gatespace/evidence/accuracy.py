@@ -1,4 +1,4 @@
-"""The interval of an accuracy: over seeds, or over texts where there is one seed."""
+"""Confidence interval of an accuracy: over seeds, or over texts for a single seed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ CONFIDENCE = 0.95
 
 
 def accuracy_interval(scores: Sequence[Score]) -> tuple[float, float] | None:
-    """Student's interval over the seeds of a point, or Wilson's over the texts of a single score.
+    """Return Student's interval over the seeds of a point, or Wilson's over the texts of a single score.
 
-    None where there is none: no score, or seeds without scipy, which comes with studies.
+    None without scores, or for several seeds if scipy (extra `evidence`) is not installed.
     """
     if len(scores) < 2:
         return wilson(scores[0].correct, scores[0].count) if scores else None
@@ -28,7 +28,7 @@ def accuracy_interval(scores: Sequence[Score]) -> tuple[float, float] | None:
 
 
 def wilson(correct: float, count: int, *, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Wilson's interval of a share. Of a mean of scores from 0 to 1 it is too wide, as these vary less.
+    """Return Wilson's interval of a proportion. For a mean of scores in [0, 1], which vary less, it is too wide.
 
     Examples:
         >>> [round(end, 3) for end in wilson(9, 20)]

@@ -1,7 +1,7 @@
-"""The analysis of a whole study: every comparison, every group claim, and the baselines beside them.
+"""Analysis of a study: every comparison, every group claim, and the baselines.
 
-Accuracies are counts on the test split, in pp where they are subtracted. A run that is not done is left out and
-reported as missing; a comparison that cannot be made by construction stays in, with its reason.
+Accuracies are from counts on the test split, differences in pp. Unfinished runs are left out and reported as missing;
+a comparison that is impossible by construction stays in, with its reason.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from gatespace.seeding import stream
 from gatespace.study.records import Comparison, RunResult, StudyResults
 
 SPLIT = "test"
-_STREAM = 0  # the statistics of equal results are equal, whatever the seeds of the study
+_STREAM = 0  # equal results give equal statistics, whatever the study's seeds
 
 
 def analyse(results: StudyResults) -> StudyAnalysis:
-    """The statistics of a study, from its runs that are done."""
+    """Compute the statistics of a study from its finished runs."""
     done = {
         (result.spec.task, result.spec.point, result.spec.seed): result
         for result in results.done
@@ -74,7 +74,7 @@ _Done = Mapping[tuple[str, str, int], RunResult]
 
 
 def _grouped(comparisons: Iterable[Comparison]) -> list[list[Comparison]]:
-    """The same two points at all their seeds, in the order of the plan."""
+    """Group comparisons of the same two points over seeds, in plan order."""
     found: dict[tuple[str | None, ...], list[Comparison]] = {}
     for record in comparisons:
         found.setdefault((record.task, record.axis, record.restriction, record.left, record.right), []).append(record)
@@ -133,7 +133,7 @@ def _percent(run: RunResult) -> float:
 
 
 class _Examples:
-    """By how much every run has each example right, loaded once; one resampler per task and number of examples."""
+    """Per-example correctness of every run, loaded once; one resampler per task and number of examples."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, Any] = {}
@@ -142,7 +142,7 @@ class _Examples:
     def compare(
         self, sides: Mapping[int, tuple[RunResult, RunResult]]
     ) -> tuple[tuple[tuple[int, McNemar], ...], Interval | None]:
-        """McNemar per seed, and the bootstrap over the seeds whose predictions are of the same examples."""
+        """McNemar per seed, and the bootstrap over the seeds whose two runs predicted equally many examples."""
         tests: list[tuple[int, McNemar]] = []
         differences: list[Any] = []
         task = ""
@@ -154,14 +154,14 @@ class _Examples:
             if one.dtype == bool:
                 tests.append((seed, mcnemar(one, other)))
                 differences.append(one.astype(np.int8) - other.astype(np.int8))
-            else:  # scores of free text are no right and wrong
+            else:  # free-text scores are not binary
                 differences.append(one - other)
         if not differences or len({row.size for row in differences}) > 1:
             return tuple(tests), None
         return tuple(tests), self._resampler(task, differences[0].size).interval(np.stack(differences))
 
     def _correct(self, run: RunResult) -> Any:
-        """Row by row; None where the predictions are not there, or not those that were scored."""
+        """Correctness per row; None if the predictions are missing or do not match the score."""
         if run.spec.id not in self._loaded:
             score = run.scores[SPLIT]
             kind = bool if score.text is None else float
@@ -179,7 +179,7 @@ class _Examples:
 
 
 def _adjusted(comparisons: Sequence[ComparisonEvidence]) -> list[ComparisonEvidence]:
-    """Holm over the comparisons that were replicated, BH over all of them."""
+    """Adjust p values: Holm over the replicated comparisons, BH over all."""
     ps = [None if found.judged is None else found.judged.p for found in comparisons]
     headline = holm([p if found.role == "replication" else None for p, found in zip(ps, comparisons, strict=True)])
     return [replace(found, holm=h, bh=b) for found, h, b in zip(comparisons, headline, bh(ps), strict=True)]
@@ -189,7 +189,7 @@ def _adjusted(comparisons: Sequence[ComparisonEvidence]) -> list[ComparisonEvide
 
 
 def _groups(comparisons: Sequence[ComparisonEvidence], selection_seed: int | None) -> list[GroupEvidence]:
-    """Every axis, whole and by restriction, on all tasks and on each; Holm over the whole axes on all tasks."""
+    """Groups for every axis, whole and by restriction, pooled and per task; Holm over the pooled whole axes."""
     found: list[GroupEvidence] = []
     for axis in dict.fromkeys(c.axis for c in comparisons):
         of_axis = [c for c in comparisons if c.axis == axis]
@@ -221,7 +221,7 @@ def _group(
         left = tuple((c.task, c.left, seed) for seed in c.all.seeds)
         right = tuple((c.task, c.right, seed) for seed in c.all.seeds)
         cells.append(Cell(c.all.mean, left, right))
-    if selection_seed is None:  # fixed before the study: a block is all comparisons of its task, or does not count yet
+    if selection_seed is None:  # comparisons were fixed in advance: count only blocks with all comparisons of the task
         whole = Counter(c.task for c in members if c.status != "n/a")
         found = Counter((d.task, d.seed) for d in differences)
         differences = [d for d in differences if found[d.task, d.seed] == whole[d.task]]
@@ -245,7 +245,7 @@ def _group(
     )
 
 
-# ---------------------------------------------------------------------------------------------- beside every number
+# --------------------------------------------------------------------------------------- selection and baselines
 
 
 def _side(run: RunResult) -> str | None:
@@ -281,7 +281,7 @@ def _selection(task: str, results: StudyResults, done: _Done) -> Selection:
 
 
 def _best(choices: Sequence[Choice]) -> Side:
-    """On equal accuracy the first in the order of the plan, so that a tie is not broken by looking at test."""
+    """The best choices on validation and on test; ties go to the first in plan order, never decided by test."""
     if not choices:
         none = NotApplicable("no point was run at every seed of the sweep")
         return Side(none, none)
@@ -346,6 +346,6 @@ def _detectable(comparisons: Sequence[ComparisonEvidence]) -> Detectable | NotAp
     known = [(c.all.sd, c.all.n) for c in comparisons if c.all is not None and c.all.sd is not None]
     if not known:
         return NotApplicable("no comparison has two seeds")
-    # The median: one method that collapses on some seeds must not speak for the others.
+    # The median, so that one method that collapses on some seeds does not dominate.
     sd, seeds = median(sd for sd, _ in known), median_low(n for _, n in known)
     return Detectable(minimum_detectable(sd, seeds), sd, seeds, len(known))

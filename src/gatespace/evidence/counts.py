@@ -1,7 +1,7 @@
-"""The number of cells that are won, where cells share runs.
+"""Win counts over cells that share runs.
 
-One restriction serves many points, and one point is in several cells. If nothing differs, a restriction that came
-out low by chance loses all its cells together. So the null draws runs, each once for all its cells, and never cells.
+One restriction is compared with many points, and one point is in several cells. Under the null, a restriction that is
+low by chance loses all its cells together. So the null simulates runs, each once for all its cells, never cells.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SIMULATIONS = 19_999
 
 @dataclass(frozen=True)
 class Cell:
-    """A comparison by its difference and the runs that it is made of: the mean of `left` minus the mean of `right`."""
+    """A comparison: its difference, mean of `left` minus mean of `right`, and the runs on both sides."""
 
     difference: float
     left: tuple[Hashable, ...]
@@ -33,15 +33,15 @@ class Cell:
 def win_count(
     cells: Sequence[Cell], *, generator: np.random.Generator, simulations: int = SIMULATIONS
 ) -> WinCount | NotApplicable:
-    """Wins, ties and losses, with the p of a sign test as if cells were independent and as they are.
+    """Count wins, ties and losses, with sign-test p values for independent cells and for cells that share runs.
 
-    Under the null every run is one draw from one normal distribution. With one seed, or where all cells have the same
-    seeds and noise is normal, only the order of the arms counts, so which distribution it is does not matter then.
+    Under the null every run is a draw from the same normal distribution. Its choice does not matter with one seed, or
+    if all cells have the same seeds and noise is normal: then only the order of the arms counts.
 
     Args:
         cells: The comparisons.
         generator: Draws the simulated runs.
-        simulations: The number of times that all runs are drawn.
+        simulations: Number of simulations of all runs.
     """
     if not cells:
         return NotApplicable("no comparable cells")
@@ -54,7 +54,7 @@ def win_count(
     contrasts = _contrasts(decided)
     variance = null_variance(decided)
     away = abs(wins - losses)
-    # the sign of every simulated cell; twice the distance of the count from its half is |wins - losses|
+    # the sum of the signs of the simulated cells is wins - losses
     extreme = done = 0
     while done < simulations:
         size = min(2000, simulations - done)
@@ -77,10 +77,10 @@ def win_count(
 
 
 def null_variance(cells: Sequence[Cell]) -> float:
-    """The exact variance of the number of wins where no point differs from another.
+    """Return the exact variance of the number of wins if no points differ.
 
-    Two cells whose differences correlate by ρ are both won with probability 1/4 + arcsin(ρ)/2π. Two that share an arm
-    on the same side have ρ = 1/2, hence a covariance of 1/12; on opposite sides -1/12; a cell with itself 1/4.
+    Two cells whose differences have correlation ρ are both won with probability 1/4 + arcsin(ρ)/2π. Two that share an
+    arm on the same side have ρ = 1/2, hence a covariance of 1/12; on opposite sides -1/12; a cell with itself 1/4.
 
     Examples:
         >>> cells = [Cell(1.0, ("G2",), ("E4",)), Cell(1.0, ("G5",), ("E4",))]
@@ -90,11 +90,11 @@ def null_variance(cells: Sequence[Cell]) -> float:
     contrasts = _contrasts(cells)
     norms = np.sqrt((contrasts**2).sum(axis=1))
     correlations = contrasts @ contrasts.T / np.outer(norms, norms)
-    return float(np.arcsin(np.round(correlations, 12)).sum() / (2 * math.pi))  # arcsin is steep where rounding hits 1
+    return float(np.arcsin(np.round(correlations, 12)).sum() / (2 * math.pi))  # rounded: arcsin is steep near 1
 
 
 def _contrasts(cells: Sequence[Cell]) -> Any:
-    """Cells × runs: what each run counts in each cell."""
+    """Cells × runs: the weight of each run in each cell."""
     runs = {run: i for i, run in enumerate(dict.fromkeys(run for cell in cells for run in (*cell.left, *cell.right)))}
     matrix = np.zeros((len(cells), len(runs)))
     for row, cell in enumerate(cells):

@@ -1,4 +1,4 @@
-"""Two models on the same examples: exact McNemar, and a bootstrap over examples and, where there are enough, seeds."""
+"""Two models on the same examples: exact McNemar, and a bootstrap over examples and, given enough, seeds."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gatespace.errors import UsageError
 from gatespace.evidence.records import Interval, McNemar
 
 SEEDS_TO_RESAMPLE = 4
-"""With fewer, seeds are taken as they are: three values drawn from three have ten different outcomes, and their spread
-is far too small."""
+"""With fewer, seeds are fixed: three values drawn from three have only ten distinct outcomes, with far too little
+spread."""
 RESAMPLES = 2000
 
 
@@ -31,7 +31,7 @@ def mcnemar(left_correct: Sequence[bool] | Any, right_correct: Sequence[bool] | 
     left_only, right_only = int(left.sum()) - both, int(right.sum()) - both
     neither = left.size - both - left_only - right_only
     if left_only == right_only:
-        p = 1.0  # also where nothing differs, of which no library makes a p
+        p = 1.0  # also if nothing differs, where libraries give no p
     else:
         table = [[both, left_only], [right_only, neither]]
         p = float(statsmodels_mcnemar(table, exact=True).pvalue)
@@ -39,14 +39,14 @@ def mcnemar(left_correct: Sequence[bool] | Any, right_correct: Sequence[bool] | 
 
 
 class Resampler:
-    """Draws how often every example, and every seed, counts in each resample; one draw serves many comparisons.
+    """Owen's pigeonhole bootstrap; the resamples are drawn once and shared by many comparisons.
 
-    Owen's pigeonhole bootstrap: seeds and examples are resampled with replacement, each on its own, and a resample's
-    value is the mean over all pairs of a drawn seed and a drawn example.
+    Seeds and examples are resampled independently with replacement, and a resample's value is the mean over all pairs
+    of a drawn seed and a drawn example.
 
     Args:
         examples: Rows of the split.
-        generator: Makes the draws.
+        generator: Random generator.
         resamples: Number of resamples.
     """
 
@@ -63,7 +63,7 @@ class Resampler:
         self._seed_counts: dict[int, Any] = {}
 
     def interval(self, differences: Any, *, confidence: float = 0.95) -> Interval:
-        """The interval of the mean of `differences` (seeds × examples, left's correctness minus right's), in pp."""
+        """Interval of the mean of `differences` (seeds × examples, left's correctness minus right's), in pp."""
         matrix = np.asarray(differences, dtype=np.float32)
         if matrix.ndim != 2 or matrix.shape[1] != self.examples or matrix.shape[0] < 1:
             raise UsageError(f"differences are seeds × {self.examples} examples", got=matrix.shape)

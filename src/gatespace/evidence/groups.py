@@ -1,4 +1,4 @@
-"""Claims about groups: is there any difference on a task, and is one side ahead of the other as a whole?"""
+"""Claims about groups: is there any difference on a task, and is one side ahead overall?"""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from gatespace.evidence.records import Anova, Block, BlockClaim, Decisive, Mixed
 from gatespace.gating.coefficients import NotApplicable
 
 _LEAST_RESIDUAL = 1e-6
-"""Of the mixed model, in units of the sample's variance."""
+"""Lower bound on the mixed model's residual variance, in units of the sample variance."""
 
 
 class Difference(NamedTuple):
-    """One cell at one seed; `left` and `right` are labels of points of the task."""
+    """Difference of one cell at one seed; `left` and `right` are labels of points of the task."""
 
     task: str
     seed: int
@@ -33,7 +33,7 @@ def anova(accuracies: Mapping[str, Mapping[int, float]]) -> Anova | NotApplicabl
     """Is there any difference between the points of a task? Two-way, point + seed, type II.
 
     Args:
-        accuracies: Point → seed → accuracy. Runs that are missing are left out of the model, not filled in.
+        accuracies: Point → seed → accuracy. Missing runs are left out of the model, not imputed.
     """
     from statsmodels.regression.linear_model import OLS  # type: ignore[import-untyped]
 
@@ -55,7 +55,7 @@ def anova(accuracies: Mapping[str, Mapping[int, float]]) -> Anova | NotApplicabl
         return NotApplicable("too few runs: no degree of freedom is left for the error")
     if model.ssr <= 1e-20 * float((values**2).sum()):
         return NotApplicable("points and seeds explain the runs without an error: no F")
-    # Type II: each factor against the model that has the other one only; where no run is missing, every type agrees.
+    # Type II: each factor against the model with only the other one; without missing runs all types agree.
     f, p, _ = model.compare_f_test(OLS(values, np.hstack([constant, by_seed])).fit())
     seed_f, seed_p, _ = model.compare_f_test(OLS(values, np.hstack([constant, by_point])).fit())
     gaps = points * seeds - len(rows)
@@ -74,7 +74,7 @@ def anova(accuracies: Mapping[str, Mapping[int, float]]) -> Anova | NotApplicabl
 
 
 def _indicators(levels: Sequence[Hashable]) -> Any:
-    """Rows × levels but the first: 1 where a row has the level."""
+    """Rows × levels except the first: 1 where a row has the level."""
     names = list(dict.fromkeys(levels))
     return np.array([[float(level == name) for name in names[1:]] for level in levels])
 
@@ -82,14 +82,14 @@ def _indicators(levels: Sequence[Hashable]) -> Any:
 def block_claim(
     differences: Sequence[Difference], *, exclude_seed: int | None = None, confidence: float = 0.95
 ) -> BlockClaim | NotApplicable:
-    """Is the left side ahead as a whole? The mean of every (task, seed) block, then t and sign-flip over blocks.
+    """Is the left side ahead overall? The mean of every (task, seed) block, then t and sign-flip over blocks.
 
     Cells of a block share runs, so a block counts once however many cells it has. Blocks of a task are means over the
-    same cells: those that have a difference at every one of its seeds.
+    same cells: those with a difference at every seed of the task.
 
     Args:
         differences: One per cell and seed.
-        exclude_seed: The selection seed, to be left out.
+        exclude_seed: The selection seed, to leave out.
         confidence: Of the interval.
     """
     kept = [found for found in differences if found.seed != exclude_seed]
@@ -104,7 +104,7 @@ def block_claim(
 
 
 def _blocks(differences: Sequence[Difference]) -> tuple[list[Block], int, int]:
-    """The blocks, the number of cells that they are means of, and the number of all cells."""
+    """The blocks, the number of cells they average, and the number of all cells."""
     blocks: list[Block] = []
     used = total = 0
     for task in dict.fromkeys(found.task for found in differences):
@@ -121,13 +121,14 @@ def _blocks(differences: Sequence[Difference]) -> tuple[list[Block], int, int]:
 
 
 def decisive(differences: Sequence[Difference], claim: BlockClaim | NotApplicable) -> Decisive | None:
-    """The point that decides a claim alone: leaving its cells out changes the sign of the mean or whether the interval
-    leaves out 0, and the mean with it lies outside the interval without it. The last keeps out the signs of means that
-    are next to 0, which any point can change.
+    """Return the point that alone decides a claim, or None.
+
+    Without its cells, the sign of the mean or whether the interval excludes 0 changes, and the mean with them lies
+    outside the interval without. The last condition rules out means close to 0, whose sign any point can change.
 
     Args:
         differences: What the claim was made from.
-        claim: Of all of them.
+        claim: The claim over all of them.
     """
     if isinstance(claim, NotApplicable) or claim.low is None or claim.high is None:
         return None
@@ -151,9 +152,9 @@ def decisive(differences: Sequence[Difference], claim: BlockClaim | NotApplicabl
 
 
 def mixed(differences: Sequence[Difference], *, confidence: float = 0.95) -> Mixed | NotApplicable:
-    """The mean difference over cells by a mixed model with crossed variances of blocks and of shared runs (REML).
+    """Mean difference over cells by a mixed model with crossed variances of blocks and of shared runs (REML).
 
-    A second look: it is anticonservative with the few blocks that a study has.
+    Secondary: it is anticonservative with the few blocks that a study has.
     """
     from scipy import optimize
 
@@ -163,8 +164,8 @@ def mixed(differences: Sequence[Difference], *, confidence: float = 0.95) -> Mix
         "left": [f"{d.task} {d.left} {d.seed}" for d in differences],
         "right": [f"{d.task} {d.right} {d.seed}" for d in differences],
     }
-    # A factor with a level per cell cannot be told from the residual, one with a single level not from the mean, and
-    # two that divide the cells alike not from each other.
+    # Not identifiable: a factor with a level per cell (residual), one with a single level (mean), and two that
+    # partition the cells alike (each other).
     divisions = {tuple(map(levels.index, levels)): name for name, levels in reversed(columns.items())}
     factors = {name: division for division, name in divisions.items() if 1 < len(set(division)) < n}
     values = np.array([d.value for d in differences])
@@ -172,15 +173,15 @@ def mixed(differences: Sequence[Difference], *, confidence: float = 0.95) -> Mix
         return NotApplicable("too few cells and blocks for a mixed model")
     if np.ptp(values) <= 1e-12 * np.abs(values).max():
         return NotApplicable("all cells give the same difference")
-    # Both runs of a difference are in the model, so it can be that nothing is left over. The residual stays above 0,
-    # and with it the covariance can be inverted wherever the search goes. In units of the sample's variance.
+    # Both runs of a difference are in the model, so the residual may vanish. A lower bound keeps the covariance
+    # invertible throughout the search. In units of the sample variance.
     centre, scale = float(values.mean()), float(values.std())
     values = (values - centre) / scale
     shared = np.array([np.equal.outer(division, division) for division in [*factors.values(), range(n)]], dtype=float)
     bounds = [(0.0, None)] * len(factors) + [(_LEAST_RESIDUAL, None)]
 
     def precision(variances: Any) -> tuple[Any, Any]:
-        """The inverse of the covariance, and what is left of it when the mean is taken out."""
+        """Inverse of the covariance, and the same with the mean projected out."""
         inverse = np.linalg.inv(np.tensordot(variances, shared, 1))
         return inverse, inverse - np.outer(inverse.sum(0), inverse.sum(0)) / inverse.sum()
 
@@ -192,10 +193,10 @@ def mixed(differences: Sequence[Difference], *, confidence: float = 0.95) -> Mix
         return value, (shared * (rest - np.outer(residuals, residuals))).sum((1, 2))
 
     search = partial(optimize.minimize, deviance, jac=True, method="L-BFGS-B", bounds=bounds, options={"ftol": 1e-12})
-    with np.errstate(invalid="ignore"):  # judged below
+    with np.errstate(invalid="ignore"):  # checked below
         fits = sorted((search(np.full(len(bounds), start)) for start in (0.1, 1.0, 10.0)), key=lambda fit: fit.fun)
     variances = fits[0].x
-    if not fits[1].fun - fits[0].fun < 1e-3:  # two searches end alike, and finite
+    if not fits[1].fun - fits[0].fun < 1e-3:  # two searches must agree, and be finite
         return NotApplicable("the mixed model is not fitted: the search for its variances did not converge")
     inverse, _ = precision(variances)
     mean = centre + scale * float(inverse.sum(0) @ values / inverse.sum())

@@ -1,4 +1,4 @@
-"""One comparison over seeds: the paired t-test, the exact sign-flip test, power, and p adjusted for many of them."""
+"""One comparison over seeds: paired t-test, sign-flip test and power; p values adjusted for multiple comparisons."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gatespace.gating.coefficients import NotApplicable
 from gatespace.seeding import stream
 
 EXACT_UP_TO = 14
-"""Up to this many differences all 2ⁿ assignments of signs are tried; above, a sample of them."""
+"""Up to this many differences, all 2ⁿ sign assignments are tried; above, a sample of them."""
 SAMPLED_FLIPS = 19_999
 POWER = 0.8
 
@@ -45,7 +45,7 @@ def paired(
     seeds = tuple(seed for seed in left if seed in right)
     if not seeds:
         return NotApplicable("no seed at which both points were run")
-    # Accuracies of 70 and differences of 0.1: what is rounding follows from the former.
+    # Accuracies of 70, differences of 0.1: the former determine the rounding error.
     tolerance = _ROUNDING * max(abs(side[seed]) for side in (left, right) for seed in seeds)
     raw = [left[seed] - right[seed] for seed in seeds]
     differences = [0.0 if abs(value) <= tolerance else value for value in raw]
@@ -63,14 +63,14 @@ def summarise(
     note: str = "",
     tolerance: float = 0.0,
 ) -> Summary:
-    """Mean, t with its interval, sign-flip p and minimum detectable difference of some differences.
+    """Summarise differences: mean, t with its interval, sign-flip p, minimum detectable difference.
 
     Args:
         differences: At least one.
         confidence: Of the interval.
-        unit: What one of them is, for the note.
-        note: The beginning of the summary's note.
-        tolerance: A mean or an SD that is not above it is 0: the rounding of what was subtracted.
+        unit: What one difference is, for the note.
+        note: Start of the summary's note.
+        tolerance: A mean or SD up to this counts as 0: rounding error of the subtraction.
     """
     values = np.asarray(differences, dtype=float)
     if values.ndim != 1 or values.size == 0 or not np.isfinite(values).all():
@@ -91,7 +91,7 @@ def summarise(
             sd = 0.0
             notes.append(f"all {n} {unit}s give the same difference: without variance there is no t")
         else:
-            test = stats.ttest_1samp(values, 0.0)  # what ttest_rel does with its two sides
+            test = stats.ttest_1samp(values, 0.0)  # same as ttest_rel on the two sides
             interval = test.confidence_interval(confidence)
             t, p, low, high = map(float, (test.statistic, test.pvalue, interval.low, interval.high))
             mde = minimum_detectable(sd, n)
@@ -119,14 +119,14 @@ def summarise(
 
 
 def sign_flip(differences: Any) -> float:
-    """Two-sided p of the mean under all 2ⁿ assignments of signs, each as likely where left and right are alike."""
+    """Two-sided p of the mean under sign assignments, equally likely under the null; see `EXACT_UP_TO`."""
     values = np.asarray(differences, dtype=float)
     scale = float(np.abs(values).max())
     if scale == 0:
         return 1.0
 
     def mean(sample: Any, axis: int) -> Any:
-        # rounded, so that assignments with equal sums are equal whatever the order of addition
+        # rounded, so that equal sums compare equal whatever the order of addition
         return np.round(np.mean(sample, axis=axis), 11)
 
     exact = values.size <= EXACT_UP_TO
@@ -146,12 +146,12 @@ def sign_flip(differences: Any) -> float:
 
 
 def minimum_detectable(sd: float, n: int, power: float = POWER, alpha: float = ALPHA) -> float:
-    """The smallest true mean difference that a two-sided paired t-test finds with this power.
+    """Return the smallest true mean difference that a two-sided paired t-test detects with this power.
 
     Args:
         sd: Standard deviation of the paired differences, in the unit of the result.
         n: Pairs, e.g. seeds; at least 2.
-        power: The share of repetitions that should find it.
+        power: Probability of detecting it.
         alpha: Level of the test.
 
     Examples:
@@ -167,7 +167,7 @@ def minimum_detectable(sd: float, n: int, power: float = POWER, alpha: float = A
 
 
 def seeds_needed(sd: float, difference: float, power: float = POWER, alpha: float = ALPHA) -> int:
-    """The number of paired seeds at which a two-sided paired t-test finds `difference` with this power.
+    """Return the number of seeds at which a two-sided paired t-test detects `difference` with this power.
 
     Examples:
         >>> seeds_needed(1.0, 1.0), seeds_needed(1.5, 1.0), seeds_needed(2.0, 1.0)
@@ -179,7 +179,7 @@ def seeds_needed(sd: float, difference: float, power: float = POWER, alpha: floa
     if not (math.isfinite(sd) and sd > 0):
         raise UsageError("a standard deviation is a number above 0 here", got=sd)
     effect = abs(difference) / sd
-    for n in (2, 3, 4):  # the solver finds no root where fewer than a handful are enough
+    for n in (2, 3, 4):  # the solver finds no root for so few
         if effect >= _effect(n, power, alpha):
             return n
     return math.ceil(_solved(effect_size=effect, nobs=None, alpha=alpha, power=power))
@@ -191,7 +191,7 @@ def _effect(n: int, power: float, alpha: float) -> float:
 
 
 def _solved(**known: float | None) -> float:
-    # The solver returns a number or an array of one, and where both signs are roots sometimes the negative one.
+    # The solver returns a number or an array of one, and sometimes the negative of two roots.
     root = abs(float(np.asarray(TTestPower().solve_power(**known)).item()))
     if not math.isfinite(root):
         raise RunError("the power of the t-test could not be solved", got=known)
@@ -203,11 +203,11 @@ def _check(*, power: float, alpha: float) -> None:
         raise UsageError("a level and a power lie between 0 and 1, the level below the power", got=f"{alpha}, {power}")
 
 
-# ---------------------------------------------------------------------------------------------------- many at once
+# ---------------------------------------------------------------------------------------------------- adjusted p
 
 
 def holm(ps: Sequence[float | None]) -> list[float | None]:
-    """p adjusted after Holm: below .05, and the chance of even one false claim among all of them is below .05.
+    """Return Holm-adjusted p values: below .05, the chance of any false claim among all of them is below .05.
 
     Examples:
         >>> holm([0.01, None, 0.04])
@@ -217,12 +217,12 @@ def holm(ps: Sequence[float | None]) -> list[float | None]:
 
 
 def bh(ps: Sequence[float | None]) -> list[float | None]:
-    """p adjusted after Benjamini and Hochberg: of those below .05, 5 % are expected to be false."""
+    """Return Benjamini-Hochberg-adjusted p values: of those below .05, at most 5 % are expected to be false."""
     return _adjusted(ps, lambda ranked, n: np.minimum.accumulate((ranked / (np.arange(1, n + 1) / n))[::-1])[::-1])
 
 
 def _adjusted(ps: Sequence[float | None], adjust: Callable[[Any, int], Any]) -> list[float | None]:
-    """`adjust` is given the p values that there are, the smallest first, and their number."""
+    """Apply `adjust` to the known p values, smallest first, and their number."""
     known = np.array([p for p in ps if p is not None])
     order = np.argsort(known)
     adjusted = np.empty_like(known)

@@ -1,7 +1,7 @@
-"""What a study could support, counted before anything is trained.
+"""Which claims a study could support, computed before anything is trained.
 
 The only bound that holds whatever the results is that of the exact sign-flip test: with n differences its p is at least
-2 / 2ⁿ. The t-test has none. So a claim is out of reach where n is too small, and this is pure counting: no SciPy here.
+2 / 2ⁿ. (The t-test has none.) So a claim is out of reach if n is too small. Pure counting: no SciPy here.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any, Literal
 from gatespace.study.records import Comparison
 
 ALPHA = 0.05
-"""The level of every claim."""
+"""Significance level of every claim."""
 
 
 def sign_flip_floor(n: int) -> float:
-    """The smallest two-sided sign-flip p that n differences can have."""
+    """Return the smallest possible two-sided sign-flip p of n differences."""
     return min(1.0, 2.0 / 2.0**n)
 
 
 def least_differences(family: int = 1, alpha: float = ALPHA) -> int:
-    """The smallest n whose sign-flip p can be below `alpha` after Holm's adjustment over `family` tests.
+    """Return the smallest n whose sign-flip p can be below `alpha` after Holm's adjustment over `family` tests.
 
     Examples:
         >>> least_differences(), least_differences(9), least_differences(29)
@@ -33,7 +33,7 @@ def least_differences(family: int = 1, alpha: float = ALPHA) -> int:
 
 
 def whole_cells(cells: Mapping[Hashable, Iterable[int]]) -> tuple[list[Hashable], list[int]]:
-    """The cells of a task that have every seed which any of them has, and those seeds: what its blocks consist of."""
+    """Return the cells of a task that have every seed that any of them has, and those seeds: its blocks."""
     held = {cell: set(seeds) for cell, seeds in cells.items()}
     seeds = list(dict.fromkeys(seed for given in cells.values() for seed in given))
     return [cell for cell, own in held.items() if len(own) == len(seeds)], seeds
@@ -41,20 +41,20 @@ def whole_cells(cells: Mapping[Hashable, Iterable[int]]) -> tuple[list[Hashable]
 
 @dataclass(frozen=True)
 class Claim:
-    """A kind of claim that a study asks for, and whether it could be supported.
+    """A kind of claim in a study, and whether it could be supported.
 
     Args:
-        kind: ``group``, the claim that reports make: one side is ahead as a whole. Or ``single``: one comparison by
+        kind: ``group``, the claim that reports make: one side is ahead overall. Or ``single``: one comparison by
             itself, after Holm's adjustment over `family`.
         axis: What the two sides differ in.
         restriction: ``entropy-only`` or ``gap-only`` on that axis.
-        tasks: How many tasks have such comparisons.
-        comparisons: How many there are, over tasks and not over seeds.
-        family: How many tests Holm adjusts a single one for; 1 for a group, whose exact test is not adjusted.
+        tasks: Number of tasks with such comparisons.
+        comparisons: Number of comparisons over tasks, not counting seeds.
+        family: Number of tests in Holm's adjustment; 1 for a group, whose exact test is not adjusted.
         fresh: Fresh (task, seed) blocks of the group, or fresh seeds of a single comparison.
-        least_p: What the exact p, adjusted, cannot be below.
+        least_p: Lower bound of the exact p, adjusted.
         possible: Whether that is below .05.
-        seeds_needed: The least number of seeds that it takes, with the selection seed where there is one.
+        seeds_needed: Minimum number of seeds, including the selection seed if there is one.
     """
 
     kind: Literal["group", "single"]
@@ -71,34 +71,34 @@ class Claim:
 
 @dataclass(frozen=True)
 class Reach:
-    """What a study could support, whatever its results."""
+    """The claims that a study could support, whatever its results."""
 
     selection_seed: int | None
     claims: tuple[Claim, ...]
 
     @property
     def is_empty(self) -> bool:
-        """Whether no claim that a report makes could be supported."""
+        """Whether no claim of a report could be supported."""
         return not any(claim.possible for claim in self.claims if claim.kind == "group")
 
     @property
     def seeds_needed(self) -> int:
-        """The least number of seeds at which some group could be supported."""
+        """Minimum number of seeds at which some group claim could be supported."""
         return min((claim.seeds_needed for claim in self.claims if claim.kind == "group"), default=0)
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return plain values."""
         claims = [asdict(claim) for claim in self.claims]
         return {"level": ALPHA, "selection_seed": self.selection_seed, "claims": claims}
 
 
 def reach(comparisons: Sequence[Comparison], selection_seed: int | None) -> Reach:
-    """What could be supported if every planned run were done.
+    """Return what could be supported if every planned run were done.
 
     Args:
         comparisons: All cells of the plan.
-        selection_seed: The seed that choices are made on; all others are fresh. None: the comparisons were fixed
-            before, all seeds are fresh, and an axis is one group.
+        selection_seed: The seed used for selection; all others are fresh. None: the comparisons were fixed in
+            advance, all seeds are fresh, and an axis is one group.
     """
     chooses = selection_seed is not None
     cells: dict[tuple[str, str | None], dict[tuple[str, str, str], set[int]]] = {}
@@ -122,7 +122,7 @@ def reach(comparisons: Sequence[Comparison], selection_seed: int | None) -> Reac
         needed = math.ceil(least_differences() / len(of_task)) + chooses
         about = {"axis": axis, "restriction": restriction, "tasks": len(of_task), "comparisons": len(pairs)}
         claims.append(_claim("group", fresh, 1, needed, about))
-        # Holm is over the comparisons that are run again where there are any, see `analysis`; else over the axis.
+        # Holm is over the replicated comparisons if there are any, see `analysis`; else over the axis.
         own = [s for pair, s in pairs.items() if not replicated or (axis, restriction, *pair) in replicated]
         if own:
             family = len(replicated) or len(pairs)

@@ -1,4 +1,4 @@
-"""The values that evidence is made of. No NaN: what is not known is None, and a `note` gives the reason.
+"""Dataclasses of evidence. No NaN: unknown values are None, and a `note` gives the reason.
 
 Differences are left minus right, in the caller's unit; in a study, percentage points of accuracy (pp).
 """
@@ -12,30 +12,30 @@ from typing import Literal, NamedTuple
 from gatespace.gating.coefficients import NotApplicable
 
 ALL_TASKS = "all"
-"""The task's name of a group over all tasks of a study."""
+"""Task name of a group over all tasks of a study."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The mean of some differences, its tests and its interval.
+    """Mean of differences, with tests and interval.
 
     Args:
-        n: How many there are.
+        n: Number of differences.
         mean: Their mean.
         sd: Their standard deviation (n - 1); None for a single one.
-        t: Student's t of the mean against 0; None for a single one, and where all are equal.
+        t: Student's t of the mean against 0; None for a single one, and if all are equal.
         p: Two-sided, from t with n - 1 degrees of freedom.
         low: Lower end of the interval of the mean.
-        high: Its upper end.
-        sign_flip_p: Two-sided and exact: the share of all assignments of signs that give a mean as far from 0.
-        sign_flip_floor: 2 / 2ⁿ. The sign-flip p cannot be smaller, whatever the data.
-        mde: The detectable difference: the smallest true one that a t-test at .05 with this SD and n finds in 80 % of
-            all repetitions.
+        high: Upper end.
+        sign_flip_p: Two-sided: share of sign assignments with a mean as far from 0; exact up to n = 14, else sampled.
+        sign_flip_floor: 2 / 2ⁿ, lower bound of the sign-flip p whatever the data.
+        mde: Minimum detectable difference: the smallest true one that a t-test at .05 with this SD and n detects with
+            power 80 %.
         wins: Differences above 0.
         ties: Differences equal to 0.
         losses: Differences below 0.
         confidence: Of the interval.
-        note: What is missing above, and why; how to read it.
+        note: What is missing above and why; how to read it.
     """
 
     n: int
@@ -74,18 +74,18 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockClaim(Summary):
-    """A claim about a group of comparisons: t and sign-flip over the means of (task, seed) blocks, never over cells."""
+    """A claim about a group of comparisons: t and sign-flip over means of (task, seed) blocks, never over cells."""
 
     blocks: tuple[Block, ...]
     excluded_seed: int | None
-    """The selection seed, where it is left out."""
+    """The selection seed, if left out."""
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """Intercept of a mixed model over cells, with crossed variances. Anticonservative: a second look, never the claim.
+    """Intercept of a mixed model over cells, with crossed variances. Anticonservative: secondary, never the claim.
 
-    It takes estimated variances for known and counts cells as the blocks do not; with few blocks its p is too small.
+    It treats estimated variances as known and counts cells, unlike the blocks; with few blocks its p is too small.
     """
 
     mean: float
@@ -107,12 +107,12 @@ class Anova:
     Args:
         points: Levels of the first factor.
         seeds: Levels of the second.
-        runs: Accuracies that went in.
+        runs: Number of accuracies.
         f: F of the points: is there any difference among them?
-        p: Of it.
+        p: p of `f`.
         df: Degrees of freedom of the points and of the residual.
         seed_f: F of the seeds.
-        seed_p: Of it.
+        seed_p: p of `seed_f`.
         sd: Pooled SD of a run about its point and seed, the square root of the residual mean square.
         note: How to read it.
     """
@@ -131,16 +131,16 @@ class Anova:
 
 @dataclass(frozen=True)
 class WinCount:
-    """The number of cells that are won, and its p where cells share runs.
+    """Number of cells won, with p values that do and do not account for shared runs.
 
     Args:
         wins: Cells whose mean difference is above 0.
-        ties: Cells whose mean difference is 0: they are left out of both p.
+        ties: Cells whose mean difference is 0; left out of both p.
         losses: Cells whose mean difference is below 0.
         naive_p: Two-sided binomial p as if the cells were independent. They are not.
-        naive_variance: Of the count in that case: a quarter of the cells that are no ties.
-        null_variance: Of the count where no point differs from another and every run is drawn once for all its cells.
-        effective_n: The independent cells that would give the share of wins the same variance.
+        naive_variance: Variance of the count in that case: a quarter of the non-tied cells.
+        null_variance: Variance of the count if no points differ and every run is drawn once for all its cells.
+        effective_n: Number of independent cells with the same variance of the win share.
         correlated_p: Two-sided p under that null, from simulated runs.
         simulations: Number of simulations.
         note: How to read it.
@@ -165,7 +165,7 @@ class WinCount:
 
 @dataclass(frozen=True)
 class McNemar:
-    """Two trained models on the same examples: exact McNemar test on those that only one of them has right.
+    """Exact McNemar test of two trained models, on the examples that only one of them gets right.
 
     It is about these two models on other examples, not about other seeds.
     """
@@ -183,13 +183,13 @@ class McNemar:
 
     @property
     def difference(self) -> float:
-        """Of accuracy, left minus right, in pp."""
+        """Difference in accuracy, left minus right, in pp."""
         return 100.0 * (self.left_only - self.right_only) / self.n
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A bootstrap interval (percentiles) of a mean difference in pp, and what was resampled for it."""
+    """Percentile bootstrap interval of a mean difference in pp, and what was resampled."""
 
     mean: float
     low: float
@@ -198,7 +198,7 @@ class Interval:
     resampled: str
     """What it covers, in words."""
     over_seeds: bool
-    """Whether seeds were resampled too; false: it is about these trained models only."""
+    """Whether seeds were resampled too; if not, it is about these trained models only."""
     seeds: int
     examples: int
     resamples: int
@@ -212,21 +212,21 @@ class ComparisonEvidence:
     """Two points of a task over all seeds; accuracy on test in pp, left minus right.
 
     Args:
-        task: The task's name in the study.
+        task: Task name in the study.
         axis: What the two differ in.
         restriction: ``entropy-only`` or ``gap-only`` on that axis.
         left: Label of the first point.
         right: Label of the second.
-        role: ``replication`` where it was run again on fresh seeds, else ``sweep``.
-        status: ``comparable``; ``n/a`` by construction; ``missing`` where no seed has both runs yet.
+        role: ``replication`` if rerun on fresh seeds, else ``sweep``.
+        status: ``comparable``; ``n/a`` by construction; ``missing`` if no seed has both runs yet.
         reason: Why it is not comparable, or which seeds are missing.
         all: Over all seeds.
         fresh: Without the selection seed.
         holm: p of `judged`, adjusted over the headline comparisons (those with role ``replication``); None for others.
         bh: p of `judged`, adjusted over all comparisons of the study.
-        mcnemar: (seed, test) for every seed whose predictions are there.
-        bootstrap: Over examples, and over seeds where there are at least four.
-        run_ids: The runs that it rests on.
+        mcnemar: (seed, test) for every seed with predictions.
+        bootstrap: Over examples, and over seeds if there are at least four.
+        run_ids: The runs behind it.
     """
 
     task: str
@@ -247,16 +247,16 @@ class ComparisonEvidence:
 
     @property
     def judged(self) -> Paired | None:
-        """Fresh seeds where there are two of them, else all."""
+        """`fresh` if it has at least two seeds, else `all`."""
         return self.fresh if self.fresh is not None and self.fresh.n > 1 else self.all
 
 
 class Decisive(NamedTuple):
-    """A point that decides a claim about a group: see `gatespace.evidence.groups.decisive`."""
+    """A point that alone decides a group claim, see `gatespace.evidence.groups.decisive`."""
 
     point: str
     without: BlockClaim
-    """The claim over the cells that it is not in."""
+    """The claim without its cells."""
 
 
 @dataclass(frozen=True)
@@ -266,17 +266,17 @@ class GroupEvidence:
     Args:
         axis: What the two sides differ in.
         restriction: ``entropy-only``, ``gap-only``, or None for all of the axis.
-        task: A task's name, or `ALL_TASKS`.
+        task: Task name, or `ALL_TASKS`.
         comparable: Cells with at least one seed that has both runs.
-        not_applicable: Cells that cannot be by construction.
+        not_applicable: Cells that are impossible by construction.
         missing: Cells whose runs are not done.
         mean: Mean over the comparable cells of their mean differences, in pp; None without any.
         all: The claim over all (task, seed) blocks.
-        fresh: The same without the selection seed: the one that confirms.
+        fresh: The same without the selection seed: the confirmatory claim.
         wins: Cells won, tied and lost by their mean over seeds.
-        holm: p of `judged`, adjusted over the axes; pooled groups only.
-        mixed: The mixed model, as a second look.
-        decisive: The point that decides the claim alone, and the claim without it; None where there is no such point.
+        holm: p of `judged`, adjusted over the axes; for whole axes on all tasks only.
+        mixed: The mixed model, as a secondary analysis.
+        decisive: The point that alone decides the claim, and the claim without it; None if there is none.
     """
 
     axis: str
@@ -295,7 +295,7 @@ class GroupEvidence:
 
     @property
     def judged(self) -> BlockClaim | None:
-        """The claim over fresh seeds where there are two blocks of them, else over all; None of a single block."""
+        """The first of `fresh` and `all` that is a claim over at least two blocks; None if neither is."""
         for claim in (self.fresh, self.all):
             if isinstance(claim, BlockClaim) and claim.n > 1:
                 return claim
@@ -303,7 +303,7 @@ class GroupEvidence:
 
 
 class Choice(NamedTuple):
-    """A point that was picked; accuracies are means over the seeds of the sweep, as shares."""
+    """A selected point; accuracies are means over the seeds of the sweep, as shares."""
 
     label: str
     val: float | None
@@ -312,7 +312,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Side:
-    """The best of one kind of points: picked on validation, and as it looks on test (optimistic)."""
+    """The best point of one kind: selected on validation, and selected on test (optimistic)."""
 
     chosen: Choice | NotApplicable
     observed: Choice | NotApplicable
@@ -323,11 +323,11 @@ class Selection:
     """The best point of a task.
 
     Args:
-        chosen: Best mean accuracy on validation; its accuracy on test is honest.
-        observed: Best mean accuracy on test: picked by what it is judged by, hence optimistic.
-        optimism: How much better `observed` looks on test than `chosen`, in pp.
-        sides: Kind → the best of it: family, entropy-only, gap-only, static, published.
-        seeds: Over which the means are taken.
+        chosen: Best mean accuracy on validation; its test accuracy is unbiased by selection.
+        observed: Best mean accuracy on test: selected on the test split, hence optimistic.
+        optimism: Test accuracy of `observed` minus that of `chosen`, in pp.
+        sides: Kind → its best point: family, entropy-only, gap-only, static, published.
+        seeds: Seeds of the means.
         note: How to read it.
     """
 
@@ -341,22 +341,22 @@ class Selection:
 
 @dataclass(frozen=True)
 class BaselineEvidence:
-    """The baselines of a task. Shares of the test split, but for `gain` in pp.
+    """The baselines of a task on the test split, as shares, except `gain`.
 
     Args:
         start: Accuracy of the student before training.
         start_macro_f1: Its macro-F1.
         teacher: Accuracy of the teacher.
         teacher_macro_f1: Its macro-F1.
-        best_constant: Accuracy of giving the split's most frequent label to all.
+        best_constant: Accuracy of always predicting the split's most frequent label.
         best_constant_label: That label.
         trained: Mean accuracy of the family's points, over runs.
-        trained_macro_f1: Mean macro-F1 of them.
+        trained_macro_f1: Their mean macro-F1.
         runs: Number of these runs.
         gain: `trained` minus `start`, in pp.
         below_best_constant: Runs of any kind whose accuracy is below the best constant's.
-        done: Runs of any kind that are done.
-        rows: Of the test split.
+        done: Finished runs of any kind.
+        rows: Evaluated rows of the test split.
         duplicates: Rows whose text is also in train.
     """
 
@@ -377,7 +377,7 @@ class BaselineEvidence:
 
 
 class BelowStart(NamedTuple):
-    """A point whose mean accuracy over seeds is below that of the untouched student: training has done harm."""
+    """A point whose mean accuracy over seeds is below the untrained student's: training did harm."""
 
     task: str
     point: str
@@ -390,10 +390,10 @@ class BelowStart(NamedTuple):
 
 
 class Detectable(NamedTuple):
-    """The detectable difference of a study: of a typical comparison of two of its points.
+    """Minimum detectable difference of a typical comparison in a study.
 
-    The smallest true difference that a two-sided paired t-test at .05 finds in 80 % of all repetitions, with the
-    median SD and the median number of seeds of the comparisons.
+    The smallest true difference that a two-sided paired t-test at .05 detects with power 80 %, at the median SD and
+    the median number of seeds of the comparisons.
     """
 
     pp: float
@@ -410,10 +410,10 @@ class StudyAnalysis:
         comparisons: Of two points each.
         anova: Per task.
         groups: Claims about groups of comparisons.
-        selection: Per task, the best points.
+        selection: Best points per task.
         baselines: Per task.
-        below_start: Points that end below their start, the lowest first.
-        detectable: Per task and for `ALL_TASKS`: what a typical comparison can show.
+        below_start: Points below the untrained student, the lowest first.
+        detectable: Minimum detectable difference per task and for `ALL_TASKS`.
     """
 
     comparisons: tuple[ComparisonEvidence, ...]
@@ -425,14 +425,14 @@ class StudyAnalysis:
     detectable: Mapping[str, Detectable | NotApplicable] = field(default_factory=dict)
 
     def group(self, axis: str, *, task: str = ALL_TASKS, restriction: str | None = None) -> GroupEvidence | None:
-        """The group of an axis, or None."""
+        """Return the group of an axis, or None."""
         for found in self.groups:
             if (found.axis, found.task, found.restriction) == (axis, task, restriction):
                 return found
         return None
 
     def comparison(self, task: str, left: str, right: str) -> ComparisonEvidence | None:
-        """The comparison of two points of a task, or None."""
+        """Return the comparison of two points of a task, or None."""
         for found in self.comparisons:
             if (found.task, found.left, found.right) == (task, left, right):
                 return found

@@ -1,6 +1,6 @@
-"""The mathematics: gates, signals, divergences and objectives, as pure functions on tensors.
+"""Gates, signals, divergences and objectives, as pure functions on tensors.
 
-Names are loaded on first use, so that `Gate` and what is built on it need no torch.
+Names are imported lazily, so that `Gate` and its users do not need torch.
 """
 
 from __future__ import annotations

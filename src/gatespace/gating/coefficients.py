@@ -1,8 +1,8 @@
-"""A gate as a value: four coefficients, and any number of further signals with a coefficient of their own.
+"""Gates as values: four coefficients, plus optional extra signals with one coefficient each.
 
     λ = σ(a·h + b·u + c + d·gap + Σ e_i·signal_i)          λ always multiplies reverse KL
 
-This module knows no tensors, so that planning, statistics and the command line use gates without torch.
+No tensors here: planning, statistics and the CLI use gates without torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gatespace.errors import UsageError, unknown_name
 
 COEFFICIENTS = ("a", "b", "c", "d")
 SATURATION = 0.02
-"""A gate counts as saturated where λ is within this distance of 0 or 1 (there λ(1-λ) < .02: the gate hardly moves)."""
+"""A gate is saturated where λ is within this distance of 0 or 1 (there λ(1-λ) < .02: the gate hardly moves)."""
 
 _D_STEPS = (2.0, 4.0, -2.0, -4.0)
 _GRID: dict[str, tuple[float, float, float, float]] = {
@@ -40,7 +40,7 @@ _SIGNAL_NAME = re.compile(r"[A-Za-z_]\w*")
 
 @dataclass(frozen=True)
 class NotApplicable:
-    """A comparison that cannot be made by construction. It is a value with a reason, not missing data."""
+    """A comparison that is impossible by construction: a value with a reason, not missing data."""
 
     reason: str
 
@@ -52,7 +52,7 @@ class NotApplicable:
 
 
 class LamRange(NamedTuple):
-    """The smallest and the largest λ that a gate can give while its signals stay in their ranges."""
+    """Smallest and largest λ of a gate while its signals stay in their ranges."""
 
     low: float
     high: float
@@ -60,14 +60,14 @@ class LamRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Gate:
-    """A point of the family: λ = σ(a·h + b·u + c + d·gap), and optional further signals.
+    """A point of the family: λ = σ(a·h + b·u + c + d·gap), plus optional extra signals.
 
     Args:
         a: Weight of h, the teacher's entropy at the token.
         b: Weight of u, the teacher's entropy at the first response token.
         c: Bias. Infinite only for a static λ of exactly 0 or 1.
         d: Weight of gap, one minus the student's probability of the teacher's most probable token.
-        extra: Coefficients of further registered signals by name, e.g. ``{"student_entropy": 2}``.
+        extra: Coefficients of other registered signals by name, e.g. ``{"student_entropy": 2}``.
 
     Examples:
         >>> gate = Gate(a=4, b=0, c=-1, d=0)
@@ -116,7 +116,7 @@ class Gate:
     def __hash__(self) -> int:
         return hash((*self.abcd, tuple(self.extra.items())))
 
-    # ------------------------------------------------------------------ making one
+    # ------------------------------------------------------------------ constructors
 
     @classmethod
     def static(cls, lam: float) -> Gate:
@@ -130,11 +130,11 @@ class Gate:
 
     @classmethod
     def named(cls, name: str) -> Gate:
-        """A point of the paper by its name.
+        """Return the paper's point of that name.
 
         G1–G5, H1–H4, ``HG4,d+2`` (also ``HG4d+2``) with d = ±2, ±4 on G4 or G5, ``entropy-only(4)``,
         ``gap-only(-2)``, ``static:0.388``. The sign of entropy-only is fixed by its meaning (high entropy → forward
-        KL), so ``entropy-only(4)`` and the paper's spelling ``entropy-only(-4)`` are one point.
+        KL), so ``entropy-only(4)`` and the paper's spelling ``entropy-only(-4)`` are the same point.
         """
         text = name.strip()
         if match := _STATIC.fullmatch(text):
@@ -156,7 +156,7 @@ class Gate:
 
     @classmethod
     def parse(cls, text: str) -> Gate:
-        """Read a gate from text: a name, or four numbers, then ``signal=coefficient`` for further signals.
+        """Parse a gate: a name, or four numbers, then ``signal=coefficient`` for each extra signal.
 
         Examples:
             >>> Gate.parse("4, 0, -1, 0, student_entropy=2").extra
@@ -183,7 +183,7 @@ class Gate:
 
     @classmethod
     def of(cls, value: object) -> Gate:
-        """A gate as configurations spell it: text, four numbers, a mapping of coefficients and signals, or a gate.
+        """Return the gate given as in a configuration: text, four numbers, a mapping of coefficients, or a gate.
 
         Examples:
             >>> Gate.of({"a": 4, "c": -1}) == Gate.of("G5") == Gate.of([4, 0, -1, 0])
@@ -200,7 +200,7 @@ class Gate:
             return cls(*value)
         raise UsageError("this is not a gate", got=repr(value), instead="G5, [4, 0, -1, 0] or {a: 4, c: -1}")
 
-    # ------------------------------------------------------------------ reading it
+    # ------------------------------------------------------------------ properties
 
     @property
     def abcd(self) -> tuple[float, float, float, float]:
@@ -209,12 +209,12 @@ class Gate:
 
     @property
     def is_static(self) -> bool:
-        """True where λ depends on no signal."""
+        """True if λ depends on no signal."""
         return self.a == self.b == self.d == 0.0 and not self.extra
 
     @property
     def name(self) -> str | None:
-        """The paper's name of this point, or None."""
+        """The paper's name for this point, or None."""
         if self.extra:
             return None
         for known, abcd in _GRID.items():
@@ -230,14 +230,14 @@ class Gate:
 
     @property
     def label(self) -> str:
-        """The name if the point has one, else the coefficients."""
+        """The name if there is one, else the coefficients."""
         return self.name or str(self)
 
     def __str__(self) -> str:
-        """Text that `Gate.parse` reads back to an equal gate."""
+        """Text that `Gate.parse` turns back into an equal gate."""
         return ",".join([*map(_text, self.abcd), *(f"{k}={_text(v)}" for k, v in self.extra.items())])
 
-    # ------------------------------------------------------------------ using it
+    # ------------------------------------------------------------------ λ
 
     def logit(self, *, h: float = 0.0, u: float = 0.0, gap: float = 0.0, **extra: float) -> float:
         """The argument of the sigmoid for one token's signals."""
@@ -252,7 +252,7 @@ class Gate:
         return sigmoid(self.logit(h=h, u=u, gap=gap, **extra))
 
     def lam_range(self) -> LamRange:
-        """The smallest and largest λ over h, u and gap in [0, 1] (further signals at 0)."""
+        """Smallest and largest λ over h, u and gap in [0, 1] (extra signals at 0)."""
         weights = (self.a, self.b, self.d)
         return LamRange(
             sigmoid(self.c + sum(min(w, 0.0) for w in weights)), sigmoid(self.c + sum(max(w, 0.0) for w in weights))
@@ -263,8 +263,8 @@ class Gate:
     def entropy_only(self) -> Gate | NotApplicable:
         """The matched-magnitude restriction to the entropy channel: (-|a|, 0, 0, 0).
 
-        It shares EOPD's direction (high entropy → forward KL) and is not EOPD: EOPD adds a forward-KL term behind a
-        hard threshold, where this is a convex mixture behind a sigmoid with no threshold (paper, §"What the aligned
+        It shares EOPD's direction (high entropy → forward KL) but is not EOPD: EOPD adds a forward-KL term behind a
+        hard threshold; this is a convex mixture behind a sigmoid, with no threshold (paper, §"What the aligned
         restrictions do not capture"). `gatespace.gating.published.EOPD` is the published method.
         """
         if self.a == 0:
@@ -284,7 +284,7 @@ class Gate:
 
 
 def named_points() -> dict[str, Gate]:
-    """The named points of the paper's sweeps, in its order."""
+    """Return the named points of the paper's sweeps, in the paper's order."""
     return {name: Gate(*abcd) for name, abcd in _GRID.items()}
 
 
@@ -303,7 +303,7 @@ def _number(name: str, value: object) -> float:
         raise UsageError(f"{name} must be a number", got=repr(value)) from None
     if math.isnan(number):
         raise UsageError(f"{name} must be a number", got="NaN")
-    return number + 0.0  # -0.0 becomes 0.0, so that equal gates print alike
+    return number + 0.0  # -0.0 becomes 0.0, so that equal gates print the same
 
 
 def _is_number(text: str) -> bool:
@@ -319,7 +319,7 @@ def _fold(name: str) -> str:
 
 
 def _text(value: float) -> str:
-    """The shortest text that reads back to the same float."""
+    """The shortest text that parses back to the same float."""
     return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
 
 

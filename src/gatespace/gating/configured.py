@@ -1,4 +1,4 @@
-"""The objective that a configuration names: the place where settings become mathematics."""
+"""Build gates and objectives from the configuration section `objective`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def build_gate(config: ObjectiveConfig, *, path: str = "objective.") -> Gate | None:
-    """The gate, or None where the method has none. Needs no torch; whether signals are known is left to the objective.
+    """Return the gate, or None if the method has none. Needs no torch; the objective checks the signals' names.
 
     Args:
         config: The section `objective`.
-        path: Where that section stands, up to its last dot, for errors.
+        path: Prefix of that section's settings in error messages, with the trailing dot.
 
     Examples:
         >>> build_gate(ObjectiveConfig(gate="G5")) == build_gate(ObjectiveConfig(gate={"a": 4, "c": -1}))
@@ -42,14 +42,14 @@ def build_gate(config: ObjectiveConfig, *, path: str = "objective.") -> Gate | N
 def build_objective(
     config: ObjectiveConfig, *, path: str = "objective.", expected: bool = False, sources: Collection[str] = ()
 ) -> Objective:
-    """The objective of `gatespace.gating` that the section names.
+    """Return the objective of `gatespace.gating` that the section names.
 
     Args:
-        config: The section `objective`. Its `top_k`, `temperature` and `entropy` are arguments of the loss and not part
-            of the objective.
-        path: Where that section stands, up to its last dot, for errors.
-        expected: Whether responses are expected rollouts, in which a token is no part of one sampled response.
-        sources: Whose responses are learned from (student, teacher, gold), where it is known.
+        config: The section `objective`. Its `top_k`, `temperature` and `entropy` are arguments of the loss, not of the
+            objective.
+        path: Prefix of that section's settings in error messages, with the trailing dot.
+        expected: Whether rollouts are expected rollouts, whose tokens belong to no single sampled response.
+        sources: Whose responses are trained on (student, teacher, gold), if known.
 
     Examples:
         >>> build_objective(ObjectiveConfig(method="eopd", params={"tau": 0.5})).tau
@@ -76,7 +76,7 @@ def build_objective(
 
 
 def _check_expected(config: ObjectiveConfig, objective: Objective) -> None:
-    """Expected rollouts have no sampled response to read, and no single tokens to choose from."""
+    """Reject objectives that need a sampled response or select tokens: expected rollouts have neither."""
     read = [name for name in objective.further_signals() if name == "position"]
     if objective.uses_sampled() or objective.selects() or read:
         raise UsageError(
@@ -106,7 +106,7 @@ def _build(config: ObjectiveConfig, path: str) -> Objective:
 def _parameters(
     config: ObjectiveConfig, kind: type[Objective], settings: Mapping[str, object], *, path: str
 ) -> dict[str, Any]:
-    """`params`, checked against the parameters of the class that are no settings of their own."""
+    """`params`, checked against the class's parameters, except those in `settings`."""
     known = {name: one.default for name, one in inspect.signature(kind).parameters.items() if name not in settings}
     given: dict[str, Any] = {}
     for name, value in config.params.items():
@@ -122,7 +122,7 @@ def _parameters(
 
 
 def _like(default: object, value: bool | int | float | str) -> bool | int | float | str:
-    """The value in the type of the parameter's default, which is the type of a published parameter."""
+    """The value, checked against the type of the parameter's default; an int is accepted for a float."""
     words = {float: "a number", int: "a whole number", bool: "true or false", str: "a text"}
     wanted = type(default)
     if wanted is float and type(value) is int:

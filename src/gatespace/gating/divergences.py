@@ -1,8 +1,8 @@
 """Divergences between teacher and student at one token, as sums over the vocabulary of an elementwise term.
 
-Notation of every formula: t teacher (constant), s student, l = log s - log t; all in nats.
-A divergence D = Σ_v f(s_v, t_v) is known by two elementwise functions: the term f, and ψ = s·∂f/∂s, from which
-follows its gradient at the student's logits z at temperature T:  ∂D/∂z_j = (ψ_j - s_j·Σψ) / T.
+Notation: t teacher (constant), s student, l = log s - log t; all in nats.
+A divergence D = Σ_v f(s_v, t_v) is defined by two elementwise functions: the term f, and ψ = s·∂f/∂s, which gives
+the gradient with respect to the student's logits z at temperature T:  ∂D/∂z_j = (ψ_j - s_j·Σψ) / T.
 The plain path differentiates f by autograd; the fused path uses ψ. Neither calls the other.
 """
 
@@ -28,12 +28,12 @@ class derived:  # a decorator
 
     def __get__(self, owner: Any, _: type) -> Tensor:
         value = self.function(owner)
-        setattr(owner, self.name, value)  # found before this descriptor from now on
+        setattr(owner, self.name, value)  # shadows this descriptor from now on
         return value
 
 
 class Tile:
-    """Log-probabilities of both sides over some slice of the vocabulary, and what is derived from them once."""
+    """Log-probabilities of both sides over a slice of the vocabulary, with derived quantities computed once."""
 
     def __init__(self, log_student: Tensor, log_teacher: Tensor) -> None:
         self.log_student = log_student
@@ -56,7 +56,7 @@ class Tile:
 
     @derived
     def near(self) -> Tensor:
-        """l cut to [-1, 1], so that exponentials of it stay finite."""
+        """l clamped to [-1, 1], so that its exponentials stay finite."""
         return self.ratio.clamp(-1.0, 1.0)
 
     @derived
@@ -65,7 +65,7 @@ class Tile:
         return (self.ratio == self.near).to(self.ratio.dtype)
 
     def choose(self, near: Tensor, far: Tensor) -> Tensor:
-        """`near` where |l| ≤ 1, else `far`; both are finite everywhere. (A `where` on random masks is slower.)"""
+        """`near` where |l| ≤ 1, else `far`; both must be finite everywhere. (A `where` on random masks is slower.)"""
         return torch.addcmul(far, self.is_near, near - far)
 
     @derived
@@ -83,14 +83,14 @@ class Divergence(ABC):
 
     @abstractmethod
     def psi(self, tile: Tile) -> Tensor:
-        """ψ = s·∂f/∂s up to a part whose share cancels in ψ_j - s_j·Σψ."""
+        """ψ = s·∂f/∂s, up to a part that cancels in ψ_j - s_j·Σψ."""
 
     def psi_total(self, value: Tensor) -> Tensor | None:
-        """Σψ where it follows from the value of the divergence; None: sum it."""
+        """Σψ if it follows from the value of the divergence; None: sum it."""
         return None
 
     def join(self, parts: Sequence[Divergence]) -> Divergence:
-        """Those of successive chunks of tokens, this one first, as one; they differ only in numbers per token."""
+        """Concatenate the divergences of successive chunks, this one first; only per-token numbers differ."""
         return self
 
 
@@ -99,9 +99,9 @@ class ReverseKL(Divergence):
     """R = KL(student‖teacher) = Σ s·l."""
 
     def term(self, tile: Tile) -> Tensor:
-        """s·l + t - s, whose last two parts sum to 0 over a distribution: never negative.
+        """s·l + t - s: never negative, and the last two terms sum to 0 over a distribution.
 
-        For |l| ≤ 1 it is evaluated as s·(expm1(-l) + l), of second order in l, so that rounding of l cannot swamp the
+        For |l| ≤ 1 it is evaluated as s·(expm1(-l) + l), second order in l, so that rounding of l cannot swamp the
         sum where both sides are close.
         """
         near = tile.student * (torch.expm1(-tile.near) + tile.near)
@@ -119,7 +119,7 @@ class ForwardKL(Divergence):
     """F = KL(teacher‖student) = Σ t·(log t - log s)."""
 
     def term(self, tile: Tile) -> Tensor:
-        # that of ReverseKL with the sides exchanged
+        # ReverseKL's term with the sides swapped
         near = tile.teacher * (torch.expm1(tile.near) - tile.near)
         return tile.choose(near, tile.excess - tile.teacher * tile.ratio)
 
@@ -192,13 +192,13 @@ class SkewForwardKL(Divergence):
 
     def psi(self, tile: Tile) -> Tensor:
         log_m = _log_mixture(tile, self.alpha)
-        # in logs: s·t/m is at most t/(1-α), though s/m and t/m alone may overflow
+        # in logs: s·t/m is at most t/(1-α), but s/m or t/m alone may overflow
         return -(1 - self.alpha) * (tile.log_student + tile.log_teacher - log_m).exp()
 
 
 @dataclass(frozen=True)
 class SkewReverseKL(Divergence):
-    """KL(s‖(1-α)·t + α·s); with `detach_mixture` the mixture is a constant in the gradient."""
+    """KL(s‖(1-α)·t + α·s); `detach_mixture` detaches the mixture."""
 
     alpha: float = 0.1
     detach_mixture: bool = False
@@ -209,7 +209,7 @@ class SkewReverseKL(Divergence):
     def term(self, tile: Tile) -> Tensor:
         log_m = _log_mixture(tile, 1 - self.alpha)
         if self.detach_mixture:
-            # plain s·log(s/m): the two extra parts of ReverseKL's term would put the mixture's derivative back
+            # plain s·log(s/m): the two extra parts of ReverseKL's term would bring the mixture's derivative back
             log_m = log_m.detach()
             return tile.student * (tile.log_student - log_m)
         return _REVERSE.term(Tile(tile.log_student, log_m))
@@ -243,7 +243,7 @@ class AlphaBeta(Divergence):
     def term(self, tile: Tile) -> Tensor:
         a, b, n = self.alpha, self.beta, self.alpha + self.beta
         log_s, log_t, near = tile.log_student, tile.log_teacher, tile.near
-        # around s = t the first orders of the three parts cancel; expm1 leaves the second
+        # near s = t the first orders of the three parts cancel; expm1 keeps the second
         close = (n * log_s).exp() * (torch.expm1(-a * near) - a / n * torch.expm1(-n * near))
         far = (a * log_t + b * log_s).exp() - a / n * (n * log_t).exp() - b / n * (n * log_s).exp()
         return tile.choose(close, far) / (-a * b)
@@ -255,7 +255,7 @@ class AlphaBeta(Divergence):
 
 
 def alpha_beta(alpha: float, beta: float) -> Divergence:
-    """The α-β divergence, with its two limits that are KLs."""
+    """Return the α-β divergence, including the two limits that are KLs."""
     if (alpha, beta) == (1.0, 0.0):
         return ForwardKL()
     if (alpha, beta) == (0.0, 1.0):
@@ -276,7 +276,7 @@ class AbsoluteDifference(Divergence):
 
 @dataclass(frozen=True)
 class NegativeEntropy(Divergence):
-    """Σ s·log s of the student: a sum over the vocabulary like a divergence."""
+    """Σ s·log s of the student, summed over the vocabulary like a divergence."""
 
     def term(self, tile: Tile) -> Tensor:
         return tile.student * tile.log_student
@@ -289,15 +289,15 @@ class NegativeEntropy(Divergence):
 
 
 _LEAST = -80.0
-"""A log-probability whose exponential, and that of its opposite, is a normal number of float32."""
+"""A log-probability x for which both e^x and e^-x are normal float32 numbers."""
 
 
 def both_kls(log_student: Tensor, log_teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ of the terms of reverse and of forward KL over the last dimension, in half the work; takes its arguments over.
+    """Terms of reverse and forward KL, summed over the last dimension, in half the work; overwrites its arguments.
 
-    With p = s·expm1(-l) = t - s the terms are p + s·l and -(p + s·l) - p·l. Exact where they are close, like
-    `ReverseKL.term`. So that the exponential does not overflow beside an s of 0, s is at least e^-80, except in the
-    last l. Not for ids that the teacher forbids, where the parts of forward KL are too large to cancel.
+    With p = s·expm1(-l) = t - s the terms are p + s·l and -(p + s·l) - p·l. As accurate near s = t as
+    `ReverseKL.term`. s is clamped to at least e^-80, except in the last l, so that the exponential does not overflow
+    where s is 0. Not for ids that the teacher forbids: there the parts of forward KL are too large to cancel.
     """
     ratio = log_student - log_teacher
     minus = log_teacher.sub_(log_student.clamp_(min=_LEAST))
@@ -310,13 +310,13 @@ def both_kls(log_student: Tensor, log_teacher: Tensor) -> tuple[Tensor, Tensor]:
 def both_kls_gradient(
     log_student: Tensor, log_teacher: Tensor, reverse: Tensor, forward: Tensor, share: Tensor
 ) -> Tensor:
-    """reverse·ψ_R + forward·ψ_F + share·s = s·(reverse·l + share) - forward·t, (N, 1) weights; takes the rest over."""
+    """reverse·ψ_R + forward·ψ_F + share·s = s·(reverse·l + share) - forward·t, (N, 1) weights; overwrites the rest."""
     total = (log_student - log_teacher).mul_(reverse).add_(share).mul_(log_student.exp_())
     return total.addcmul_(log_teacher.exp_(), forward, value=-1)
 
 
 def not_negative(kl: Tensor) -> Tensor:
-    """Lift a rounding error below 0 to 0 in the value, and leave the gradient as it is."""
+    """Clamp the value at 0 against rounding errors, without changing the gradient."""
     return kl + (-kl).clamp(min=0.0).detach()
 
 

@@ -1,10 +1,10 @@
-"""The fused path: the same losses from hidden states and head matrices, with no (N, V) tensor whole in memory.
+"""The fused path: the same losses from hidden states and LM heads, without materialising (N, V) logits.
 
-Tokens are taken in chunks. For a chunk both sides' logits are made slice by slice of the vocabulary, into two buffers
-of bounded size; the objective is computed from them through `Tokens`, as on the plain path, and what it takes from the
-student goes onto a tape. One small autograd pass over those (n,) numbers gives the gradient at each of them; the
-gradient at the logits follows in closed form (see `tape`), again slice by slice, and goes straight into the products
-with head rows and hidden states. So the gate, every support and every objective are written once, for both paths.
+Tokens are processed in chunks. For each chunk, both sides' logits are computed in vocabulary slices into two buffers
+of bounded size; the objective is computed from them through `Tokens`, as on the plain path, and everything it takes
+from the student is recorded on a tape. One small autograd pass gives the gradient at those (n,) numbers; the gradient
+at the logits follows in closed form (see `tape`), again slice by slice, and goes straight into the matmuls with head
+rows and hidden states. So the gate, every support and every objective are written once, for both paths.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from gatespace.gating.tokens import LogitsTeacher, Teacher, TeacherTopK, TopKTea
 from gatespace.gating.vocabulary import check_rows, possible, tiles
 
 CHUNK_MB = 60
-"""Default size of the two logit buffers together, in MB."""
+"""Default total size of the two logit buffers, in MB."""
 _CPU_TILE = 1 << 18
-"""Elements of a slice on a CPU: a few slices of this size stay in the cache, and calling costs little beside them."""
+"""Elements of a slice on a CPU: small enough that a few stay in cache, large enough to amortise call overhead."""
 _LANES = 16
-"""Tokens that fill a vector register; products are fastest at multiples of it."""
+"""Tokens that fill a vector register; matmuls are fastest at multiples of it."""
 _GPU_TILE = 1 << 24
-"""Elements of a slice elsewhere: large enough that launching kernels costs nothing."""
+"""Elements of a slice on other devices: large enough to hide kernel launch overhead."""
 
 
 def fused_gated_kl(
@@ -63,7 +63,7 @@ def fused_gated_kl(
     chunk_mb: float = CHUNK_MB,
     **inputs: Unpack[LossOptions],
 ) -> LossOutput:
-    """`gated_kl` of the two heads' logits, in value and gradient, without ever holding them.
+    """`gated_kl` of the two heads' logits, same value and gradient, without materialising them.
 
     Args:
         student_hidden: (B, T, H), last hidden states at the positions that predict the response tokens.
@@ -71,14 +71,14 @@ def fused_gated_kl(
         teacher_hidden: (B, T, H'), or a `TeacherTopK` (then `teacher_head` is None).
         teacher_head: (V, H') tensor, Linear layer or `Head`.
         gate: As in `gated_kl`, like stop_gradient, support, support_k and coefficients.
-        recompute: When the gradient is made. False: with the value, in one pass over the vocabulary. True: in
-            backward, from recomputed logits, half as much work again. None: False, unless the head's own gradient
-            is in half precision, where only the second way accumulates it in float32 without a float32 copy.
-        chunk_mb: Size of the logit buffers, in MB; time and memory change with it, the result does not.
+        recompute: When to compute the gradient. False: with the value, in one pass over the vocabulary. True: in
+            backward, from recomputed logits, at 1.5 times the work. None: False, unless the head's gradient is in
+            half precision, where only True accumulates it in float32 without a float32 copy.
+        chunk_mb: Size of the logit buffers, in MB; affects time and memory, not the result.
         **inputs: The fields of `LossInputs`.
 
-    Half-precision hidden states and heads are multiplied in half precision and accumulated in float32; the logits
-    themselves are kept to float32.
+    Half-precision hidden states and heads are multiplied in half precision and accumulated in float32; logits are
+    float32.
 
     Examples:
         >>> from gatespace import Gate, fused_gated_kl
@@ -111,10 +111,10 @@ def fused_distillation_loss(
     recompute: bool | None = None,
     chunk_mb: float = CHUNK_MB,
 ) -> LossOutput:
-    """Any objective, from hidden states and heads.
+    """Compute any objective from hidden states and heads.
 
-    Arguments as in `fused_gated_kl` and `distillation_loss`. With `inputs.lam_order` there is one pass over the
-    vocabulary more, since λ of all chunks is needed before the first loss; and one for an objective with `ahead`.
+    Arguments as in `fused_gated_kl` and `distillation_loss`. `inputs.lam_order` costs one extra pass over the
+    vocabulary, since λ of all chunks is needed before the first loss; so does an objective with `ahead`.
     """
     check_objective(objective, inputs)
     if not chunk_mb > 0:
@@ -164,12 +164,12 @@ def _check_side(side: str, hidden: Tensor, head: Head) -> None:
         )
 
 
-# ---------------------------------------------------------------------- the work
+# ---------------------------------------------------------------------- computation
 
 
 @dataclass
 class _Gradients:
-    """What is accumulated, in float32 or wider; None where no gradient is wanted."""
+    """Accumulated gradients; None where none is needed."""
 
     hidden: Tensor | None = None
     weight: Tensor | None = None
@@ -181,7 +181,7 @@ class _Gradients:
         return not (self.hidden is None and self.weight is None and self.bias is None)
 
     def add(self, grad: Tensor, projection: Projection, tokens: slice, start: int, stop: int) -> None:
-        """Take in ∂L/∂(hidden @ weightᵀ + bias) of a slice of tokens and vocabulary."""
+        """Accumulate ∂L/∂(hidden @ weightᵀ + bias) of a slice of tokens and vocabulary."""
         hidden = projection.hidden[tokens]
         if self.bias is not None:
             self.bias[start:stop] += grad.sum(0)
@@ -189,12 +189,12 @@ class _Gradients:
         if self.hidden is not None:
             _accumulate(self.hidden[tokens], grad, projection.rows(start, stop))
         if self.weight is not None:
-            # the first tokens write, so that so large a tensor need not be filled with zeros before
+            # the first tokens overwrite, which saves zero-filling so large a tensor
             _accumulate(self.weight[start:stop], grad.t(), hidden, begin=tokens.start == 0)
 
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor, begin: bool = False) -> None:
-    """total += left @ right, or total = left @ right at the beginning."""
+    """total += left @ right, or total = left @ right if `begin`."""
     if total.dtype != left.dtype:
         product = left @ right
         _ = total.copy_(product) if begin else total.add_(product)
@@ -203,13 +203,13 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor, begin: bool = False)
 
 
 def _narrow(buffer: Tensor, tokens: int) -> Tensor:
-    """A logits buffer for fewer tokens at the start of the same memory."""
+    """A logits buffer for fewer tokens, in the same memory."""
     width = buffer.shape[1]
     return buffer.t().reshape(-1)[: width * tokens].view(width, tokens).t()
 
 
 class _Work:
-    """One call: chunks over tokens, slices over the vocabulary, value and gradient."""
+    """State of one call: chunks over tokens, slices over the vocabulary, value and gradient."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class _Work:
             self.teacher = TopKTeacher.of(teacher, batch, self.student.dtype)
         else:
             states, teacher_head = teacher
-            # the teacher's own precision, unless one side is in float64: the logits of both have one type
+            # the teacher's own precision, unless one side is in float64: both sides' logits share a dtype
             wide = self.student.dtype
             own = wide if torch.float64 in (wide, states.dtype) else states.dtype
             self.teacher = Projection(batch.select(states.detach()).to(cast or own), teacher_head, size)
@@ -243,18 +243,18 @@ class _Work:
         self.start()
 
     def start(self) -> None:
-        """Forget what an earlier run has gathered."""
+        """Reset the results of an earlier run."""
         self.per_token: list[Tensor] = []
         self.telemetry: dict[str, list[Tensor]] = {}
         self.tapes: list[Tape] = []
         self.fine: list[Tensor] = []
-        """Whether all numbers of a chunk are; looked at once, at the end, and not chunk by chunk."""
+        """Whether all numbers of a chunk are finite; checked once at the end, to avoid a sync per chunk."""
         self.learned_grad: Tensor | None = None
 
     # -- sizes -----------------------------------------------------------
 
     def _chunk(self) -> int:
-        """Tokens per chunk, evenly filled, in whole vector registers where there is room for them."""
+        """Tokens per chunk: evenly sized chunks, in whole vector registers where they fit."""
         n = self.batch.count
         buffers = 2 if isinstance(self.teacher, Projection) else 1
         most = max(1, int(self.chunk_bytes // (buffers * self.batch.vocab_size * self.student.dtype.itemsize)))
@@ -268,10 +268,10 @@ class _Work:
         elements = _CPU_TILE if self.student.hidden.device.type == "cpu" else _GPU_TILE
         return min(max(64, elements // tokens // 64 * 64), self.batch.vocab_size)
 
-    # -- value, and gradient with it --------------------------------------
+    # -- value, and gradient in the same pass ------------------------------
 
     def run(self, gradients: _Gradients | None, keep_tape: bool = False) -> Tensor:
-        """The loss, with its gradient added to `gradients`, or with tapes kept for `replay`."""
+        """Return the loss; add its gradient to `gradients`, or keep tapes for `replay`."""
         self.start()
         width = self._tile(self._chunk())
         learned = self.objective.learned()
@@ -297,7 +297,7 @@ class _Work:
                 self.learned_grad = grad if self.learned_grad is None else self.learned_grad + grad
             if gradients is None:
                 self.tapes.append(tokens.tape)
-            elif gradients.wanted:  # or else only the objective's own tensor is learned
+            elif gradients.wanted:  # otherwise only the objective's own tensor is trained
                 for start, stop in tiles(self.batch.vocab_size, width):
                     logits = tokens.logits[:, start:stop]
                     grad = self.student.pull_back(tokens.gradient(start, stop), logits)
@@ -308,7 +308,7 @@ class _Work:
 
     @torch.no_grad()
     def _look_ahead(self) -> None:
-        """The signals that the objective needs of all tokens before the loss of the first, once."""
+        """Compute, once, the signals that the objective needs for all tokens before the first loss."""
         names = [name for name in self.objective.ahead() if name not in self.everywhere]
         if names:
             parts = [[signals.read(name, tokens) for name in names] for tokens in self._chunks()]
@@ -316,14 +316,14 @@ class _Work:
 
     @torch.no_grad()
     def _complain(self) -> None:
-        """Raise at the first number that is none, and say where it stands."""
+        """Raise at the first non-finite number, with its position."""
         self.strict, self.everywhere = True, {}
         self._look_ahead()
         for tokens in self._chunks():
             check_finite(self.objective(tokens), tokens.batch)
 
     def _chunks(self) -> Iterator[ChunkTokens]:
-        """All tokens, chunk by chunk, in two buffers."""
+        """Yield all tokens chunk by chunk, reusing two buffers."""
         n, step = self.batch.count, self._chunk()
         width = self._tile(step)
         z_s = logits_buffer(self.student.hidden, step, self.batch.vocab_size, self.student.dtype)
@@ -354,10 +354,10 @@ class _Work:
             self.fine.append(possible(out).all())
         return out
 
-    # -- gradient afterwards ----------------------------------------------
+    # -- gradient in backward ----------------------------------------------
 
     def replay(self, gradients: _Gradients) -> None:
-        """The gradient from the tapes: vocabulary outside, all tokens inside, so that each head row is met once."""
+        """Compute the gradient from the tapes: vocabulary slices outside, all tokens inside, each head row once."""
         tape = Tape.join(self.tapes)
         n, size = self.batch.count, self.batch.vocab_size
         everything = slice(0, n)
@@ -375,7 +375,7 @@ class _Work:
 
 
 def _unwritten(weight: Tensor, dtype: torch.dtype, vocab_size: int) -> Tensor:
-    """Room for a head's gradient; only the rows that no token will write are 0."""
+    """Uninitialised head gradient, zeroed only in the rows that no token writes."""
     room = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
     room[vocab_size:] = 0
     return room
@@ -383,11 +383,11 @@ def _unwritten(weight: Tensor, dtype: torch.dtype, vocab_size: int) -> Tensor:
 
 @cache
 def _keep_pages() -> None:
-    """Let the C library keep the pages of freed slices, once per process.
+    """Make glibc keep the pages of freed slices, once per process.
 
-    glibc hands the top of its heap back to the kernel beyond a threshold, so that every temporary of half a megabyte
-    is paged in again: a tenth of the time of this module. The threshold rises by itself with the largest block that
-    was ever freed (up to 32 MiB), and a block that is never written to costs nothing.
+    glibc trims the top of its heap beyond a threshold, so every half-megabyte temporary is paged in again: a tenth of
+    this module's time. The threshold rises with the largest block ever freed (up to 32 MiB), and a block that is never
+    written to costs nothing.
     """
     torch.empty(31 << 20, dtype=torch.uint8)
 
@@ -422,7 +422,7 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def _blank(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> _Gradients:
-        """What to accumulate into: float32 or wider, except for a head gradient whose rows are each written once."""
+        """Gradient buffers: float32 or wider, except for a head gradient whose rows are each written once."""
         _, _, need_hidden, need_weight, need_bias, _ = ctx.needs_input_grad
         wide = ctx.work.student.dtype
         rows = weight.dtype if ctx.recompute or weight.dtype.itemsize >= 4 else wide

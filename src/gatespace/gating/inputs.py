@@ -1,6 +1,6 @@
-"""What a loss gets beside the numbers of both models and its objective, and which tokens of a batch it is about.
+"""Loss inputs other than model outputs and objective, and the selection of masked tokens.
 
-Everything else in this package works on the N masked tokens in reading order; only this module knows about (B, T).
+The rest of the package works on the N masked tokens in row-major order; only this module knows about (B, T).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PER_TOKEN = ("weights", "sampled", "sampled_log_probs", "u", "from_teacher", "n
 
 @dataclass(frozen=True, eq=False)  # a tensor has no single truth value, so no generated ==
 class LossInputs:
-    """What a loss gets beside the numbers of both models and its objective. B samples, T response positions.
+    """Inputs of a loss other than model outputs and objective. B samples, T response positions.
 
     Examples:
         >>> from gatespace.gating import LossInputs, ToDi, distillation_loss
@@ -30,10 +30,10 @@ class LossInputs:
     """
 
     mask: Tensor | None = None
-    """(B, T) of 0 and 1, response tokens; positions outside it are never looked at. None: all."""
+    """(B, T) of 0 and 1, response tokens; positions outside it are never read. None: all."""
     weights: Tensor | None = None
-    """(B, T) how often each token counts: a constant factor of its loss and gradient, not negative. A token of weight 0
-    is left out, but its response is as long as before. None: once each."""
+    """(B, T) how often each token counts: a constant, non-negative factor of its loss and gradient. A token of weight 0
+    is dropped, but still counts in its response's length. None: once each."""
     top_k: int = 8
     """K of the entropy signals h and u. Coefficients are not comparable across it."""
     temperature: float = 1.0
@@ -43,22 +43,22 @@ class LossInputs:
     sampled: Tensor | None = None
     """(B, T) response token ids, for terms of the sampled token such as the support hybrid."""
     sampled_log_probs: Tensor | None = None
-    """(B, T) log-probabilities under the sampler, where it was not the current student at temperature 1."""
+    """(B, T) log-probabilities under the sampler, if it was not the current student at temperature 1."""
     segment_ids: Tensor | None = None
-    """(B, T), where several samples are packed into a row: a new sample begins where it changes, with its own u."""
+    """(B, T), for rows that pack several samples: a new sample, with its own u, begins where the id changes."""
     u: Tensor | None = None
-    """(B,) or (B, T) in place of u(x), where the first response token is not in this batch."""
+    """(B,) or (B, T) override of u(x), for batches without the first response token."""
     total_tokens: float | Tensor | None = None
-    """What the sum is divided by: the masked tokens of the whole step where this is a micro-batch. None: N, or
-    the sum of the weights."""
+    """Denominator of the loss; for a micro-batch, the masked tokens of the whole step. None: N, or the sum of the
+    weights."""
     vocab_size: int | None = None
-    """Real length of the tokenizer; both sides are cut to it before any softmax. None: they have the same size."""
+    """Tokenizer length without padding; both sides are cut to it before any softmax. None: sizes must match."""
     lam_order: Tensor | None = None
-    """(N,) a permutation of the N masked tokens: token i gets the λ that the objective has for token lam_order[i], as a
-    constant. A control that keeps the values of λ and takes away where they are; h, u and gap stay the token's own."""
+    """(N,) permutation of the masked tokens: token i gets the objective's λ for token lam_order[i], as a constant. A
+    control that keeps the values of λ but not their positions; h, u and gap stay the token's own."""
     from_teacher: Tensor | None = None
-    """(B,) or (B, T) of 0 and 1: whether the response was written by the teacher, or given, and not sampled by the
-    student. For objectives that depend on it (DistiLLM-2)."""
+    """(B,) or (B, T) of 0 and 1: whether the response is the teacher's or gold rather than sampled by the student. For
+    objectives that depend on it (DistiLLM-2)."""
     noise: Tensor | None = None
     """(B, T) independent uniform numbers in [0, 1), for objectives that draw tokens at random (TIP)."""
 
@@ -72,7 +72,7 @@ class LossInputs:
 
 
 class TokenOptions(TypedDict, total=False):
-    """Fields of `LossInputs` as keyword arguments: those that make sense for a token alone."""
+    """Fields of `LossInputs` as keyword arguments, restricted to those meaningful for a single token."""
 
     temperature: float
     sampled: Tensor | None
@@ -97,7 +97,7 @@ class LossOptions(TokenOptions, total=False):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The N tokens of a call that count: where they stand in (B, T), and what was given for each of them."""
+    """The N selected tokens of a call: their positions in (B, T) and their per-token inputs."""
 
     shape: torch.Size
     """(B, T)."""
@@ -108,16 +108,16 @@ class Batch:
     length: Tensor
     """(N,) length of its response."""
     first: Tensor
-    """(N,) which of the N tokens is the first of its response."""
+    """(N,) index among the N tokens of the first token of its response."""
     vocab_size: int
-    """V that both sides have or are cut to."""
+    """V of both sides, after cutting."""
     total_tokens: float | Tensor
     given: LossInputs
     """The inputs; weights, sampled, sampled_log_probs, u, from_teacher and noise are (N,) here."""
 
     @classmethod
     def of(cls, shape: torch.Size, device: torch.device, vocab_size: int, inputs: LossInputs) -> Batch:
-        """The masked tokens of a batch of `shape` (B, T), with every shape and id checked."""
+        """Select the masked tokens of a batch of `shape` (B, T), and check all shapes and ids."""
         if len(shape) != 2:
             raise UsageError("a batch has two leading dimensions (B, T)", got=tuple(shape))
         if inputs.mask is None:
@@ -148,7 +148,7 @@ class Batch:
         return batch if total is not None else replace(batch, total_tokens=float(batch.tokens) or 1.0)
 
     def _counting(self, weights: Tensor, begins: Tensor) -> Batch:
-        """Without the tokens of weight 0; the first of a response stays, as its u is read there."""
+        """Drop tokens of weight 0, except the first of a response, which u needs."""
         keep = (self.select(weights) > 0) | begins
         first = (keep.cumsum(0) - 1)[self.first]
         return replace(
@@ -156,7 +156,7 @@ class Batch:
         )
 
     def _selected(self, inputs: LossInputs) -> LossInputs:
-        """The inputs with what is given per token at the N tokens."""
+        """The inputs, with per-token fields gathered at the N tokens."""
         shape, device = self.shape, self.index.device
         sampled, log_probs, u, order = inputs.sampled, inputs.sampled_log_probs, inputs.u, inputs.lam_order
         if sampled is not None:
@@ -186,7 +186,7 @@ class Batch:
         )
 
     def _per_sample(self, name: str, values: Tensor | None) -> Tensor | None:
-        """What is given as (B,) or (B, T), at the N tokens."""
+        """Gather (B,) or (B, T) values at the N tokens."""
         if values is None:
             return None
         values = values[:, None].expand(self.shape) if values.shape == self.shape[:1] else values
@@ -204,12 +204,12 @@ class Batch:
         return self.count if weights is None else float(weights.double().sum())
 
     def weighted(self, loss: Tensor) -> Tensor:
-        """(N,) losses, each as often as its token counts."""
+        """(N,) losses, multiplied by the weights."""
         weights = self.given.weights
         return loss if weights is None else loss * weights.to(loss.dtype)
 
     def part(self, span: slice) -> Batch:
-        """Some of the tokens; `first` still counts over all of them."""
+        """A slice of the tokens; `first` still indexes the whole batch."""
         given = {name: getattr(self.given, name) for name in _PER_TOKEN}
         given = {name: values if values is None else values[span] for name, values in given.items()}
         return replace(
@@ -222,7 +222,7 @@ class Batch:
         )
 
     def select(self, values: Tensor) -> Tensor:
-        """(B, T, …) → (N, …); differentiable. Copies nothing where every position counts."""
+        """(B, T, …) → (N, …); differentiable. No copy if every position is selected."""
         flat = values.reshape(-1, *values.shape[len(self.shape) :])
         return flat if self.count == flat.shape[0] else flat.index_select(0, self.index)
 
@@ -232,7 +232,7 @@ class Batch:
         return out.index_copy(0, self.index, values).reshape(self.shape)
 
     def place(self, token: int) -> str:
-        """Where in the batch a token stands, for error messages."""
+        """Position of a token in the batch, for error messages."""
         row, column = divmod(int(self.index[token]), self.shape[1])
         return f"[{row}, {column}]"
 

@@ -1,7 +1,7 @@
-"""Log-probabilities of single tokens from hidden states and a head, with gradient, without (N, V) logits in memory.
+"""Differentiable log-probabilities of single tokens from hidden states and a head, without (N, V) logits in memory.
 
-Slices of the vocabulary outside, all tokens inside, forward and backward: each row of the head is read once each way,
-and its gradient is written once, so that a head in half precision needs no float32 copy.
+Forward and backward loop over vocabulary slices with all tokens inside: each head row is read once per direction and
+its gradient written once, so a half-precision head needs no float32 copy.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def token_log_probs(hidden: Tensor, head: Head, rows: Tensor, ids: Tensor, vocab
 
     Args:
         hidden: (N, H).
-        head: Its rows from `vocab_size` on are padding.
-        rows: (M,) which hidden state predicts each token; one may predict many.
+        head: Rows from `vocab_size` on are padding.
+        rows: (M,) index of the hidden state that predicts each token; may repeat.
         ids: (M,) below `vocab_size`.
-        vocab_size: Of the softmax.
+        vocab_size: Size of the softmax.
     """
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
@@ -38,7 +38,7 @@ def token_log_probs(hidden: Tensor, head: Head, rows: Tensor, ids: Tensor, vocab
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Weight and bias of the head are arguments of their own, so that their gradients have somewhere to go."""
+    """Takes the head's weight and bias as separate arguments, so that autograd returns their gradients."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""The plain path: losses from logits that are in memory, differentiated by autograd; the reference for the fused."""
+"""The plain path: losses from logits in memory, differentiated by autograd. Reference for the fused path."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FIELDS = ("lam", "weight", "forward_kl", "reverse_kl", "h", "u", "gap", "tail_m
 
 @dataclass(frozen=True)
 class LossOutput:
-    """A loss and what it was made of. All but `loss` is detached, (B, T), and 0 outside the mask."""
+    """A loss and its parts. Tensors other than `loss` are detached, (B, T), and 0 outside the mask."""
 
     loss: Tensor
     """Σ over masked tokens / total_tokens; a scalar with gradient."""
@@ -35,7 +35,7 @@ class LossOutput:
     per_token: Tensor
     """L_t, without its weight in `LossInputs.weights`."""
     lam: Tensor | None
-    """λ_t, the weight of reverse KL; None for an objective that mixes nothing."""
+    """λ_t, the weight of reverse KL; None for an objective without a mixture."""
     weight: Tensor
     """w_t."""
     forward_kl: Tensor
@@ -46,13 +46,13 @@ class LossOutput:
     u: Tensor
     gap: Tensor
     tail_mass: Tensor
-    """Student mass that the support does not resolve; above .01 a top-K reverse KL is not to be trusted."""
+    """Student mass that the support does not resolve; above .01, do not trust a top-K reverse KL."""
     signals: Mapping[str, Tensor] = field(default_factory=dict)
-    """Further signals of the gate by name."""
+    """Extra signals of the objective by name."""
 
     @classmethod
     def of(cls, loss: Tensor, per_token: Tensor, telemetry: Mapping[str, Tensor], batch: Batch) -> LossOutput:
-        """From numbers (N,) per token."""
+        """Build from (N,) per-token values."""
         spread = {name: batch.spread(value) for name, value in telemetry.items()}
         fields = {name: spread.pop(name, None) for name in _FIELDS}
         return cls(
@@ -65,7 +65,7 @@ class LossOutput:
 
     @classmethod
     def empty(cls, batch: Batch, objective: Objective, *student: Tensor | None) -> LossOutput:
-        """For an empty mask: 0, joined to the student's tensors so that backward works and gives 0."""
+        """Output for an empty mask: 0, connected to the student's tensors so that backward works and gives 0."""
         joined = [tensor.reshape(-1)[:0].sum() for tensor in (*student, objective.learned()) if tensor is not None]
         loss = torch.stack([part.to(computable(part).dtype) for part in joined]).sum()
         none = loss.detach().new_zeros(0)
@@ -88,13 +88,13 @@ def gated_kl(
         λ_t = σ(a·h_t + b·u + c + d·gap_t)        L_t = λ_t·KL(student‖teacher) + (1-λ_t)·KL(teacher‖student)
 
     Args:
-        student_logits: (B, T, V), the logits that predict response token t at position t (shift them before).
+        student_logits: (B, T, V), logits at position t predict response token t (already shifted).
         teacher_logits: (B, T, V), or a `TeacherTopK`. Always a constant.
-        gate: The point (a, b, c, d), and further signals.
+        gate: The point (a, b, c, d), and extra signals.
         stop_gradient: Treat λ as a constant. By default gradient flows through the gate.
         support: full, bucket, hybrid, renorm or recipe.
         support_k: K of the top-K supports; None: top_k, or the K of a `TeacherTopK`.
-        coefficients: (4+E,) tensor in place of the gate's numbers, to receive their gradient.
+        coefficients: (4+E,) tensor that replaces the gate's numbers and receives their gradient.
         **inputs: The fields of `LossInputs`: mask, weights, top_k, temperature, entropy, sampled,
             sampled_log_probs, segment_ids, u, total_tokens, vocab_size, lam_order.
 
@@ -121,13 +121,13 @@ def distillation_loss(
     objective: Objective,
     inputs: LossInputs = DEFAULTS,
 ) -> LossOutput:
-    """Any objective, from logits.
+    """Compute any objective from logits.
 
     Args:
-        student_logits: (B, T, V), the logits that predict response token t at position t (shift them before).
+        student_logits: (B, T, V), logits at position t predict response token t (already shifted).
         teacher: (B, T, V) logits, or a `TeacherTopK`. Always a constant.
         objective: E.g. ``ToDi()`` or ``Gated(gate)``.
-        inputs: Mask, temperature, sampled ids and whatever else the objective looks at.
+        inputs: Mask, temperature, sampled ids and whatever else the objective needs.
 
     Examples:
         >>> from gatespace.gating import ToDi, distillation_loss
@@ -143,7 +143,7 @@ def distillation_loss(
         return LossOutput.empty(batch, objective, student_logits)
     tokens = _tokens(student_logits, teacher, batch)
     if batch.given.lam_order is not None:
-        # with a graph that is never gone back through: without one, log-probabilities would be memoised for the KLs
+        # not under no_grad, although this graph is unused: log-probabilities memoised there would lack the KLs' graph
         tokens.lam = objective.own_lam(tokens)[batch.given.lam_order]
     result = objective(tokens)
     check_finite(result, batch)
@@ -183,7 +183,7 @@ def reverse_kl(
     """KL(student‖teacher), nats, per token. Arguments as in `forward_kl`.
 
     Returns:
-        (...), with gradient. Infinite where the teacher rules out what the student allows, on the support full.
+        (...), with gradient. Infinite on the full support where the teacher rules out what the student allows.
     """
     return _both_kls(student_logits, teacher_logits, support, support_k, **inputs).reverse
 
@@ -231,13 +231,13 @@ def _tokens(student_logits: Tensor, teacher_logits: Tensor | TeacherTopK, batch:
     return PlainTokens(student, teacher, batch, infinite)
 
 
-# ---------------------------------------------------------------------- for both paths
+# ---------------------------------------------------------------------- shared by both paths
 
 
 def forbidden(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Which rows have an infinite reverse KL and which an infinite forward KL; None where no id is forbidden at all.
+    """Return which rows have infinite reverse KL and which infinite forward KL; None if no id is forbidden.
 
-    Rows are over the last dimension; an id is forbidden by a logit (or a bias) of -inf.
+    A row is the last dimension; an id is forbidden by a logit (or bias) of -inf.
     """
     if not teacher.numel() or not bool(torch.minimum(teacher.amin(), student.amin()) == -torch.inf):
         return None
@@ -246,7 +246,7 @@ def forbidden(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def check_objective(objective: Objective, inputs: LossInputs) -> None:
-    """An objective is an instance, not a class or a name, and learns nothing where λ is a constant."""
+    """Raise if `objective` is not an instance, or has learnable coefficients while `lam_order` fixes λ."""
     if not isinstance(objective, Objective):
         raise UsageError(
             "objective must be an Objective", got=type(objective).__name__, instead="ToDi(), Gated(Gate(...)), ..."
@@ -260,12 +260,12 @@ def check_objective(objective: Objective, inputs: LossInputs) -> None:
 
 
 def finite(loss: Tensor) -> Tensor:
-    """(N,) which losses are numbers, and not what stands for an infinite one."""
+    """(N,) which losses are finite and not the stand-in for infinity."""
     return loss.detach().isfinite() & (loss.detach().abs() < _INFINITE)
 
 
 def check_finite(result: TokenLoss, batch: Batch) -> None:
-    """An infinite divergence is an error that says which side rules out what."""
+    """Raise on an infinite divergence, naming the side that rules the token out."""
     fine = finite(result.loss)
     if bool(fine.all()):
         return
@@ -280,7 +280,7 @@ def check_finite(result: TokenLoss, batch: Batch) -> None:
 
 
 def shared_vocabulary(student: int, teacher: int | None, vocab_size: int | None) -> int:
-    """V, where both sides have it or are cut to it."""
+    """Return V of both sides, after cutting to `vocab_size` if given."""
     if vocab_size is None:
         if teacher is not None and student != teacher:
             raise UsageError(
@@ -299,7 +299,7 @@ def shared_vocabulary(student: int, teacher: int | None, vocab_size: int | None)
 
 
 def _vocabulary(student_logits: Tensor, teacher: Tensor | TeacherTopK, vocab_size: int | None) -> int:
-    """V of two sides given by logits that cover the same tokens."""
+    """V of both sides; checks that their logits cover the same tokens."""
     for side, tensor in (("student", student_logits), ("teacher", teacher)):
         if isinstance(tensor, TeacherTopK):
             continue

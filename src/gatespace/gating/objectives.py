@@ -1,9 +1,9 @@
-"""Objectives: what is minimised at a token, by three hooks.
+"""Objectives: the loss per token, defined by three hooks.
 
     L_t = w_t · (λ_t · R_t + (1-λ_t) · F_t)
 
-`divergence` gives R_t and F_t (or one divergence for methods that have no mixture), `lam` gives λ_t, `token_weight`
-gives w_t. Every published method of `gatespace.gating.published` is written with these three, and so is your own:
+`divergence` returns R_t and F_t (or a single divergence for methods without a mixture), `lam` returns λ_t,
+`token_weight` returns w_t. Every method in `gatespace.gating.published` uses these three, and so can your own:
 
     >>> from gatespace.gating import Tokens, objectives
     >>> from gatespace.gating.divergences import ReverseKL
@@ -38,7 +38,7 @@ from gatespace.gating.tokens import Tokens, TopKTeacher
 
 
 class Terms(NamedTuple):
-    """Two terms to be mixed like reverse and forward KL, which are not those two KLs themselves."""
+    """Two terms mixed like reverse and forward KL, but other than those two KLs."""
 
     reverse: Tensor
     forward: Tensor
@@ -49,69 +49,69 @@ class TokenLoss(NamedTuple):
 
     loss: Tensor
     telemetry: dict[str, Tensor]
-    """(N,) each: lam (where there is one), weight, forward_kl, reverse_kl, tail_mass, h, u, gap, further signals."""
+    """(N,) each: lam (if there is one), weight, forward_kl, reverse_kl, tail_mass, h, u, gap, extra signals."""
 
 
 @dataclass(frozen=True)
 class Objective(ABC):
-    """A loss per token, independent of how the numbers are obtained."""
+    """A loss per token, the same for the plain and the fused path."""
 
     name: ClassVar[str]
-    """What configurations call it; `register` sets it."""
+    """Its name in configurations; set by `register`."""
     summary: ClassVar[str] = ""
     """What it minimises, in a few words."""
     formula: ClassVar[str] = ""
-    """The loss at a token in one line: s student, t teacher, sg without gradient."""
+    """The loss at a token in one line: s student, t teacher, sg stop-gradient."""
     citation: ClassVar[str] = ""
     departures: ClassVar[str] = ""
-    """How the paper's restriction of the same signal differs from this method, where there is one."""
+    """How the paper's restriction to the same signal, if any, differs from this method."""
 
     @abstractmethod
     def divergence(self, tokens: Tokens) -> KLPair | Terms | Tensor:
-        """R_t and F_t to be mixed by λ_t, or one divergence (N,) where nothing is mixed."""
+        """Return R_t and F_t, to be mixed by λ_t, or a single divergence (N,)."""
 
     def lam(self, tokens: Tokens) -> Tensor | None:
-        """λ_t, or None where nothing is mixed."""
+        """Return λ_t, or None without a mixture."""
         return None
 
     def token_weight(self, tokens: Tokens) -> Tensor | None:
-        """w_t, or None for 1."""
+        """Return w_t, or None for 1."""
         return None
 
     def learned(self) -> Tensor | None:
-        """A tensor of the objective's own that wants gradient, or None."""
+        """Return the objective's own tensor that receives gradient, or None."""
         return None
 
     def uses_sampled(self) -> bool:
-        """Whether it uses the response token itself, and so at the probability under which it was sampled."""
+        """Whether it uses the sampled response token, and hence its probability under the sampler."""
         return False
 
     def ahead(self) -> tuple[str, ...]:
-        """Signals that are needed of all tokens before the loss of the first, see `signals.everywhere`."""
+        """Signals needed for all tokens before the first loss, see `signals.everywhere`."""
         return tuple(dict.fromkeys(one for name in self.further_signals() for one in signals.get(name).ahead))
 
     def selects(self) -> bool:
-        """Whether it learns from some of a micro-batch's tokens only, which it chooses (with `LossInputs.noise`)."""
+        """Whether it selects a subset of a micro-batch's tokens to train on (TIP by `LossInputs.noise`)."""
         return False
 
     def by_source(self) -> bool:
-        """Whether it depends on who wrote the response (`LossInputs.from_teacher`)."""
+        """Whether it depends on the source of the response (`LossInputs.from_teacher`)."""
         return False
 
     def skips_special(self) -> bool:
-        """Whether special tokens of the response, such as the end of a turn, do not count."""
+        """Whether special tokens of the response, such as end of turn, are masked."""
         return False
 
     def state(self) -> dict[str, float]:
-        """What changes from step to step; part of a checkpoint."""
+        """Return the state that changes from step to step; saved in checkpoints."""
         return {}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Resume from what `state` gave."""
+        """Restore what `state` returned."""
         return
 
     def advance(self, loss: float, progress: float) -> None:
-        """Take in the mean loss per token of a step, before which `progress` of all steps (0 to 1) was done."""
+        """Update the state after a step from its mean loss per token; `progress` (0 to 1) is as of before the step."""
         return
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
@@ -142,14 +142,14 @@ class Objective(ABC):
         return TokenLoss(loss, {name: value.detach() for name, value in telemetry.items()})
 
     def own_lam(self, tokens: Tokens) -> Tensor:
-        """λ_t as a constant; an error where nothing is mixed."""
+        """Return λ_t, detached; an error without a mixture."""
         lam = self.lam(tokens)
         if lam is None:
             raise UsageError(f"the objective {self.name!r} mixes nothing and has no λ to permute", got="lam_order")
         return lam.detach()
 
     def further_signals(self) -> tuple[str, ...]:
-        """Names of signals beyond h, u and gap that the objective depends on."""
+        """Names of the signals beyond h, u and gap that the objective depends on or logs."""
         return ()
 
     @staticmethod
@@ -158,14 +158,14 @@ class Objective(ABC):
 
 
 OBJECTIVES: dict[str, type[Objective]] = {}
-"""Name → class, of all that are registered. `get` also finds those of installed packages."""
+"""Name → class of all registered objectives. `get` also finds those of installed packages."""
 _Kind = TypeVar("_Kind", bound=type[Objective])
 
 
 def register(name: str) -> Callable[[_Kind], _Kind]:
     """Make an `Objective` usable as ``objective.method`` under `name`; its dataclass fields are its parameters.
 
-    A name that is taken is an error: a run's identity names its objective.
+    A duplicate name is an error: a run's identity includes its objective's name.
     """
 
     def wrap(kind: _Kind) -> _Kind:
@@ -183,24 +183,24 @@ def register(name: str) -> Callable[[_Kind], _Kind]:
 
 
 def unregister(name: str) -> None:
-    """Forget an objective that was registered."""
+    """Remove a registered objective."""
     get(name)
     del OBJECTIVES[name]
 
 
 def get(name: str) -> type[Objective]:
-    """The class of that name: registered here or by a plugin, or an entry point of the group `gatespace.objectives`."""
+    """Return the class of that name: registered, or an entry point of the group `gatespace.objectives`."""
     import gatespace.gating.published  # noqa: F401 - registers the published methods
 
     if name not in OBJECTIVES:
         kind = plugins.provider("objectives", name, kind="objective", known=OBJECTIVES)
-        if name not in OBJECTIVES:  # unless its module has registered it
+        if name not in OBJECTIVES:  # its module may have registered it on import
             register(name)(kind)
     return OBJECTIVES[name]
 
 
 def objective(name: str, **parameters: object) -> Objective:
-    """An objective by its name, e.g. ``objective("todi", beta=1.0)``.
+    """Return an objective by name, e.g. ``objective("todi", beta=1.0)``.
 
     Examples:
         >>> objective("eopd").tau
@@ -215,7 +215,7 @@ def objective(name: str, **parameters: object) -> Objective:
 
 
 def mix(lam: Tensor, reverse: Tensor, forward: Tensor) -> Tensor:
-    """λ·R + (1-λ)·F; a side of weight exactly 0 adds nothing, even where it is infinite."""
+    """Return λ·R + (1-λ)·F; a side of weight exactly 0 adds nothing, even if infinite."""
     reverse = torch.where(lam == 0, 0.0, reverse)
     forward = torch.where(lam == 1, 0.0, forward)
     return lam * reverse + (1 - lam) * forward
@@ -229,11 +229,10 @@ class Gated(Objective):
     Args:
         gate: The point. A static λ is the point with a = b = d = 0.
         support: full, bucket, hybrid, renorm, recipe or student (see `gatespace.gating.supports`).
-        support_k: K of the top-K supports; None: that of the signals, or of a teacher known by its top-K.
-        stop_gradient: Treat λ as a constant in the gradient. By default gradient flows through the gate, as in the
-            paper.
-        coefficients: (4+E,) tensor (a, b, c, d, further signals in the gate's order) in place of the gate's numbers;
-            it receives gradient.
+        support_k: K of the top-K supports; None: that of a top-K teacher, else that of the signals.
+        stop_gradient: Treat λ as a constant. By default gradient flows through the gate, as in the paper.
+        coefficients: (4+E,) tensor (a, b, c, d, extra signals in the gate's order) that replaces the gate's numbers
+            and receives gradient.
     """
 
     summary: ClassVar[str] = "λ per token mixes reverse and forward KL: the family"
@@ -287,7 +286,7 @@ class Gated(Objective):
         logit = torch.zeros(tokens.count, dtype=tokens.dtype, device=tokens.device)
         for name, weight in zip(("h", "u", "gap", *gate.extra), (a, b, d, *further), strict=True):
             if isinstance(weight, float) and weight == 0.0:
-                continue  # not even computed, so that no gradient is taken of what cannot matter
+                continue  # skip signals without influence, and their gradient
             value = signals.read(name, tokens)
             logit = logit + weight * (value.detach() if self.stop_gradient else value)
         return torch.sigmoid(logit + c)

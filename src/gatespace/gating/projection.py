@@ -1,4 +1,4 @@
-"""From hidden states to logits: an LM head, applied to slices of tokens and vocabulary."""
+"""LM heads, applied to slices of tokens and vocabulary."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Head:
     Args:
         weight: (V, H).
         bias: (V,) or None.
-        scale: Factor of the logits (Cohere and Granite models).
-        softcap: Bound of the logits (Gemma 2), or None.
+        scale: Logit scale (Cohere and Granite models).
+        softcap: Logit soft cap (Gemma 2), or None.
     """
 
     weight: Tensor
@@ -30,7 +30,7 @@ class Head:
 
     @classmethod
     def of(cls, head: Head | nn.Linear | Tensor) -> Head:
-        """A head from a (V, H) tensor or a Linear layer."""
+        """Build a head from a (V, H) tensor or a Linear layer."""
         if isinstance(head, Head):
             return head
         if isinstance(head, Tensor):
@@ -40,7 +40,7 @@ class Head:
         raise UsageError("a head is a (V, H) tensor, a Linear layer or a Head", got=type(head).__name__)
 
     def to(self, device: torch.device) -> Head:
-        """The same head there; itself where it is there already."""
+        """Return the head on that device; no copy if it is already there."""
         return replace(self, weight=self.weight.to(device), bias=None if self.bias is None else self.bias.to(device))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -50,14 +50,14 @@ class Head:
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def forbids(self, vocab_size: int) -> Tensor:
-        """(V,) -inf at ids that the head can never give, 0 elsewhere."""
+        """(V,) -inf at ids that the head can never produce, 0 elsewhere."""
         if self.bias is None or self.softcap is not None:
             return self.weight.new_zeros(vocab_size)
         return torch.where(self.bias.detach()[:vocab_size] == -torch.inf, -torch.inf, 0.0)
 
 
 class Projection:
-    """hidden @ weightᵀ and what follows it, in float32 (or float64) whatever the precision of the factors."""
+    """Logits of a head, in float32 (or float64) whatever the precision of hidden states and weights."""
 
     def __init__(self, hidden: Tensor, head: Head, vocab_size: int) -> None:
         self.hidden = hidden.detach()
@@ -70,11 +70,11 @@ class Projection:
         return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Rows of the head in the precision of the product."""
+        """Head rows, cast to the dtype of the hidden states."""
         return self.weight[start:stop].to(self.hidden.dtype)
 
     def into(self, out: Tensor, tokens: slice, start: int, stop: int) -> Tensor:
-        """Logits of a slice of tokens and vocabulary, written into `out`, a tensor from `logits_buffer`."""
+        """Write the logits of a slice of tokens and vocabulary into `out`, a tensor from `logits_buffer`."""
         hidden, rows = self.hidden[tokens], self.rows(start, stop)
         if hidden.dtype == out.dtype:
             torch.mm(rows, hidden.t(), out=out.t())
@@ -89,7 +89,7 @@ class Projection:
         return out
 
     def pull_back(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """Gradient at hidden @ weightᵀ + bias from that at the logits, in place."""
+        """Backpropagate the gradient at the logits to hidden @ weightᵀ + bias, in place."""
         if self.head.softcap is not None:
             grad *= 1 - (logits / self.head.softcap) ** 2
         if self.head.scale != 1.0:
@@ -98,24 +98,24 @@ class Projection:
 
 
 def logits_buffer(like: Tensor, tokens: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Room for (tokens, width) logits, laid out vocabulary first.
+    """Allocate (tokens, width) logits in vocabulary-major layout.
 
-    A slice of the vocabulary is then one block of memory, and the product with head rows has its long side where
-    the libraries are fast: a sixth to a third faster at 50 to 100 tokens than the other way round.
+    A vocabulary slice is then contiguous, and the matmul with head rows has its long side where BLAS is fast: a sixth
+    to a third faster at 50 to 100 tokens than token-major.
     """
     return torch.empty(width, tokens, dtype=dtype, device=like.device).t()
 
 
 _FLOAT32_PRODUCT = "dtype" in torch.ops.aten.mm.overloads()
-"""Whether this torch has a product of half-precision factors with a float32 result (on CUDA)."""
+"""Whether this torch has a half-precision matmul with float32 output (on CUDA)."""
 
 
 def _exact_product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """out = left @ right of half-precision factors, to float32.
+    """out = left @ right of half-precision factors, in float32.
 
-    A half-precision product is accumulated in float32 but rounded to eight bits on the way out, an error of a tenth
-    of a nat at common logits. Where the device cannot return float32, the same product minus its rounded result is
-    computed: that is accumulated in float32 too, so its rounded value is the missing low part.
+    A half-precision matmul accumulates in float32 but rounds its output to eight bits, an error of a tenth of a nat at
+    common logits. Where float32 output is not available, the same product minus its rounded result is computed: that
+    is accumulated in float32 too, so its rounded value is the missing low part.
     """
     if left.is_cuda and _FLOAT32_PRODUCT:
         out.copy_(torch.mm(left, right, out_dtype=torch.float32))

@@ -1,7 +1,7 @@
-"""Published methods, as their authors define them, beside the family's restrictions and never by their names.
+"""Published methods as their authors define them, kept apart from the family's restrictions.
 
-Each is an `Objective` with its published defaults. Where the paper compares against a restriction of the family with
-the same signal, `departures` says how that restriction differs from the method.
+Each is an `Objective` with its published defaults. Where the paper compares against a restriction with the same
+signal, `departures` says how that restriction differs from the method.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from gatespace.gating.vocabulary import check_k, prefix_sums
 class ToDi(Objective):
     """Σ_v [α_v·t(log t - log s) + (1-α_v)·s(log s - log t)], α_v = sg σ(β·log(t_v/s_v)).
 
-    A mixture per vocabulary entry. With β = 1 its value is exactly F + R, its gradient is not; near s = t the
-    gradient is (1+β/2) times that of the even mixture (F+R)/2, so its loss scale is not that of a gate.
+    A mixture per vocabulary entry. With β = 1 its value is exactly F + R, but its gradient is not; near s = t the
+    gradient is (1+β/2) times that of the even mixture (F+R)/2, so its loss scale differs from a gate's.
 
     Args:
         beta: Sharpness of the weight; 1 in the authors' code.
@@ -64,7 +64,7 @@ class ToDi(Objective):
 @register("eopd")
 @dataclass(frozen=True)
 class EOPD(Objective):
-    """PG_t + α·1[H_t > τ]·FKL_t: policy gradient to the teacher, and forward KL where the teacher is unsure.
+    """PG_t + α·1[H_t > τ]·FKL_t: policy gradient, plus forward KL where the teacher is uncertain.
 
     H_t is the teacher's entropy in nats over the full vocabulary. FKL_t has the teacher renormalised on its top-K and
     the student over the full vocabulary. The release gates position t+1 by H_t; here each position is gated by its
@@ -75,8 +75,7 @@ class EOPD(Objective):
         alpha: Weight α of the forward KL.
         pg: ``sampled``: max(-A·ρ, -A·clip(ρ, 1±clip)) with A = log t(y) - log s_old(y), at temperature 1;
             ``exact``: its expectation, the full reverse KL.
-        clip: Clipping range of the importance ratio ρ = s(y)/s_old(y); the usual default of the trainer that the
-            authors use.
+        clip: Clipping range of the importance ratio ρ = s(y)/s_old(y); default of the trainer the authors use.
         top_k: K of the forward KL.
     """
 
@@ -139,8 +138,8 @@ class EOPD(Objective):
 class AKL(Objective):
     """λ_t = sg[g_tail / (g_head + g_tail)], g = Σ|t - s| over head and tail of the teacher's distribution.
 
-    The head holds the teacher's tokens in descending order while their cumulative mass is at most `mass`, and always
-    the first; the token that crosses it belongs to the tail, as in the authors' code. Where both gaps are 0, λ = 1/2.
+    The head is the teacher's tokens in descending order while their cumulative mass is at most `mass`, and always the
+    first; the token that crosses it belongs to the tail, as in the authors' code. If both gaps are 0, λ = 1/2.
 
     Args:
         mass: Cumulative teacher mass of the head.
@@ -167,7 +166,7 @@ class AKL(Objective):
         temperature = tokens.temperature
         total = tokens.divergences(AbsoluteDifference())[0]
         k = min(64, tokens.vocab_size)
-        while True:  # the head is a handful of tokens, except for a teacher that is nearly flat
+        while True:  # the head is a handful of tokens, unless the teacher is nearly flat
             ids = tokens.teacher_top(k).ids
             teacher = tokens.teacher_at(ids, temperature=temperature).exp()
             cumulative = prefix_sums(teacher)
@@ -187,8 +186,8 @@ class AKL(Objective):
 class JSD(Objective):
     """Generalised Jensen-Shannon divergence β·KL(t‖m) + (1-β)·KL(s‖m), m = β·t + (1-β)·s.
 
-    β is not λ: it sets the point between the two sides to which both are compared, and the divergence itself goes to
-    0 at both ends, where JSD_β/β → forward KL (β → 0) and JSD_β/(1-β) → reverse KL (β → 1).
+    β is not λ: it sets the mixture that both sides are compared to, and the divergence itself goes to 0 at both ends,
+    where JSD_β/β → forward KL (β → 0) and JSD_β/(1-β) → reverse KL (β → 1).
     """
 
     summary: ClassVar[str] = "generalised Jensen-Shannon divergence (GKD)"
@@ -256,7 +255,7 @@ class ABKD(Objective):
     """α-β divergence -1/(αβ) Σ [t^α s^β - α/(α+β)·t^(α+β) - β/(α+β)·s^(α+β)].
 
     (1, 0) is forward KL and (0, 1) reverse KL. The authors tune α and β per task; the defaults lie between the two KLs
-    and are a place to start, not a figure of theirs.
+    and are a starting point, not theirs.
     """
 
     summary: ClassVar[str] = "the α-β divergence"
@@ -281,9 +280,9 @@ class ABKD(Objective):
 class SampledReverseKL(Objective):
     """Reverse KL by policy gradient on the sampled token: ρ·sg[k], ρ = s(y)/s_old(y), at temperature 1.
 
-    k1 = log s_old(y) - log t(y) makes the mean gradient that of reverse KL while s_old is the current student.
-    k3 = t/s_old - 1 + k1 has less variance as an estimate of the value, but as an advantage its mean gradient is
-    ∇R - ∇F: offered to re-create results.
+    k1 = log s_old(y) - log t(y) has the expected gradient of reverse KL while s_old is the current student.
+    k3 = t/s_old - 1 + k1 has less variance as an estimate of the value, but as an advantage its expected gradient is
+    ∇R - ∇F: offered to reproduce results.
 
     Args:
         estimator: k1 or k3.
@@ -317,4 +316,4 @@ class SampledReverseKL(Objective):
 
 
 import gatespace.gating.published_opd  # noqa: E402
-import gatespace.gating.taid  # noqa: E402, F401 - these register further ones, which stand after those above
+import gatespace.gating.taid  # noqa: E402, F401 - these register more methods, listed after those above

@@ -1,7 +1,7 @@
-"""Published rules for on-policy distillation of 2026, and DistiLLM-2, with what they need beside two distributions.
+"""Published on-policy distillation methods of 2026, and DistiLLM-2.
 
-They weigh or choose tokens by the response that was sampled, sum over ids that the student chooses, or depend on who
-wrote the response. Formulas, sources and known differences from the authors' releases: docs/methods.md.
+They weight or select tokens by the sampled response, sum over ids that the student chooses, or depend on the source of
+the response. Formulas, sources and known differences from the authors' releases: docs/methods.md.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from gatespace.gating.vocabulary import check_k
 class StudentTopK(Objective):
     """Σ s·(log s - log t) over the student's k most probable ids.
 
-    As published it is a truncated sum and no divergence: it can be negative, and mass that leaves the k ids is not
-    seen. With `tail` everything else is one further outcome of both sides, which makes it a valid KL, never above
-    KL(s‖t).
+    As published it is a truncated sum, not a divergence: it can be negative and ignores mass that leaves the k ids.
+    `tail` adds everything else as one more outcome on both sides: a valid KL, never above KL(s‖t).
 
     Args:
         top_k: k.
         ids: student, teacher, union or intersection of both sides' top-k.
-        tail: Whether everything else is one more outcome.
+        tail: Whether to add everything else as one more outcome.
     """
 
     summary: ClassVar[str] = "reverse KL on the student's own top-k"
@@ -69,14 +68,14 @@ class StudentTopK(Objective):
 @register("revisiting_opd")
 @dataclass(frozen=True)
 class RevisitingOPD(Objective):
-    """Reverse KL with both sides renormalised on the teacher's top-k; special tokens do not count.
+    """Reverse KL with both sides renormalised on the teacher's top-k; special tokens are masked.
 
-    Published with rollouts at top-p 0.9 (`rollout.top_p`), which are a setting of the run.
+    Published with rollouts at top-p 0.9, a setting of the run (`rollout.top_p`).
 
     Args:
         top_k: k.
-        share: Share of a micro-batch's tokens that is learned from, those with the highest student entropy; 1: all.
-        mask_special: Whether special tokens of the response, such as the end of the turn, do not count.
+        share: Share of a micro-batch's tokens to train on, those with the highest student entropy; 1: all.
+        mask_special: Whether to mask special tokens of the response, such as end of turn.
     """
 
     summary: ClassVar[str] = "reverse KL renormalised on the teacher's top-k"
@@ -114,16 +113,16 @@ class RevisitingOPD(Objective):
 @register("tip")
 @dataclass(frozen=True)
 class TIP(Objective):
-    """Reverse KL of a share of the tokens, drawn without replacement in proportion to H^α·J^γ.
+    """Reverse KL on a share of the tokens, drawn without replacement with weight H^α·J^γ.
 
-    H is the student's entropy over the full vocabulary divided by log V, J the Jensen-Shannon divergence in bits. The
-    draw is over the tokens of a micro-batch, by `LossInputs.noise`: the largest of log(noise)/weight, which is a draw
-    one after the other without replacement.
+    H is the student's entropy over the full vocabulary divided by log V, J the Jensen-Shannon divergence in bits.
+    Tokens are drawn within a micro-batch by the largest log(noise)/weight (`LossInputs.noise`), which is equivalent to
+    sequential draws without replacement.
 
     Args:
-        share: Share of the tokens that is kept.
+        share: Share of the tokens to keep.
         alpha: Exponent α of the entropy.
-        gamma: Exponent γ of the divergence; 0: by entropy alone.
+        gamma: Exponent γ of the divergence; 0: entropy alone.
     """
 
     summary: ClassVar[str] = "reverse KL of tokens drawn by entropy and divergence"
@@ -172,7 +171,7 @@ def _check_share(method: str, share: float) -> None:
 
 
 def _highest(values: Tensor, share: float, tokens: Tokens) -> Tensor:
-    """(n,) of 0 and 1: whether a token is in the given share of all tokens with the largest values (N,)."""
+    """(n,) of 0 and 1: whether a token is in the `share` of all tokens with the largest values (N,)."""
     count = max(1, int(values.numel() * share))
     kept = torch.zeros_like(values)
     kept[values.argsort(descending=True, stable=True)[:count]] = 1
@@ -182,12 +181,12 @@ def _highest(values: Tensor, share: float, tokens: Tokens) -> Tensor:
 @register("iw_opd")
 @dataclass(frozen=True)
 class IWOPD(Objective):
-    """Sampled reverse KL in which early tokens count more: w_t = 1 + γ·(1 - drift_t).
+    """Sampled reverse KL that weights early tokens more: w_t = 1 + γ·(1 - drift_t).
 
     drift_t is the share of Σ|A| over the response that lies before token t (the signal `drift`).
 
     Args:
-        gamma: γ, how much more the first token counts.
+        gamma: γ, extra weight of the first token.
     """
 
     summary: ClassVar[str] = "sampled reverse KL in which early tokens count more"
@@ -220,7 +219,7 @@ class IWOPD(Objective):
 class VOPD(Objective):
     """Sampled reverse KL with its exact mean as baseline: the advantage A + R, since -R is the value of the policy.
 
-    Its mean gradient is that of reverse KL, with less variance than `sampled_reverse_kl`. Its value is 0 in the mean.
+    Its expected gradient is that of reverse KL, with less variance than `sampled_reverse_kl`; its expected value is 0.
     """
 
     summary: ClassVar[str] = "sampled reverse KL with its exact mean as baseline"
@@ -235,7 +234,7 @@ class VOPD(Objective):
 
     def divergence(self, tokens: Tokens) -> Tensor:
         ratio, k = _sampled_terms(tokens)
-        with torch.no_grad():  # after the sampled token, whose log-probabilities are kept with their graph
+        with torch.no_grad():  # after the sampled token, so that memoised log-probabilities have their graph
             value = not_negative(tokens.divergences(ReverseKL(), temperature=1.0)[0])
         return ratio * (k - value)
 
@@ -250,10 +249,9 @@ def _sampled_terms(tokens: Tokens) -> tuple[Tensor, Tensor]:
 @register("distillm2")
 @dataclass(frozen=True)
 class DistiLLM2(Objective):
-    """Skew forward KL on responses that the teacher wrote, skew reverse KL on those of the student.
+    """Skew forward KL on the teacher's responses, skew reverse KL on the student's.
 
-    The mixture of the second is a constant in the gradient, as in the authors' code. Gold responses count as the
-    teacher's.
+    The mixture of the latter is detached, as in the authors' code. Gold responses count as the teacher's.
 
     Args:
         alpha: α of both.

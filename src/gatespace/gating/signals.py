@@ -1,7 +1,7 @@
-"""Signals: what a gate may depend on, one number per token.
+"""Signals: the per-token numbers that a gate depends on.
 
-h, u and gap are the paper's. Further signals enter a gate by name with a coefficient of their own:
-``Gate(a=4, c=-1, extra={"student_entropy": 2})``. A signal of your own takes a few lines:
+h, u and gap are the paper's. Extra signals enter a gate by name, with their own coefficient:
+``Gate(a=4, c=-1, extra={"student_entropy": 2})``. A custom signal takes a few lines:
 
     >>> from gatespace import signals
     >>> @signals.register("margin", range=(0.0, 1.0))
@@ -13,7 +13,7 @@ h, u and gap are the paper's. Further signals enter a gate by name with a coeffi
     (0.0, 1.0)
     >>> signals.unregister("margin")
 
-In a file that a configuration names under `plugins`, it works wherever a gate is named. Signals are computed at
+In a file listed under `plugins` in a configuration, it works wherever a gate is named. Signals are computed at
 temperature 1, whatever the temperature of the divergences.
 """
 
@@ -47,15 +47,15 @@ SignalFunction = Callable[[Tokens], Tensor]
 
 @dataclass(frozen=True)
 class Signal:
-    """A named function of tokens, and the range of its values."""
+    """A named function of tokens and the range of its values."""
 
     name: str
     function: SignalFunction
     range: tuple[float, float]
     sampled: bool = False
-    """Whether it uses the response token itself."""
+    """Whether it uses the sampled response token."""
     ahead: tuple[str, ...] = ()
-    """Signals of all tokens of the call that it needs, see `everywhere`."""
+    """Signals that it needs for all tokens of the call, see `everywhere`."""
 
     def __call__(self, tokens: Tokens) -> Tensor:
         values = self.function(tokens)
@@ -71,16 +71,16 @@ _REGISTRY: dict[str, Signal] = {}
 def register(
     name: str, *, range: tuple[float, float], sampled: bool = False, ahead: tuple[str, ...] = ()
 ) -> Callable[[SignalFunction], SignalFunction]:
-    """Make a function of `Tokens` usable as a gate's signal under `name`.
+    """Register a function of `Tokens` as a signal.
 
-    The function returns (N,) values; gradient flows through what it takes from the student, unless the gate is
-    asked to stop it. A name that is taken is an error: a run's identity names its signals.
+    The function returns (N,) values; gradient flows through the student's part, unless the gate stops it. A duplicate
+    name is an error: a run's identity includes its signals' names.
 
     Args:
-        name: What a gate calls it.
-        range: Its least and its largest value.
-        sampled: Whether it uses the response token itself.
-        ahead: Signals that it needs of all tokens of the call, which it takes by `everywhere`.
+        name: Its name in gates.
+        range: Its smallest and largest value.
+        sampled: Whether it uses the sampled response token.
+        ahead: Signals that it needs for all tokens of the call, through `everywhere`.
     """
 
     def wrap(function: SignalFunction) -> SignalFunction:
@@ -98,28 +98,28 @@ def register(
 
 
 def unregister(name: str) -> None:
-    """Forget a signal that was registered."""
+    """Remove a registered signal."""
     get(name)
     del _REGISTRY[name]
 
 
 def get(name: str) -> Signal:
-    """The signal of that name: registered here or by a plugin, or by a module of the group `gatespace.signals`."""
+    """Return the signal of that name: registered, or from a module of the entry-point group `gatespace.signals`."""
     if name not in _REGISTRY:
         for module in plugins.provided("signals"):
-            plugins.provider("signals", module)  # imports it, and so registers its signals, once
+            plugins.provider("signals", module)  # importing it registers its signals, once
     if name not in _REGISTRY:
         raise unknown_name("signal", name, _REGISTRY)
     return _REGISTRY[name]
 
 
 def names() -> list[str]:
-    """The names of all signals, the paper's first."""
+    """Return the names of all registered signals, the paper's first."""
     return list(_REGISTRY)
 
 
 def read(name: str, tokens: Tokens) -> Tensor:
-    """The values of a signal for these tokens, computed once."""
+    """Return a signal's values for these tokens, memoised."""
     graph = (name, True)
     key = (name, torch.is_grad_enabled())
     if key in tokens.memo:
@@ -131,10 +131,10 @@ def read(name: str, tokens: Tokens) -> Tensor:
 
 
 def everywhere(name: str, tokens: Tokens) -> Tensor:
-    """(N,) the values of a signal for all tokens of the call, in the order of `tokens.whole`, as constants.
+    """(N,) values of a signal for all tokens of the call, in the order of `tokens.whole`, detached.
 
-    The fused path works on some tokens at a time: a signal or objective that takes another's values from here names it
-    in `ahead`, so that they are computed in a pass before.
+    The fused path works chunk by chunk: a signal or objective that calls this lists the name in `ahead`, so that the
+    values are computed in an earlier pass.
     """
     if name in tokens.everywhere:
         return tokens.everywhere[name]
@@ -143,17 +143,17 @@ def everywhere(name: str, tokens: Tokens) -> Tensor:
     return read(name, tokens).detach()
 
 
-# ---------------------------------------------------------------------- the paper's three
+# ---------------------------------------------------------------------- the paper's signals
 
 
 @register("h", range=(0.0, 1.0))
 def _h(tokens: Tokens) -> Tensor:
-    """Teacher entropy at the token, normalised to [0, 1]; a constant."""
+    """Teacher entropy at the token, normalised to [0, 1]; no gradient."""
     return normalised_entropy(tokens.teacher, tokens.batch.given)
 
 
 def normalised_entropy(teacher: Teacher, inputs: LossInputs) -> Tensor:
-    """(N,) the teacher's entropy in [0, 1], by `top_k` and `entropy` of the inputs."""
+    """(N,) teacher entropy, normalised to [0, 1] by `top_k` and `entropy` of the inputs."""
     k = inputs.top_k
     if inputs.entropy == "full":
         return (teacher.entropy / math.log(max(teacher.vocab_size, 2))).clamp(0.0, 1.0)
@@ -161,7 +161,7 @@ def normalised_entropy(teacher: Teacher, inputs: LossInputs) -> Tensor:
     top = teacher.top(k)
     if inputs.entropy == "top_k":
         return entropy_of(top.log_probs)
-    # with K = V the tail is empty, and still an outcome of the denominator
+    # with K = V the tail is empty, but still counts in the denominator
     empty = k == teacher.vocab_size
     tail = torch.full_like(top.log_probs[:, 0], LOWEST) if empty else teacher.log_tail(top.ids, 1.0)
     return entropy_of(torch.cat([top.log_probs, tail[:, None]], -1))
@@ -169,7 +169,7 @@ def normalised_entropy(teacher: Teacher, inputs: LossInputs) -> Tensor:
 
 @register("u", range=(0.0, 1.0))
 def _u(tokens: Tokens) -> Tensor:
-    """Teacher entropy at the first token of the response, repeated over the response; a constant."""
+    """Teacher entropy at the first token of the response, repeated over the response; no gradient."""
     given = tokens.batch.given.u
     return tokens.at_first("h", read("h", tokens)) if given is None else given
 
@@ -185,7 +185,7 @@ def _gap(tokens: Tokens) -> Tensor:
 
 @register("student_entropy", range=(0.0, 1.0))
 def _student_entropy(tokens: Tokens) -> Tensor:
-    """The student's own entropy, by the formula of h on the student's top-K; carries gradient."""
+    """Student entropy, by the formula of h on the student's top-K; carries gradient."""
     return entropy_of(tokens.student_top(tokens.top_k).log_probs)
 
 
@@ -204,40 +204,40 @@ def _jsd(tokens: Tokens) -> Tensor:
 
 @register("position", range=(0.0, 1.0))
 def _position(tokens: Tokens) -> Tensor:
-    """Place of the token in its response, from 0 for the first to 1 for the last."""
+    """Relative position of the token in its response, from 0 (first) to 1 (last)."""
     last = (tokens.length - 1).clamp(min=1)
     return (tokens.position / last).to(tokens.dtype)
 
 
 @register("student_entropy_full", range=(0.0, 1.0))
 def _student_entropy_full(tokens: Tokens) -> Tensor:
-    """The student's entropy over the full vocabulary, divided by log V; carries gradient."""
+    """Student entropy over the full vocabulary, divided by log V; carries gradient."""
     return -tokens.divergences(NegativeEntropy(), temperature=1.0)[0] / math.log(max(tokens.vocab_size, 2))
 
 
 @register("advantage", range=(-math.inf, math.inf), sampled=True)
 def _advantage(tokens: Tokens) -> Tensor:
-    """A = log t(y) - log s(y) at the response token y; a constant."""
+    """A = log t(y) - log s(y) at the response token y; no gradient."""
     return (tokens.teacher_sampled() - tokens.student_sampled()).detach()
 
 
 @register("trust", range=(0.0, 1.0), sampled=True)
 def _trust(tokens: Tokens) -> Tensor:
-    """min(t(y) / s(y), 1) at the response token y: 1 where the teacher likes it as much as the student; a constant."""
+    """min(t(y) / s(y), 1) at the response token y: 1 where the teacher gives it at least s(y); no gradient."""
     return read("advantage", tokens).clamp(max=0.0).exp()
 
 
 @register("drift", range=(0.0, 1.0), sampled=True, ahead=("advantage",))
 def _drift(tokens: Tokens) -> Tensor:
-    """Share of the response's disagreement Σ|A| that lies before the token: 0 at the first; a constant."""
+    """Share of the response's disagreement Σ|A| before the token: 0 at the first; no gradient."""
     before, total = _sums(everywhere("advantage", tokens).abs().double(), tokens.whole)
     return (before / total.clamp(min=1e-8)).to(tokens.dtype)[tokens.span]  # the floor is that of IW-OPD
 
 
 def _sums(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(N,) each: the sum of `values` over the earlier tokens of a token's response, and over all of them.
+    """(N,) each: the sum of `values` over the earlier tokens of a token's response, and over the whole response.
 
-    Each response is added up by itself, so that what stands beside it in the batch does not show.
+    Each response is summed on its own, so that the result is batch-invariant.
     """
     begins = batch.first == torch.arange(batch.count, device=values.device)
     row = begins.cumsum(0) - 1
@@ -249,27 +249,27 @@ def _sums(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
 
 @register("overlap", range=(0.0, 1.0))
 def _overlap(tokens: Tokens) -> Tensor:
-    """Share of the student's top-K ids that are in the teacher's top-K; a constant."""
+    """Share of the student's top-K ids that are in the teacher's top-K; no gradient."""
     shared = top_k_overlap(tokens.student_top_ids(tokens.top_k), tokens.teacher_top(tokens.top_k).ids)
     return shared.to(tokens.dtype)
 
 
 @register("overlap_mass", range=(0.0, 1.0))
 def _overlap_mass(tokens: Tokens) -> Tensor:
-    """The student's probability of the ids that are in both top-K; a constant."""
+    """Student probability of the ids that are in both top-K; no gradient."""
     top = tokens.student_top(tokens.top_k)
     return (top.log_probs.detach().exp() * among(top.ids, tokens.teacher_top(tokens.top_k).ids)).sum(-1)
 
 
-# ---------------------------------------------------------------------- straight from logits
+# ---------------------------------------------------------------------- directly from logits
 
 
 def teacher_entropy(teacher_logits: Tensor, *, top_k: int = 8, entropy: str = "top_k") -> Tensor:
-    """h: the teacher's entropy, normalised to [0, 1].
+    """h: teacher entropy, normalised to [0, 1].
 
-    The K most probable entries are renormalised over themselves and the entropy is divided by log K whatever their
-    number of non-zero entries. ``entropy='full'`` takes all V entries and log V, ``'bucket'`` adds the tail as one
-    further outcome and divides by log(K+1).
+    The top-K entries are renormalised and their entropy is divided by log K, however many are non-zero.
+    ``entropy='full'`` uses all V entries and log V, ``'bucket'`` adds the tail as one more outcome and divides by
+    log(K+1).
 
     Args:
         teacher_logits: (..., V).
@@ -285,7 +285,7 @@ def teacher_entropy(teacher_logits: Tensor, *, top_k: int = 8, entropy: str = "t
     """
     logits = computable(teacher_logits.detach()).reshape(-1, teacher_logits.shape[-1]).clamp(min=LOWEST)
     values = normalised_entropy(LogitsTeacher(logits), LossInputs(top_k=top_k, entropy=entropy))
-    values = torch.where(logits.amax(-1) <= LOWEST, 0.0, values)  # no entry is possible: nothing to be unsure of
+    values = torch.where(logits.amax(-1) <= LOWEST, 0.0, values)  # every entry is -inf
     return values.reshape(teacher_logits.shape[:-1])
 
 
@@ -313,7 +313,7 @@ def prompt_entropy(
 
 
 def gap(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """gap: one minus the student's probability of the teacher's most probable token (lowest id among equals).
+    """gap: one minus the student's probability of the teacher's most probable token (ties: lowest id).
 
     Args:
         student_logits: (..., V); gradient flows back to it.

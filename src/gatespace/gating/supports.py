@@ -1,13 +1,13 @@
-"""Supports: what is summed when the teacher is known only in part.
+"""Supports: the ids that the KLs sum over, for teachers known only in part.
 
-full    all of the vocabulary.
-bucket  the teacher's top-K and everything else as one further outcome: a valid KL, never above the full one.
+full    the whole vocabulary.
+bucket  the teacher's top-K, and everything else as one more outcome: a valid KL, never above the full one.
 hybrid  the top-K exactly and the tail by the sampled token: unbiased in value and gradient on-policy.
 renorm  both sides renormalised on the top-K: a valid KL that is blind to mass leaving the top-K.
-student the student's top-K and everything else as one further outcome: a valid KL, never above the full one, which
-        needs the teacher's probabilities of ids that the student chooses.
+student the student's top-K, and everything else as one more outcome: a valid KL, never above the full one; needs the
+        teacher's probabilities of ids that the student chooses.
 recipe  the asymmetry of verl's public GKD recipe (forward KL truncated and un-normalised against the full student,
-        reverse KL renormalised on both sides), to re-create results made with it; not a valid KL.
+        reverse KL renormalised on both sides), to reproduce results made with it; not a valid KL.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _REVERSE, _FORWARD = ReverseKL(), ForwardKL()
 
 
 class KLPair(NamedTuple):
-    """Both divergences per token, and the student's mass that the support does not resolve."""
+    """Both KLs per token, and the student mass that the support does not resolve."""
 
     reverse: Tensor
     forward: Tensor
@@ -35,7 +35,7 @@ class KLPair(NamedTuple):
 
 
 def check_support(support: str) -> str:
-    """The name itself, if it is known."""
+    """Return the name, or raise if it is unknown."""
     if support not in SUPPORTS:
         raise unknown_name("support", support, SUPPORTS)
     return support
@@ -45,7 +45,7 @@ def kl_pair(tokens: Tokens, support: str = "full", k: int | None = None) -> KLPa
     """Reverse and forward KL per token on a support, at the tokens' temperature.
 
     Args:
-        k: K of the top-K supports; None: the K that a top-K teacher sent, else that of the signals.
+        k: K of the top-K supports; None: that of a top-K teacher, else that of the signals.
     """
     check_support(support)
     if support == "full":
@@ -66,7 +66,7 @@ IDS = ("student", "teacher", "union", "intersection")
 
 
 def chosen_ids(tokens: Tokens, k: int, whose: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids (N, M) by the two sides' top-k, which of them count, and which are an earlier one again.
+    """Ids (N, M) from both sides' top-k, which of them count, and which are duplicates of an earlier one.
 
     Args:
         whose: student, teacher, union or intersection of both top-k.
@@ -87,10 +87,10 @@ def chosen_ids(tokens: Tokens, k: int, whose: str) -> tuple[Tensor, Tensor, Tens
 
 
 def with_tail(tokens: Tokens, ids: Tensor, counts: Tensor, again: Tensor) -> KLPair:
-    """Both KLs over the ids that count and one further outcome, which is everything else (see `chosen_ids`)."""
+    """Both KLs over the ids that count, and everything else as one more outcome (see `chosen_ids`)."""
     at = tokens.temperature
     log_s, log_t = tokens.student_at(ids, temperature=at), tokens.teacher_at(ids, temperature=at)
-    single = counts & (log_t > LOWEST / 2)  # an id that the teacher forbids is no outcome of its own, as in `_bucket`
+    single = counts & (log_t > LOWEST / 2)  # an id that the teacher forbids goes to the tail, as in `_bucket`
     rest = ~single & ~again
     tail_s = _and_rest(tokens.student_log_tail(ids, temperature=at), log_s, rest)
     tail_t = _and_rest(tokens.teacher_log_tail(ids, temperature=at), log_t, rest)
@@ -104,7 +104,7 @@ def with_tail(tokens: Tokens, ids: Tensor, counts: Tensor, again: Tensor) -> KLP
 
 
 def _and_rest(log_tail: Tensor, log_probs: Tensor, rest: Tensor) -> Tensor:
-    """log of the tail's mass with that of the ids in `rest`."""
+    """log of the tail's mass plus that of the ids in `rest`."""
     return torch.cat([log_tail[:, None], log_probs.masked_fill(~rest, LOWEST)], -1).logsumexp(-1)
 
 
@@ -117,12 +117,12 @@ def _bucket(tokens: Tokens, k: int) -> KLPair:
         return _pair(log_s, log_t, torch.zeros_like(log_t[:, 0]))
     tail_t = tokens.teacher_log_tail(ids, temperature=temperature)
     tail_s = tokens.student_log_tail(ids, temperature=temperature)
-    # an id that the teacher forbids is no outcome of its own: its student mass belongs to the tail
+    # an id that the teacher forbids is not an outcome: its student mass goes to the tail
     dead = log_t <= LOWEST / 2
     tail_s = torch.cat([tail_s[:, None], log_s.masked_fill(~dead, LOWEST)], -1).logsumexp(-1)
     log_s = log_s.masked_fill(dead, LOWEST)
     log_t = log_t.masked_fill(dead, LOWEST)
-    # a tail of exactly 0 would make reverse KL infinite, which is what this support is there to avoid
+    # a tail of exactly 0 would make reverse KL infinite, which this support is meant to avoid
     floor = torch.full_like(tail_t, TAIL_FLOOR).log()
     tail_t = torch.where(tail_t <= LOWEST / 2, floor, tail_t)
     return _pair(
@@ -137,11 +137,11 @@ def _pair(log_s: Tensor, log_t: Tensor, tail_mass: Tensor) -> KLPair:
 
 
 def _renormalised(tokens: Tokens, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Student and teacher log-probabilities renormalised on the top-K, and the student's mass outside it."""
+    """Student and teacher log-probabilities renormalised on the top-K, and the student mass outside it."""
     top, temperature = tokens.teacher_top(k), tokens.temperature
     log_s = tokens.student_at(top.ids, temperature=temperature)
-    # the teacher's log-probabilities at 1, divided by T and renormalised, are its softmax of logits / T on the top-K:
-    # a top-K teacher serves here at any temperature
+    # the teacher's log-probabilities at T=1, divided by T and renormalised, equal softmax(logits / T) on the top-K, so
+    # a top-K teacher works at any temperature here
     log_t = (top.log_probs / temperature).log_softmax(-1)
     return log_s.log_softmax(-1), log_t, _mass_outside(log_s)
 
@@ -174,7 +174,7 @@ def _hybrid(tokens: Tokens, k: int) -> KLPair:
     log_sy = tokens.student_sampled(temperature=temperature)
     log_ty = torch.where(outside, tokens.teacher_sampled(temperature=temperature), log_sy.detach())
     at_one = log_sy if temperature == 1.0 else tokens.student_sampled()
-    # the expectation is over the student at the loss's temperature; the token may come from another sampler
+    # importance weight: the expectation is over the student at the loss temperature, the token from the sampler
     weight = (log_sy.detach() - tokens.sampler_log_probs(at_one)).exp() * outside
     ratio_y = (log_sy - log_ty).detach()
     score = log_sy - log_sy.detach()  # value 0, gradient ∇log s_y

@@ -1,4 +1,4 @@
-"""TAID: forward KL to a distribution between student and teacher, which moves to the teacher over the run."""
+"""TAID: forward KL from a target between student and teacher that moves to the teacher over the run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _FORWARD = ForwardKL()
 
 @dataclass(frozen=True, eq=False)  # a tensor has no single truth value, so no generated ==
 class BetweenKL(Divergence):
-    """KL(p‖s), p ∝ s^(1-τ)·t^τ a constant: the softmax of logits between those of both sides.
+    """KL(p‖s) with p ∝ s^(1-τ)·t^τ, detached: the softmax of interpolated logits.
 
     Args:
         tau: τ.
-        log_total: (N,) log Σ s^(1-τ)·t^τ, by which p is normalised.
+        log_total: (N,) log Σ s^(1-τ)·t^τ, the normaliser of p.
     """
 
     tau: float
@@ -52,17 +52,17 @@ class BetweenKL(Divergence):
 class TAID(Objective):
     """KL(p‖s), p = softmax((1-τ)·sg z_s + τ·z_t): the target moves from the student's side to the teacher.
 
-    τ starts at `t_start`. After each step it becomes min(t_end, max(τ_lin, τ + α·σ(m)·(1-τ))), where τ_lin goes from
-    `t_start` to `t_end` over the run in a straight line, and m is the running mean, with decay β, of the relative
-    decrease of the loss from step to step. τ, m and the last loss are the state of a run, and part of its checkpoints.
-    A loss computed outside a run is that of `t_start` until `advance` is called.
+    τ starts at `t_start`. After each step it becomes min(t_end, max(τ_lin, τ + α·σ(m)·(1-τ))), where τ_lin goes
+    linearly from `t_start` to `t_end` over the run, and m is the running mean, with decay β, of the relative decrease
+    of the loss from step to step. τ, m and the last loss are saved in checkpoints. Outside a run, τ is `t_start` until
+    `advance` is called.
 
     Args:
         t_start: τ of the first step.
-        t_end: τ of the last.
-        alpha: α, how far a step moves τ at most.
+        t_end: Final τ.
+        alpha: α, bound on how far a step moves τ ahead.
         beta: β of the running mean.
-        adaptive: Whether τ may be ahead of the straight line.
+        adaptive: Whether τ may run ahead of the linear schedule.
     """
 
     summary: ClassVar[str] = "forward KL to a target that moves to the teacher"
@@ -94,7 +94,7 @@ class TAID(Objective):
 
     @property
     def tau(self) -> float:
-        """τ of the step that is next."""
+        """τ of the next step."""
         return self.moving["tau"]
 
     def divergence(self, tokens: Tokens) -> Tensor:
@@ -109,7 +109,7 @@ class TAID(Objective):
 
     def advance(self, loss: float, progress: float) -> None:
         now, line = self.moving, self.t_start + (self.t_end - self.t_start) * progress
-        if "loss" in now:  # the first step has nothing to be compared with
+        if "loss" in now:  # the first step has no previous loss
             change = (now["loss"] - loss) / (now["loss"] + 1e-15)
             now["momentum"] = self.beta * now["momentum"] + (1 - self.beta) * change
             step = self.alpha * _sigmoid(now["momentum"]) * (1 - self.tau)

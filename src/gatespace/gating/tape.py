@@ -1,6 +1,6 @@
-"""What an objective took from the student of a chunk, and how the gradient at the logits follows from it.
+"""The tape of the fused path: records what an objective reads from the student, and gives the gradient at the logits.
 
-Every number that leaves the student of `ChunkTokens` is a leaf on its `Tape`. Once the objective is computed, the
+Every number read from the student of `ChunkTokens` is a leaf on its `Tape`. Once the objective is computed, the
 gradient of the loss at those leaves gives the gradient at any slice of the vocabulary in closed form:
 
     ∂L/∂z_j = (1/T) { Σ_i c_i·(ψ_ij - s_j·Ψ_i)                    divergences over the vocabulary (Sum)
@@ -33,7 +33,7 @@ _BOTH_KLS = (ReverseKL(), ForwardKL())
 
 @dataclass
 class Leaf:
-    """Numbers (n, …) that were taken from the student at a temperature, and the gradient of the loss at them."""
+    """Numbers (n, …) read from the student at a temperature, and the gradient of the loss at them."""
 
     temperature: float
     value: Tensor
@@ -56,7 +56,7 @@ class Outside(Leaf):
 
 @dataclass
 class Sum(Leaf):
-    """(n,) a divergence over the vocabulary, with Ψ = Σψ."""
+    """(n,) divergence over the vocabulary, with Ψ = Σψ."""
 
     divergence: Divergence
     psi_total: Tensor
@@ -64,7 +64,7 @@ class Sum(Leaf):
 
 @dataclass
 class Tape:
-    """All leaves, in the order in which they were taken, and the normalisers (n,) by temperature to redo them."""
+    """All leaves in recording order, and the normalisers (n,) by temperature, to recompute them."""
 
     student: dict[float, Tensor] = field(default_factory=dict)
     teacher: dict[float, Tensor] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Tape:
 
     @classmethod
     def join(cls, parts: list[Tape]) -> Tape:
-        """Tapes of successive chunks as one; they were written by the same objective, so they match leaf by leaf."""
+        """Concatenate the tapes of successive chunks; the same objective wrote them, so they match leaf by leaf."""
         return cls(
             {T: torch.cat([part.student[T] for part in parts]) for T in parts[0].student},
             {T: torch.cat([part.teacher[T] for part in parts]) for T in parts[0].teacher},
@@ -80,9 +80,9 @@ class Tape:
         )
 
     def differentiate(self, loss: Tensor, learned: Tensor | None) -> Tensor | None:
-        """Note the gradient of `loss` (a scalar) at every leaf; returns that at the objective's own tensor.
+        """Store the gradient of `loss` (a scalar) at every leaf; return that at the objective's own tensor.
 
-        A leaf that the loss did not use has no gradient and is dropped.
+        Leaves that the loss does not use are dropped.
         """
         wanted = [leaf.value for leaf in self.leaves] + ([] if learned is None else [learned])
         grads: tuple[Tensor | None, ...] = (None,) * len(wanted)
@@ -111,7 +111,7 @@ class Tape:
         return torch.zeros_like(student) if total is None else total
 
     def _at(self, temperature: float, student: Tensor, teacher: Tensor | None, start: int, stop: int) -> Tensor | None:
-        """The part of the gradient that flows through one temperature."""
+        """Part of the gradient from the leaves of one temperature."""
         leaves = [leaf for leaf in self.leaves if leaf.temperature == temperature]
         if not leaves:
             return None
@@ -123,7 +123,7 @@ class Tape:
         if sums:
             assert teacher is not None
             log_t = scaled(teacher, temperature) - self.teacher[temperature][:, None]
-        # what every entry gives back in proportion to its probability
+        # coefficient of s_j, common to all entries
         share = torch.zeros_like(self.student[temperature])
         for term in sums:
             share -= term.grad * term.psi_total
@@ -151,7 +151,7 @@ class Tape:
 
 
 def _joined(leaves: tuple[Leaf, ...]) -> Leaf:
-    """The same leaf of successive chunks, its tensors one after the other."""
+    """Concatenate the same leaf of successive chunks."""
     first = leaves[0]
     names = [f.name for f in fields(first) if f.init and isinstance(getattr(first, f.name), Tensor)]
     whole: dict[str, Any] = {name: torch.cat([getattr(leaf, name) for leaf in leaves]) for name in names}
@@ -163,15 +163,15 @@ def _joined(leaves: tuple[Leaf, ...]) -> Leaf:
 
 
 class ChunkTokens(Tokens):
-    """Tokens of one chunk, whose student is known by logits (n, V) in a buffer that the next chunk overwrites.
+    """Tokens of one chunk, with student logits (n, V) in a buffer that the next chunk overwrites.
 
     Args:
-        logits: (n, V) of the student.
-        teacher: Of the same tokens.
+        logits: (n, V) student logits.
+        teacher: Teacher of the same tokens.
         whole: All tokens of the call.
-        span: Which of them these are.
-        tile: Width of the slices of the vocabulary that are worked on.
-        firsts: Values (N,) by name that chunks keep for later ones, which have no first token of their response.
+        span: Which of them this chunk covers.
+        tile: Width of the vocabulary slices.
+        firsts: Values (N,) by name, shared by all chunks: a response may begin in an earlier one.
         infinite: As in `Tokens`.
     """
 
@@ -250,7 +250,7 @@ class ChunkTokens(Tokens):
                         if wanted[i]:
                             psi[i] += kind.psi(tile).sum(-1)
                     del tile
-                del log_s, log_t  # before the next slice is made, so that two are never alive
+                del log_s, log_t  # before the next slice, so that two are never alive
         if graph:
             assert isinstance(self.teacher, LogitsTeacher)
             self.tape.teacher[at] = self.teacher.normaliser(at)

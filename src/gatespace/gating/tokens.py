@@ -1,9 +1,9 @@
-"""What is known of N tokens: the one interface between numbers and everything that is built from them.
+"""`Tokens`: the interface between model outputs and signals, supports and objectives.
 
-A signal, a support or an objective is a function of `Tokens`. It is written once and serves the plain path (logits in
-memory, autograd) and the fused path (hidden states and head rows, chunk by chunk, analytic gradient) alike.
+A signal, support or objective is a function of `Tokens`, written once for the plain path (logits in memory, autograd)
+and the fused path (hidden states and head rows, chunk by chunk, analytic gradient).
 
-Shapes: N tokens, V vocabulary, K or M selected ids. Log-probabilities are over the full vocabulary unless said.
+Shapes: N tokens, V vocabulary, K or M selected ids. Log-probabilities are over the full vocabulary unless noted.
 """
 
 from __future__ import annotations
@@ -31,39 +31,39 @@ from gatespace.gating.vocabulary import (
 )
 
 TAIL_FLOOR = 1e-6
-"""Least tail mass of a teacher whose tail is known only as what the top-K leaves over."""
+"""Minimum tail mass of a teacher whose tail is only known as one minus its top-K."""
 
 
 class Top(NamedTuple):
-    """The K most probable ids of a side, most probable first, with their log-probabilities."""
+    """Top-K ids of one side, most probable first, with their log-probabilities."""
 
     ids: Tensor
     log_probs: Tensor
 
 
 class Tokens(ABC):
-    """N tokens with both sides, their place in the batch, and what was given for them."""
+    """N tokens: both sides, positions in the batch, and per-token inputs."""
 
     dtype: torch.dtype
-    """The floating type of every per-token number."""
+    """Dtype of every per-token number."""
 
     def __init__(self, teacher: Teacher, batch: Batch, infinite: tuple[Tensor, Tensor] | None = None) -> None:
         self.teacher = teacher
         self.batch = batch
         self.infinite = infinite
-        """(N,) each: where reverse and where forward KL are infinite, because one side alone forbids an id."""
+        """(N,) each: where reverse and where forward KL is infinite, because only one side forbids an id."""
         self.lam: Tensor | None = None
-        """(N,) λ in place of the objective's own, a constant (`LossInputs.lam_order`); or None."""
+        """(N,) constant λ that replaces the objective's own (`LossInputs.lam_order`), or None."""
         self.memo: dict[tuple[str, bool], Tensor] = {}
-        """Signals that were computed already, by name and whether they carry gradient."""
+        """Signals computed so far, by name and whether they carry gradient."""
         self.whole = batch
-        """All tokens of the call, where these are some of them."""
+        """All tokens of the call, of which these may be a chunk."""
         self.span = slice(None)
-        """Which of all these are."""
+        """Where these tokens lie in `whole`."""
         self.everywhere: dict[str, Tensor] = {}
-        """Signals (N,) of all tokens of the call by name, from a pass before (`Objective.ahead`)."""
+        """Signals (N,) of all tokens of the call by name, from an earlier pass (`Objective.ahead`)."""
 
-    # ------------------------------------------------------------------ place and settings
+    # ------------------------------------------------------------------ positions and settings
 
     @property
     def count(self) -> int:
@@ -91,7 +91,7 @@ class Tokens(ABC):
 
     @property
     def temperature(self) -> float:
-        """Of the divergences; signals are computed at 1."""
+        """Temperature of the divergences; signals are computed at 1."""
         return self.batch.given.temperature
 
     @property
@@ -100,14 +100,14 @@ class Tokens(ABC):
         return self.batch.given.top_k
 
     def at_first(self, name: str, values: Tensor) -> Tensor:
-        """(N,) the value at the first token of each token's response, as a constant. `name` is unique per quantity."""
+        """(N,) value at the first token of each token's response, detached. `name` is unique per quantity."""
         return values.detach()[self.batch.first]
 
     # ------------------------------------------------------------------ teacher
 
     @property
     def teacher_choice(self) -> Tensor:
-        """(N,) y*, the teacher's most probable id; the lowest among equals."""
+        """(N,) y*, the teacher's most probable id; ties: the lowest."""
         return self.teacher.choice
 
     def teacher_top(self, k: int) -> Top:
@@ -124,7 +124,7 @@ class Tokens(ABC):
         return self.teacher.log_tail(ids, temperature)
 
     def teacher_entropy(self) -> Tensor:
-        """(N,) the teacher's entropy over the full vocabulary, in nats."""
+        """(N,) teacher entropy over the full vocabulary, in nats."""
         return self.teacher.entropy
 
     # ------------------------------------------------------------------ student (differentiable)
@@ -139,15 +139,15 @@ class Tokens(ABC):
 
     @abstractmethod
     def student_top_ids(self, k: int) -> Tensor:
-        """(N, k) the student's k most probable ids."""
+        """(N, k) the student's top-k ids."""
 
     @abstractmethod
     def divergences(self, *kinds: Divergence, temperature: float | None = None) -> list[Tensor]:
-        """(N,) each: divergences over the full vocabulary, at the temperature of the loss unless one is given."""
+        """(N,) each: divergences over the full vocabulary, by default at the temperature of the loss."""
 
     @abstractmethod
     def log_between(self, tau: float) -> Tensor:
-        """(N,) log Σ s^(1-τ)·t^τ at the temperature of the loss, a constant."""
+        """(N,) log Σ s^(1-τ)·t^τ at the temperature of the loss, detached."""
 
     def student_top(self, k: int) -> Top:
         """The student's top-k at temperature 1."""
@@ -177,13 +177,13 @@ class Tokens(ABC):
         return self.teacher.sampled(self.sampled, temperature)
 
     def sampler_log_probs(self, log_student: Tensor) -> Tensor:
-        """(N,) log-probability under which the token was sampled; `log_student` (at T=1) where it was on-policy."""
+        """(N,) log-probability of the token under the sampler; if not given, `log_student` (at T=1): on-policy."""
         given = self.batch.given.sampled_log_probs
         return log_student.detach() if given is None else given
 
 
 class PlainTokens(Tokens):
-    """Tokens whose student is known by its logits (N, V) in memory; gradients by autograd."""
+    """Tokens with student logits (N, V) in memory; gradients by autograd."""
 
     def __init__(
         self, logits: Tensor, teacher: Teacher, batch: Batch, infinite: tuple[Tensor, Tensor] | None = None
@@ -219,11 +219,11 @@ class PlainTokens(Tokens):
         return [kind.term(tile).sum(-1) for kind in kinds]
 
 
-# ---------------------------------------------------------------------- the teacher: constants
+# ---------------------------------------------------------------------- teachers (no gradient)
 
 
 class LogitsTeacher:
-    """A teacher known by its logits (N, V), taken slice by slice so that no second (N, V) tensor is made."""
+    """A teacher given by its logits (N, V), read in slices so that no second (N, V) tensor is made."""
 
     def __init__(self, logits: Tensor, tile: int | None = None) -> None:
         self.logits = logits
@@ -244,7 +244,7 @@ class LogitsTeacher:
 
     @derived
     def choice(self) -> Tensor:
-        """(N,) its most probable id y*; the lowest among equals."""
+        """(N,) its most probable id y*; ties: the lowest."""
         return top_entry(self.logits)
 
     @derived
@@ -279,13 +279,13 @@ class LogitsTeacher:
 
 @dataclass(frozen=True)
 class TeacherTopK:
-    """A teacher known by its K most probable tokens per position, as a server returns them.
+    """A teacher given by its top-K per position, as a server returns it.
 
     Args:
         ids: (B, T, K) token ids.
-        log_probs: (B, T, K) log-probabilities over the full vocabulary at temperature 1. They are never normalised
-            again, except by the support `renorm`.
-        sampled_log_probs: (B, T) the teacher's log-probability of the response token itself.
+        log_probs: (B, T, K) log-probabilities over the full vocabulary at temperature 1. Never renormalised, except
+            by the support `renorm`.
+        sampled_log_probs: (B, T) teacher log-probability of the response token.
     """
 
     ids: Tensor
@@ -293,16 +293,16 @@ class TeacherTopK:
     sampled_log_probs: Tensor | None = None
 
     def part(self, tokens: slice) -> TeacherTopK:
-        """Some of the positions."""
+        """A slice of the positions."""
         sampled = None if self.sampled_log_probs is None else self.sampled_log_probs[:, tokens]
         return TeacherTopK(self.ids[:, tokens], self.log_probs[:, tokens], sampled)
 
 
 class TopKTeacher:
-    """N tokens of a `TeacherTopK`, with the methods of `LogitsTeacher`; what a top-K cannot tell is an error."""
+    """N tokens of a `TeacherTopK`, with the methods of `LogitsTeacher`; raises for what a top-K does not contain."""
 
     strict = True
-    """Whether to be asked for what it does not know is an error at once; else the answer is NaN."""
+    """Whether a token outside the top-K raises at once; otherwise it gives NaN."""
 
     def __init__(self, ids: Tensor, log_probs: Tensor, sampled_log_probs: Tensor | None, vocab_size: int) -> None:
         order = log_probs.argsort(dim=-1, descending=True, stable=True)
@@ -313,7 +313,7 @@ class TopKTeacher:
 
     @classmethod
     def of(cls, teacher: TeacherTopK, batch: Batch, dtype: torch.dtype) -> TopKTeacher:
-        """The masked tokens of what a teacher sent, checked."""
+        """Select and check the masked tokens of what a teacher sent."""
         ids, log_probs, shape = teacher.ids, teacher.log_probs.detach(), batch.shape
         if ids.shape != log_probs.shape or ids.shape[:-1].numel() != shape.numel():
             raise UsageError(
@@ -347,11 +347,11 @@ class TopKTeacher:
 
     @property
     def k(self) -> int:
-        """How many tokens the teacher sent per position."""
+        """Tokens per position that the teacher sent."""
         return self.ids.shape[-1]
 
     def part(self, span: slice, *, strict: bool = True) -> TopKTeacher:
-        """The same teacher for some of the tokens."""
+        """The same teacher for a slice of the tokens."""
         sampled = None if self.sampled_log_probs is None else self.sampled_log_probs[span]
         part = TopKTeacher(self.ids[span], self.known[span], sampled, self.vocab_size)
         part.strict = strict
@@ -391,8 +391,8 @@ class TopKTeacher:
         _only_at_one(temperature)
         k = ids.shape[-1]
         probs = self.known[:, :k].exp()
-        # 1 - Σ top-K is all that is known of the tail, and rounding may leave it 0 or negative. No id of the tail can
-        # be more probable than the last of the top-K, which bounds it from above.
+        # 1 - Σ top-K is all that is known of the tail, and rounding may make it 0 or negative. No id of the tail is
+        # more probable than the last of the top-K, which bounds it from above.
         ceiling = ((self.vocab_size - k) * probs[:, -1]).clamp(min=TAIL_FLOOR)
         return torch.minimum((1 - probs.sum(-1)).clamp(min=TAIL_FLOOR), ceiling).log()
 

@@ -1,4 +1,4 @@
-"""Sweeps over a vocabulary: reductions of (N, V) logits in slices, so that no second tensor of that size is made."""
+"""Reductions of (N, V) logits in vocabulary slices, so that no second tensor of that size is made."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from gatespace.gating.divergences import not_negative
 from gatespace.gating.inputs import Batch
 
 LOWEST = -1e30
-"""Stands for a logit of -inf inside the computation: its probability is exactly 0 and nothing becomes NaN."""
+"""Internal stand-in for a logit of -inf: its probability is exactly 0 and nothing becomes NaN."""
 
 
 def entropy_of(log_probs: Tensor) -> Tensor:
-    """Entropy of K entries renormalised over themselves, divided by log K.
+    """Entropy of K renormalised entries, divided by log K.
 
-    An entry of probability 0 adds 0, and K = 1 is 0.
+    An entry of probability 0 adds 0; K = 1 gives 0.
     """
     k = log_probs.shape[-1]
     if k == 1:
         return log_probs.new_zeros(log_probs.shape[:-1])
     normalised = log_probs.clamp(min=LOWEST).log_softmax(-1)
     value = -(normalised.exp() * normalised).sum(-1) / math.log(k)
-    # straight through the clamp: rounding may pass the ends by an ulp, and there the gradient is still wanted
+    # straight-through clamp: rounding may exceed the bounds by an ulp, where the gradient must not vanish
     return not_negative(value) - (value - 1).clamp(min=0).detach()
 
 
@@ -34,10 +34,10 @@ _BLOCK = 64
 
 
 def _block_maxima(logits: Tensor) -> Tensor:
-    """(N, ⌈V/64⌉) the largest logit of each block of 64 ids."""
+    """(N, ⌈V/64⌉) largest logit of each block of 64 ids."""
     whole = logits.shape[-1] // _BLOCK * _BLOCK
     maxima: Tensor
-    if logits.stride(0) == 1:  # vocabulary first: say so, or the reduction goes against the grain (40 times slower)
+    if logits.stride(0) == 1:  # vocabulary-major: reduce along the memory layout (otherwise 40 times slower)
         maxima = logits[:, :whole].t().unflatten(0, (-1, _BLOCK)).amax(1).t()
     else:
         maxima = logits[:, :whole].unflatten(-1, (-1, _BLOCK)).amax(-1)
@@ -47,7 +47,7 @@ def _block_maxima(logits: Tensor) -> Tensor:
 
 
 def _block_members(logits: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and logits of the entries of `blocks` (N, M), both (N, 64·M); past the vocabulary's end the logit is -inf."""
+    """Ids and logits of the entries of `blocks` (N, M), both (N, 64·M); beyond the vocabulary the logit is -inf."""
     ids = (blocks[:, :, None] * _BLOCK + torch.arange(_BLOCK, device=blocks.device)).flatten(1)
     beyond = ids >= logits.shape[-1]
     ids = ids.clamp(max=logits.shape[-1] - 1)
@@ -57,8 +57,8 @@ def _block_members(logits: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
 def top_entries(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Values and ids (N, k) of the largest logits, largest first.
 
-    The k largest entries lie in the k blocks with the largest maxima, so that after one sweep for maxima only 64·k
-    entries are compared. (A plain topk is slow over a buffer whose vocabulary dimension is not contiguous.)
+    The k largest entries lie in the k blocks with the largest maxima, so after one pass for the maxima only 64·k
+    entries are compared. (A plain topk is slow where the vocabulary dimension is not contiguous.)
     """
     if logits.shape[-1] <= 2 * _BLOCK * k:
         values, ids = logits.topk(k, dim=-1)
@@ -70,7 +70,7 @@ def top_entries(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def top_entry(logits: Tensor) -> Tensor:
-    """(N,) id of the largest logit, the lowest among equals."""
+    """(N,) id of the largest logit; ties: the lowest."""
     if logits.shape[-1] <= 2 * _BLOCK:
         return logits.argmax(-1)
     ids, members = _block_members(logits, _block_maxima(logits).argmax(-1, keepdim=True))
@@ -80,7 +80,7 @@ def top_entry(logits: Tensor) -> Tensor:
 def prefix_sums(values: Tensor) -> Tensor:
     """Cumulative sums over the last dimension.
 
-    Off the CPU, with deterministic algorithms on, they are built from additions: torch's own are not deterministic.
+    On GPUs with deterministic algorithms enabled they are built from additions: torch's cumsum is nondeterministic.
     """
     if values.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
         return values.cumsum(-1)
@@ -97,7 +97,7 @@ def among(ids: Tensor, others: Tensor) -> Tensor:
 
 
 def top_k_overlap(student_ids: Tensor, teacher_ids: Tensor) -> Tensor:
-    """(...) the share of the student's top-K ids (..., K) that are in the teacher's top-K, in [0, 1].
+    """(...) share of the student's top-K ids (..., K) that are in the teacher's top-K, in [0, 1].
 
     Examples:
         >>> top_k_overlap(torch.tensor([[5, 2, 7, 0]]), torch.tensor([[2, 9, 5, 1]]))
@@ -107,23 +107,23 @@ def top_k_overlap(student_ids: Tensor, teacher_ids: Tensor) -> Tensor:
 
 
 def computable(logits: Tensor) -> Tensor:
-    """Half precision is upcast before any softmax: bfloat16 log_softmax errs by a tenth of a nat."""
+    """Upcast half precision before any softmax: bfloat16 log_softmax is off by a tenth of a nat."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def check_k(k: int, vocab_size: int, name: str = "K") -> None:
-    """K must be between 1 and V."""
+    """Raise unless K is between 1 and V."""
     if not 1 <= k <= vocab_size:
         raise UsageError(f"{name} must lie between 1 and the vocabulary size", got=f"{name}={k}, V={vocab_size}")
 
 
 def possible(logits: Tensor) -> Tensor:
-    """(N,) which rows are fit to be computed with. NaN and +inf both surface in the maximum."""
+    """(N,) which rows are valid. The maximum reveals NaN, +inf and rows of only -inf."""
     return logits.amax(-1).isfinite()
 
 
 def check_rows(side: str, logits: Tensor, batch: Batch) -> None:
-    """NaN, +inf and rows without any possible token are errors that say where; -inf elsewhere is a forbidden id."""
+    """Raise, with the position, on NaN, +inf and rows of only -inf; otherwise -inf is a forbidden id."""
     fine = possible(logits)
     if bool(fine.all()):
         return
@@ -142,13 +142,13 @@ def check_rows(side: str, logits: Tensor, batch: Batch) -> None:
 
 
 def tiles(size: int, width: int) -> Iterator[tuple[int, int]]:
-    """Slices of [0, size) of the given width."""
+    """Yield slices of [0, size) of the given width."""
     for start in range(0, size, width):
         yield start, min(start + width, size)
 
 
 def scaled(logits: Tensor, temperature: float) -> Tensor:
-    """logits / T, and the logits themselves at T = 1."""
+    """logits / T; no copy at T = 1."""
     return logits if temperature == 1.0 else logits / temperature
 
 
@@ -159,22 +159,22 @@ def tiled_logsumexp(logits: Tensor, temperature: float, width: int, without: Ten
         part = scaled(logits[:, start:stop], temperature)
         if without is not None:
             part = lowered(part.clone(), without, LOWEST, start)
-        # not Tensor.logsumexp, which looks for infinite maxima in two more sweeps; there are none here
+        # not Tensor.logsumexp, which checks for infinite maxima in two more passes; there are none here
         most = part.amax(-1)
         parts.append((part - most[:, None]).exp_().sum(-1).log_().add_(most))
     return torch.stack(parts, -1).logsumexp(-1) if len(parts) > 1 else parts[0]
 
 
 def lowered(values: Tensor, ids: Tensor, least: float, start: int) -> Tensor:
-    """`values` (N, width) of the slice that begins at `start`, in place, with `least` at `ids` (N, K)."""
+    """Lower `values` (N, width) of the slice from `start` to `least` at `ids` (N, K), in place."""
     columns, here = inside(ids, start, start + values.shape[-1])
     bound = torch.where(here, least, torch.inf).to(values.dtype)
     return values.scatter_reduce_(-1, columns, bound, "amin")
 
 
 def inside(ids: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Columns (N, K) of `ids` within the slice [start, stop), and which of them lie in it; others get its ends.
+    """Columns (N, K) of `ids` within the slice [start, stop), clamped to it, and which of them lie in it.
 
-    No shape depends on where they lie, so that nothing waits for the device.
+    No shape depends on the ids, so nothing waits for the device.
     """
     return (ids - start).clamp(0, stop - start - 1), (ids >= start) & (ids < stop)

@@ -1,4 +1,4 @@
-"""Comparisons that a reference has replicated, and this study has run on fresh seeds: both results side by side."""
+"""Comparisons that a reference has replicated and this study has run on fresh seeds, side by side."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Both:
-    """One comparison as a reference has it, and as the study has it; differences in pp.
+    """One comparison in a reference and in the study; differences in pp.
 
     Args:
-        task: The study's name of the task.
-        left: Label of the point that is compared,
-        right: and of the other.
-        theirs: As it is published.
-        fresh: The reference's mean over its seeds but the first, which chose; None where it is not published.
-        ours: Over the fresh seeds of the study; None where no pair of runs is done.
+        task: Task name in the study.
+        left: Label of the first point.
+        right: Label of the second point.
+        theirs: The published difference.
+        fresh: The reference's mean over its seeds without the first, the selection seed; None if not published.
+        ours: Over the study's fresh seeds; None if no pair of runs is done.
     """
 
     task: str
@@ -64,7 +64,7 @@ class Both:
         return "contains both" if len(inside) > 1 else f"contains the {inside[0]}{' only' * (len(known) > 1)}"
 
     def sentence(self, name: str, reference: Reference) -> str:
-        """The comparison in plain words."""
+        """Return the comparison as a sentence."""
         theirs = f"the {name} has {_pp(self.theirs.mean)} pp over {len(reference.seeds)} seeds"
         if self.fresh is not None:
             theirs += f" and {_pp(self.fresh)} pp on its {len(reference.seeds) - 1} fresh ones"
@@ -78,7 +78,7 @@ class Both:
 
 
 def both(view: View, reference: Reference) -> list[Both]:
-    """What a reference has replicated and this study has fixed or chosen before its fresh seeds."""
+    """Return the comparisons that a reference has replicated and this study replicates on fresh seeds."""
     found = []
     for one in view.analysis.comparisons:
         printed = reference.differences(view.data(one.task)).get((one.left, one.right))
@@ -92,7 +92,7 @@ def both(view: View, reference: Reference) -> list[Both]:
 
 
 def sentences(view: View) -> list[str]:
-    """Every comparison of every reference in plain words, after a sentence about all of them."""
+    """Return, per reference, a sentence about all its comparisons, then one about each."""
     found = []
     for name, reference in view.references.items():
         if rows := both(view, reference):
@@ -101,13 +101,13 @@ def sentences(view: View) -> list[str]:
 
 
 def beside_tables(view: View) -> list[Table]:
-    """A table for each reference that has replicated something that this study runs."""
+    """Return a table for each reference that shares replicated comparisons with this study."""
     found = {name: (reference, both(view, reference)) for name, reference in view.references.items()}
     return [_table(name, reference, rows) for name, (reference, rows) in found.items() if rows]
 
 
 def beside_charts(view: View) -> list[Chart]:
-    """A figure for each of these tables."""
+    """Return a figure for each of these tables."""
     charts = []
     for name, reference in view.references.items():
         if rows := both(view, reference):
@@ -202,7 +202,7 @@ def _draw(name: str, rows: Sequence[Both], reference: Reference) -> Figure:
 
 
 def _interval(axes: Axes, place: float, ends: tuple[float | None, float | None], limit: float, colour: str) -> None:
-    """The interval as a line, with an arrow where it runs out of the figure."""
+    """Draw the interval as a line, with an arrow where it leaves the figure."""
     low, high = ends
     if low is None or high is None:
         return

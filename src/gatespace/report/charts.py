@@ -1,4 +1,4 @@
-"""All figures of a report, each with its finding in words and the numbers that are drawn."""
+"""All figures of a report, each with its finding in words and the plotted numbers."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ if TYPE_CHECKING:
 
 _FORESTS = ("restriction", "static", "published", "control")
 _CURVE_POINTS = 60
-"""Steps of a training curve; a line shows no more."""
+"""Maximum points of a training curve; more would not be visible."""
 _CURVES = {"loss": "loss", "lam_mean": "mean λ", "forward_kl": "forward KL", "reverse_kl": "reverse KL"}
 _MOST_LABELS = 12
-"""Labels up to which a confusion matrix can be drawn legibly."""
+"""Maximum number of labels for a legible confusion matrix."""
 _BESIDE = "beside"
-"""The kind of start, teacher and best constant in a ranking."""
+"""Kind of start, teacher and best constant in a ranking."""
 _LOOKS: Mapping[str, tuple[str, str, str, str]] = {
     "point": ("family", "●", "o", BLUE),
     "published": ("published methods", "◆", "D", ORANGE),
@@ -65,11 +65,11 @@ _LOOKS: Mapping[str, tuple[str, str, str, str]] = {
     **dict.fromkeys(("static", "twin", "control"), ("controls (constant, shuffled)", "■", "s", PINK)),
     _BESIDE: ("start, teacher, best constant", "✕", "X", INK),
 }
-"""Kind of a point → its words, its mark in a key and in a drawing, and its colour."""
+"""Kind of a point → description, mark in the key, matplotlib marker, colour."""
 
 
 def all_charts(view: View) -> list[Chart]:
-    """Every figure that the study has data for, in the order of the page."""
+    """Return every figure that the study has data for, in page order."""
     charts = [*beside_charts(view), *(_ranking(view, task) for task in view.results.tasks), _overview(view)]
     for task in view.results.tasks:
         charts += [_isolation(view, task), _gap(view, task), *(_forest(view, task, axis) for axis in _FORESTS)]
@@ -100,12 +100,12 @@ def _chart(
 
 @dataclass(frozen=True)
 class Row:
-    """A row of differences in pp; without a summary it is the heading of those below it."""
+    """A row of differences in pp; without a summary, a heading of the rows below."""
 
     label: str
     summary: Summary | None = None
     dots: tuple[tuple[float, bool], ...] = ()
-    """Single differences, and whether they are of the selection seed."""
+    """Single differences, and whether they are from the selection seed."""
     fresh: float | None = None
     colour: str = BLUE
 
@@ -195,7 +195,7 @@ def _differences(
     band: float | None = None,
     sides: tuple[str, str] = ("family", "other"),
 ) -> Chart:
-    """The figure of some rows: every seed, their mean and its interval."""
+    """Figure of differences: every seed, their mean and its interval."""
     columns = (
         text("row", "comparison"), count("n"), signed_pp("mean", "mean, pp"), signed_pp("low", "95 % from"),
         signed_pp("high", "to"), signed_pp("fresh", "without selection seed, pp"), text("each", "each, pp"),
@@ -290,7 +290,7 @@ def _draw_row(axes: Axes, place: int, row: Row, found: Summary, limit: float) ->
 
 
 def _rings(axes: Axes, values: Sequence[float], place: int, marker: str = "o", **more: Any) -> None:
-    """Single seeds, as empty marks in a row."""
+    """Draw single seeds as hollow markers in a row."""
     axes.plot(
         values, [place] * len(values), linestyle="none", marker=marker, markerfacecolor=PAPER, markeredgecolor=MUTED,
         markeredgewidth=0.8, **more,
@@ -301,7 +301,7 @@ def _rings(axes: Axes, values: Sequence[float], place: int, marker: str = "o", *
 
 
 def _ranking(view: View, task: str) -> Chart:
-    """All points and what stands beside them, the best first."""
+    """All points and baselines, best first."""
     rows = [{**record, "look": _LOOKS[view.kind(task, record["point"])]} for record in point_records(view, task)]
     rows = [*(row for row in rows if row["accuracy"] is not None), *_standing_beside(view, task)]
     rows.sort(key=lambda row: -row["accuracy"])
@@ -354,7 +354,7 @@ def _ranking(view: View, task: str) -> Chart:
 
 
 def _standing_beside(view: View, task: str) -> Iterator[dict[str, Any]]:
-    """Start, teacher and best constant as rows of a ranking."""
+    """Rows of start, teacher and best constant in a ranking."""
     known = view.results.baselines.get(task)
     scores = {} if known is None else {"start": known.start.get("test"), "teacher": known.teacher.get("test")}
     words = {"start": "untouched student", "teacher": "teacher"}
@@ -372,7 +372,7 @@ def _standing_beside(view: View, task: str) -> Iterator[dict[str, Any]]:
 
 
 def _overlapping(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How many intervals hold the mean of the best."""
+    """How many intervals contain the best mean."""
     best = rows[0]["accuracy"]
     known = [row for row in rows[1:] if row["low"] is not None]
     held = sum(row["low"] <= best <= row["high"] for row in known)
@@ -380,7 +380,7 @@ def _overlapping(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _against_lam(view: View, task: str) -> Chart:
-    """Accuracy against the mean of λ: is it the mean that counts?"""
+    """Accuracy against mean λ: is it the mean that matters?"""
     rows = [row for row in point_records(view, task) if row["accuracy"] is not None and row["lam"] is not None]
     rows.sort(key=lambda row: row["lam"])
     columns = (
@@ -416,7 +416,7 @@ def _against_lam(view: View, task: str) -> Chart:
             if share is not None:
                 axes.axhline(100 * share, color=INK, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
                 _beside(axes, 100 * share, name, 0.06)
-        # Intervals of few seeds run on beyond the panel: it is the means that are to be told apart.
+        # Scale to the means: wide intervals of few seeds may leave the panel.
         means = [100 * share for share in (*lines.values(), *(row["accuracy"] for row in rows)) if share is not None]
         margin = max(1.0, 0.12 * (max(means) - min(means)))
         axes.set_ylim(min(means) - margin, max(means) + margin)
@@ -431,7 +431,7 @@ def _against_lam(view: View, task: str) -> Chart:
 
 
 def _name_points(axes: Axes, points: Sequence[tuple[float, float, str]]) -> None:
-    """Names beside points, where they do not cover a name that is there already."""
+    """Label points where the label would not overlap another label or point."""
     low, high = axes.get_ylim()
     letters = 0.013 if is_wide() else 0.026
     taken: list[tuple[float, float, float, float]] = []
@@ -445,20 +445,20 @@ def _name_points(axes: Axes, points: Sequence[tuple[float, float, str]]) -> None
                 not (box[0] < px < box[1] and abs((py - low) / (high - low) - at) < 0.03) for px, py, _ in points
             )
             if free and clear and box[1] < 1.03 and box[0] > -0.03:
-                paper = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.4}  # a line behind does not strike it out
+                paper = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.4}  # so that no line strikes it through
                 axes.text(start, y, name, fontsize=SMALL, va="center", zorder=2.5, bbox=paper)
                 taken.append(box)
                 break
 
 
 def _beside(axes: Axes, place: float, words: str, inches: float, **look: Any) -> None:
-    """Words on the right of a row, `inches` from its end."""
+    """Write text to the right of a row, `inches` from its end."""
     x = 1 + inches / (axes.get_position().width * width())
     axes.text(x, place, words, transform=axes.get_yaxis_transform(), fontsize=SMALL, va="center", **look)
 
 
 def _accuracy_axis(axes: Axes, least: float = 2.0) -> None:
-    """Name the axis, and widen it to `least` pp: differences that are noise must not look as if they were large."""
+    """Label the axis and widen it to at least `least` pp, so that noise does not look large."""
     axes.set_xlabel("test accuracy, %")
     low, high = axes.get_xlim()
     if high - low < least:
@@ -470,7 +470,7 @@ def _accuracy_axis(axes: Axes, least: float = 2.0) -> None:
 
 
 def _lam(view: View, task: str) -> Chart:
-    """One row per point: the histogram of λ over all tokens of all seeds."""
+    """One row per point: histogram of λ over all tokens of all seeds."""
     columns = (POINT, lam("mean", "E[λ]"), lam("sd", "SD"), percent("saturated", "saturated, %"), count("tokens"))
     records = list(lam_records(view, task, "point", "restriction", "control"))
     finding = ""
@@ -517,7 +517,7 @@ class Line:
 
 
 def _curves(view: View, task: str) -> Chart:
-    """Validation accuracy and training curves; a few points stand out and are named, the others are grey."""
+    """Validation accuracy and training curves; a few points are highlighted and named, the others are grey."""
     columns = (POINT, text("what"), lam("first"), lam("last"))
     panels = {"accuracy": "accuracy on validation, %", **_CURVES}
     lines: dict[str, list[Line]] = {what: [] for what in panels}
@@ -579,7 +579,7 @@ def _curves(view: View, task: str) -> Chart:
 
 
 def _highlighted(view: View, task: str, lines: Sequence[Line]) -> dict[str, tuple[str, str, str]]:
-    """Point → its words, colour and dash: best of family and of published methods on validation, constant λ, lowest."""
+    """Point → description, colour, dash: on validation, best of family, published and constant λ; and the lowest."""
     sides = view.analysis.selection[task].sides
     found: dict[str, tuple[str, str, str]] = {}
     for side, words, colour, dash in (
@@ -611,7 +611,7 @@ def _draw_lines(axes: Axes, lines: Sequence[Line], looks: Mapping[str, tuple[str
 
 
 def _name_ends(axes: Axes, ends: Sequence[tuple[Line, str]]) -> None:
-    """Names at the ends of lines, pushed apart where lines meet."""
+    """Label the ends of lines, pushed apart where they would overlap."""
     low, high = axes.get_ylim()
     place = 2.0
     for line, colour in sorted(ends, key=lambda end: -end[0].values[-1]):
@@ -621,7 +621,7 @@ def _name_ends(axes: Axes, ends: Sequence[tuple[Line, str]]) -> None:
 
 
 def _averaged(curves: Sequence[Sequence[dict[str, Any]]], key: str) -> tuple[list[float], list[float]]:
-    """Mean over runs at the steps that all of them have."""
+    """Mean over runs, at the steps that all of them have."""
     known = [{r["step"]: r[key] for r in curve if isinstance(r.get(key), int | float)} for curve in curves]
     known = [curve for curve in known if curve]
     if not known:
@@ -637,7 +637,7 @@ def _averaged(curves: Sequence[Sequence[dict[str, Any]]], key: str) -> tuple[lis
 
 
 def _confusion(view: View, task: str) -> Chart:
-    """Confusion matrices side by side; with many labels none, as the table is the only legible form."""
+    """Confusion matrices side by side; none for many labels, where only the table is legible."""
     columns = (
         text("model"), text("gold", "gold label"), text("predicted"), count("rows"), percent("share", "share, %")
     )  # fmt: skip
@@ -679,7 +679,7 @@ def _draw_confusion(models: Sequence[tuple[str, tuple[Score, ...]]]) -> Figure:
             total = sum(counts.values()) or 1
             for x, rows in enumerate(counts.values()):
                 share, colour = rows / total, BLUE if x == y else ORANGE
-                # At most half covered: the figure in it must stay legible on light and on dark paper.
+                # At most half opaque: the number in it must stay legible in light and dark mode.
                 alpha = 0.06 + 0.44 * share
                 axes.add_patch(Rectangle((x + 0.03, y + 0.03), 0.94, 0.94, facecolor=colour, alpha=alpha, linewidth=0))
                 axes.text(x + 0.5, y + 0.52, f"{100 * share:.0f}", fontsize=SMALL, ha="center", va="center")

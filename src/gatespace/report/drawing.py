@@ -1,8 +1,8 @@
-"""The look of figures, and their files: one drawing → SVG, PNG, and SVG inside the page.
+"""Figure style and rendering: one drawing → SVG, PNG, and inline SVG.
 
-Every figure is drawn twice, with letters of 8.5 to 9.5 units: 720 units wide for the page and the files, and 360 for
-phones, so that it is legible on both. Inside the page its colours are the page's own variables, so that it follows
-light and dark.
+Every figure is drawn twice, with text of 8.5 to 9.5 units: 720 units wide for the page and the files, and 360 for
+phones, so that it is legible on both. Inline, its colours are the page's CSS variables, so that it follows light and
+dark mode.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDE, NARROW = 10.0, 5.0
-"""Inches; 720 and 360 units of SVG."""
+"""Inches; 720 and 360 SVG units."""
 _width: ContextVar[float] = ContextVar("width", default=WIDE)
 SMALL = 8.5
 FONT = 9.5
 INK, MUTED, GRID, PAPER, BAND = "#1b1d21", "#5c626b", "#d7dae0", "#ffffff", "#eceef2"
-# Okabe and Ito's palette for colour-blind readers. Markers differ too: no figure needs colour to be read.
+# Okabe and Ito's colour-blind-safe palette. Markers differ too: no figure needs colour to be read.
 BLUE, ORANGE, GREEN, PINK, SKY, AMBER = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"
 VARIABLES = {
     INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper", BAND: "band",
@@ -41,25 +41,25 @@ _DPI = 150
 _EDGE = 0.08
 """Inches between the edge and a key."""
 _KEY_ROW = 0.185
-"""Inches of a line of a key."""
+"""Inches per line of a key."""
 _CHARACTER = 0.083
-"""Inches that a character of a label takes, at most."""
+"""Maximum width of a label's character, in inches."""
 
 Key = Sequence[tuple[str, str]]
-"""(text, colour); the first character of a text is the mark, and has the colour."""
+"""(text, colour); the first character of a text is the mark, drawn in the colour."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure with its meaning.
+    """A figure with its description and data.
 
     Args:
-        name: Of its files.
-        title: What it shows.
-        finding: What it shows in words, for readers who do not see it.
-        data: The numbers that are drawn.
+        name: Name of its files.
+        title: Title.
+        finding: What it shows in words, as alternative text.
+        data: The plotted numbers.
         draw: Draws it.
-        task: The task that it belongs to; empty for the whole study.
+        task: The task it belongs to; empty for the whole study.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A chart as files, and as a part of the page, for wide and for narrow windows."""
+    """A chart as files and as inline SVG, for wide and for narrow windows."""
 
     chart: Chart
     svg: bytes
@@ -112,8 +112,8 @@ def _render(chart: Chart, *, png: bool) -> Rendered:
 
 _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "gatespace",
-    "svg.fonttype": "none",  # letters stay letters: they can be selected, searched and enlarged
-    "text.parse_math": False,  # a task's label may have a $ in it
+    "svg.fonttype": "none",  # keep text as text: selectable, searchable, scalable
+    "text.parse_math": False,  # a task's label may contain a $
     "font.size": FONT,
     "axes.linewidth": 0.6,
     "axes.edgecolor": MUTED,
@@ -136,7 +136,7 @@ def _style() -> Iterator[None]:
     import matplotlib
 
     with matplotlib.rc_context(), warnings.catch_warnings():
-        # A label in a script that the font lacks: browsers find a font, PNGs show a box.
+        # Labels in a script that the font lacks: browsers fall back to another font, PNGs show a box.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_STYLE)
@@ -147,17 +147,17 @@ def _style() -> Iterator[None]:
 
 
 def width() -> float:
-    """Inches of the figure that is being drawn."""
+    """Return the width of the current figure, in inches."""
     return _width.get()
 
 
 def is_wide() -> bool:
-    """Whether the figure that is being drawn is the one for wide windows."""
+    """Whether the current figure is the one for wide windows."""
     return width() == WIDE
 
 
 def canvas(height: float) -> Figure:
-    """An empty figure of the common width and `height` inches."""
+    """Return an empty figure of the current width and `height` inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -167,7 +167,7 @@ def canvas(height: float) -> Figure:
 
 
 def panel(figure: Figure, *, left: float, right: float, top: float, bottom: float) -> Axes:
-    """Axes in a figure, with margins in inches."""
+    """Add axes to a figure, with margins in inches."""
     across, height = figure.get_size_inches()
     axes = figure.add_axes(
         (left / across, bottom / height, (across - left - right) / across, (height - top - bottom) / height)
@@ -186,14 +186,14 @@ def rows_figure(
     bottom: float = 0.42,
     right: float = 0.15,
 ) -> tuple[Figure, Axes]:
-    """A figure with a key and below it one named row per label, the first on top; all lengths in inches.
+    """Return a figure with a key above one named row per label, the first on top; all lengths in inches.
 
     Args:
-        labels: Of the rows.
-        key: What the marks mean.
+        labels: Row labels.
+        key: Legend of the marks.
         row: Height of a row.
-        top: Height above the rows; None: as much as the key needs.
-        rest: Further height: the axis below the rows and its name.
+        top: Height above the rows; None: as needed for the key.
+        rest: Additional height, for the axis below the rows and its label.
         bottom: Margin below the rows.
         right: Margin on the right.
     """
@@ -213,7 +213,7 @@ def rows_figure(
 
 
 def draw_key(figure: Figure, key: Key) -> None:
-    """Write the key at the top, each text after its mark, so that no box of a legend is needed."""
+    """Write the key at the top, each text after its mark, without a legend box."""
     across, height = figure.get_size_inches()
     for text, colour, x, line in _flow(key):
         at = 1 - (_EDGE + _KEY_ROW * line) / height
@@ -222,12 +222,12 @@ def draw_key(figure: Figure, key: Key) -> None:
 
 
 def key_height(key: Key, margin: float = 0.12) -> float:
-    """Inches that a key takes."""
+    """Return the height of a key, in inches."""
     return margin + _KEY_ROW * (1 + max((line for *_, line in _flow(key)), default=0))
 
 
 def _flow(key: Key) -> list[tuple[str, str, float, int]]:
-    """Text, colour, place in its line and line of every part of a key."""
+    """Text, colour, x position and line of every part of a key."""
     x, line, found = _EDGE, 0, []
     for text, colour in key:
         length = 0.17 + 0.068 * len(text)
@@ -239,13 +239,13 @@ def _flow(key: Key) -> list[tuple[str, str, float, int]]:
 
 
 def short(label: str, most: int | None = None) -> str:
-    """A label that fits beside a row; the table below the figure has it in full."""
+    """Shorten a label to fit next to a row; the table below the figure has it in full."""
     most = most or (40 if is_wide() else 26)
     line = " ".join(label.split())
     return line if len(line) <= most else line[: most - 1] + "…"
 
 
-# ---------------------------------------------------------------------------------------------------- into the page
+# ---------------------------------------------------------------------------------------------------- inline SVG
 
 _REFERENCE = re.compile(r"url\(#([^)]+)\)")
 _COLOUR = re.compile(r"#[0-9a-f]{6}\b")
@@ -256,14 +256,14 @@ _SKIPPED = {"metadata", "title", "desc", "style"}
 
 
 def _described(svg: str, chart: Chart) -> str:
-    """matplotlib puts the description into RDF only, where screen readers do not look."""
+    """Add role and description for screen readers; matplotlib puts the description only into RDF."""
     end = "</title>"
     svg = svg.replace(end, f"{end}\n <desc>{escape(chart.finding)}</desc>", 1)
     return svg.replace("<svg ", '<svg role="img" ', 1)
 
 
 def _inline(svg: str, chart: Chart, form: str) -> str:
-    """The drawing as an element of the page: its own ids, the page's colours and letters, no namespaces."""
+    """The drawing as inline SVG: unique ids, the page's colours and fonts, no namespaces."""
     root, name = ElementTree.fromstring(svg), f"{chart.name}-{form}"
     used = set(_REFERENCE.findall(svg)) | {
         value[1:] for node in root.iter() for key, value in node.attrib.items() if key.endswith("href")
@@ -286,7 +286,7 @@ def _write(node: ElementTree.Element, parts: list[str], name: str, used: set[str
     for key, value in node.attrib.items():
         key = key.rpartition("}")[2]
         if key == "id":
-            # Ids that nothing refers to only collide with those of the next figure.
+            # Drop unreferenced ids, which would only collide with other figures'.
             if value not in used:
                 continue
             value = f"{name}-{value}"

@@ -1,10 +1,9 @@
-"""What a study supports and what it does not, in plain sentences that follow from its statistics.
+"""What a study supports and what it does not, in sentences derived from its statistics.
 
-A group of comparisons counts as supported only where its interval leaves out 0 with and without the selection seed, p
-without that seed is below .05 after Holm's adjustment over all groups, the exact sign-flip test, which needs six
-blocks to get there at all, agrees, and no single point decides it. Single cells are never claimed. What a mean would
-hide comes first: points that end below their start, tasks that do not tell the points apart, and groups that one point
-decides.
+A group of comparisons is supported only if its interval excludes 0 with and without the selection seed, p without that
+seed is below .05 after Holm's adjustment over all groups, the exact sign-flip test (which needs at least six blocks)
+agrees, and no single point decides it. Single cells are never claimed. What a mean would hide comes first: points that
+end below their start, tasks that do not separate the points, and groups decided by one point.
 """
 
 from __future__ import annotations
@@ -44,17 +43,17 @@ class Finding:
     restriction: str | None
     text: str
     scope: str = ""
-    """The part of the comparisons that it is about, where it is not all."""
+    """The subset of comparisons it covers, if not all."""
     claim: BlockClaim | None = None
     fresh: BlockClaim | None = None
     why: str = ""
-    """What keeps a difference from being supported."""
+    """Why the difference is not supported."""
     decisive: str = ""
-    """The point that decides the mean, if one does."""
+    """The point that decides the mean, if any."""
 
     @property
     def about(self) -> str:
-        """What it is about, in a few words."""
+        """Its subject in a few words."""
         about = axis_of(self.axis, self.restriction).about
         return f"{about} ({self.scope})" if self.scope else about
 
@@ -65,13 +64,13 @@ class Findings:
 
     Args:
         headline: The verdicts in one sentence.
-        state: How much of the study there is.
-        notable: What the means of groups would hide.
-        warnings: What is wrong with single runs, and what usually helps.
-        training: Per task, where training got to.
+        state: How much of the study is done.
+        notable: What group means would hide.
+        warnings: Problems of single runs, and what usually helps.
+        training: Outcome of training, per task.
         claims: One per group of comparisons.
         limits: Why no more can be claimed.
-        beside: What a reference has replicated and this study has run: all together, then one by one.
+        beside: Comparisons that a reference has replicated and this study has run: summary, then one by one.
     """
 
     headline: str
@@ -85,7 +84,7 @@ class Findings:
 
 
 def find(view: View) -> Findings:
-    """The sentences of the first screen."""
+    """Return the sentences of the first screen."""
     claims = tuple(_claims(view))
     return Findings(
         headline=_headline(claims),
@@ -140,7 +139,7 @@ def _state(view: View) -> str:
 
 
 def _below_start(view: View) -> Iterator[str]:
-    """Points that ended below the untouched student."""
+    """Points that ended below the untrained student."""
     for task, point, start, shares, gain in view.analysis.below_start:
         kind = KINDS[view.kind(task, point)]
         text = f"{view.said(task)}: {point} ({kind}) ends below its start: {_percent(fmean(shares))}"
@@ -155,7 +154,7 @@ def _below_start(view: View) -> Iterator[str]:
 
 
 def _alike(view: View) -> Iterator[str]:
-    """Tasks on which most runs have one and the same accuracy, as where all are right on every text."""
+    """Tasks on which most runs have the same accuracy, e.g. because all are right on every text."""
     for task in view.labelled():
         runs = [run for run in view.results.done if run.spec.task == task and "test" in run.scores]
         points = {run.spec.point for run in runs}
@@ -171,7 +170,7 @@ def _alike(view: View) -> Iterator[str]:
 
 
 def _decided(view: View, claims: Sequence[Finding]) -> Iterator[str]:
-    """Groups whose mean one point decides."""
+    """Groups whose mean is decided by one point."""
     for claim in claims:
         group = view.analysis.group(claim.axis, restriction=claim.restriction)
         if group is not None and group.decisive is not None and claim.claim is not None:
@@ -215,7 +214,7 @@ def _training(view: View) -> list[str]:
 
 
 def _ending(view: View, task: str) -> str:
-    """How runs that may end before their last step have ended."""
+    """How many runs ended early, for tasks with early stopping or checkpoint selection."""
     study = view.results.config
     if not (rule := ending(study, task)):
         return ""
@@ -233,11 +232,11 @@ def _claims(view: View) -> list[Finding]:
     groups = []
     for axis in view.axes:
         mine = [group for group in view.analysis.groups if (group.axis, group.task) == (axis, ALL_TASKS)]
-        # Comparisons that were fixed before the study are one claim per axis.
+        # Comparisons fixed before the study are one claim per axis.
         parts = [group for group in mine if group.restriction is not None and view.results.selection_seed is not None]
         at_once = [group for group in mine if group.restriction is None]
-        groups += [group for group in parts or at_once if group.comparable or group.missing]  # else none can be
-    # One family: the statements that are side by side on the first screen.
+        groups += [group for group in parts or at_once if group.comparable or group.missing]  # not all N/A
+    # One family of tests: the statements on the first screen.
     adjusted = holm([None if group.judged is None else group.judged.p for group in groups])
     found = []
     for group, p in zip(groups, adjusted, strict=True):
@@ -250,7 +249,7 @@ def _claims(view: View) -> list[Finding]:
 
 
 def _verdict(group: GroupEvidence, adjusted: float | None, seed: int | None) -> tuple[Verdict, str, str]:
-    """The verdict on a group, its sentence and its doubts, from p adjusted over all groups and the selection seed."""
+    """Verdict, sentence and doubts of a group, given its p adjusted over all groups and the selection seed."""
     axis = axis_of(group.axis, group.restriction)
     one, other = axis.left, axis.right
     whole, fresh = group.all, group.fresh if isinstance(group.fresh, BlockClaim) else None
@@ -269,7 +268,7 @@ def _verdict(group: GroupEvidence, adjusted: float | None, seed: int | None) -> 
     again = ""
     if fresh is not None and fresh.n < whole.n:
         again = f" Without the selection seed {seed}: {_pp(fresh.mean)}"
-        # Two blocks have an interval, of one degree of freedom: it says nothing but that there are two.
+        # The interval of two blocks has one degree of freedom and says nothing.
         again += f", {_interval(fresh)}." if fresh.low is not None and fresh.n > 2 else f" ({_blocks(fresh)})."
     decided = f"{group.decisive.point} decides the mean: {_without(group)}" if group.decisive is not None else ""
     if not leaves_out_zero(whole) and not (fresh is not None and leaves_out_zero(fresh)):
@@ -294,7 +293,7 @@ def _verdict(group: GroupEvidence, adjusted: float | None, seed: int | None) -> 
 def _doubts(
     whole: BlockClaim, fresh: BlockClaim | None, judged: BlockClaim | None, adjusted: float | None, seed: int | None
 ) -> Iterator[str]:
-    """What keeps a difference from being supported."""
+    """Reasons why a difference is not supported."""
     if fresh is None or judged is not fresh:
         yield f"it rests on the selection seed {seed}, and there are not enough others to confirm it"
     elif not leaves_out_zero(fresh) or (fresh.mean > 0) != (whole.mean > 0):
@@ -314,7 +313,7 @@ def _doubts(
 
 
 def looks_text(results: StudyResults) -> str:
-    """What it means that results were looked at before; nothing of a first look."""
+    """Return a caveat about earlier looks at the results; empty for a first look."""
     if len(results.looks) < 2:
         return ""
     *before, _ = results.looks
@@ -326,7 +325,7 @@ def looks_text(results: StudyResults) -> str:
 
 
 def _unlike(results: StudyResults) -> Iterator[str]:
-    """What runs of a task do not have in common beside the gate, as in results of several machines."""
+    """Differences among a task's runs other than the gate, e.g. from several machines."""
     for task in results.tasks:
         runs = [run for run in results.done if run.spec.task == task]
         for name in sorted({name for run in runs for name in run.content}):
@@ -424,7 +423,7 @@ def _blocks(claim: BlockClaim, *, brief: bool = False) -> str:
 
 
 def _scope(group: GroupEvidence) -> str:
-    """Blocks hold the comparisons that have every seed; with a replication of a few, these are the few."""
+    """Which comparisons the blocks cover, if not all: only those with every seed, e.g. the replicated ones."""
     if not isinstance(group.all, BlockClaim):
         return ""
     used = sum({block.task: block.cells for block in group.all.blocks}.values())

@@ -1,4 +1,4 @@
-"""What a report calls the number that it is about: accuracy, or the metric of text tasks."""
+"""Rename accuracy in tables and figures to the metric of text tasks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ACCURACY = re.compile(r"\b[Aa]ccurac(?:y|ies)\b")
 
 
 def in_words(text: str, metric: str) -> str:
-    """A text about accuracy as one about `metric`.
+    """Replace accuracy by `metric` in a text.
 
     Examples:
         >>> in_words("Accuracy per seed", "rouge_l"), in_words("test accuracy, %", "accuracy")
@@ -28,9 +28,9 @@ def in_words(text: str, metric: str) -> str:
 
 
 def table_about(table: Table, metric: str, metrics: Mapping[str, str] = MappingProxyType({})) -> Table:
-    """A table in the words of `metric`; the keys of its columns stay.
+    """Replace accuracy by `metric` in a table's texts; column keys stay.
 
-    `metrics`, of tasks that have different ones, stand beside each task.
+    `metrics` (task → metric, if tasks differ) become a column next to the task.
     """
     if metric == "accuracy":
         return table
@@ -46,7 +46,7 @@ def table_about(table: Table, metric: str, metrics: Mapping[str, str] = MappingP
 
 
 def chart_about(chart: Chart, metric: str) -> Chart:
-    """A figure in the words of `metric`."""
+    """Replace accuracy by `metric` in a figure's texts."""
     if metric == "accuracy":
         return chart
     return replace(

@@ -1,4 +1,4 @@
-"""The report of a study: tables, figures, and one page that needs no other file, on a phone and in print."""
+"""Build a study's report: tables, figures, and one self-contained page that works on phones and in print."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _TOGETHER = (
     r"(?<=\d) (?=pp\b|%)|(?<=[≥=<]) (?=\d)|(?<=[\dp)]) (?=[=<] )"
     r"|(?<=%) (?=CI)|(?<=CI) (?=\[)|(?<=,) (?=[−\d.]+[\])])"
 )
-"""Blanks at which a sentence must not break: between a number and its unit, and inside of an interval."""
+"""Spaces that become non-breaking: between a number and its unit, and inside an interval."""
 _WRAPPED = 40
-"""Characters beyond which a cell may break into lines."""
+"""Characters beyond which a cell may wrap."""
 _LONG_ABOUT = 400
-"""Characters of a study's `about` beyond which all but its first sentence opens on a click."""
+"""Characters of a study's `about` beyond which all but its first sentence is collapsed."""
 _OPEN = {"failures", "baselines", "best-observed", "wrong-texts", "cost", "power"}
-"""Tables that are shown; the others open on a click."""
+"""Tables that are expanded by default."""
 CALIBRATION = (
     "The labels of a task as whole responses, normalised over the labels; the model's answer is the most probable one. "
     "In a calibrated model four in five of the answers with a confidence of 80 % are right. A threshold on the "
@@ -71,10 +71,10 @@ class ReportFiles:
 
     Args:
         html: The page.
-        tables: Files of tables.
-        figures: Files of figures.
+        tables: Table files.
+        figures: Figure files.
         findings: The first screen.
-        partial: Whether something of the plan is not there.
+        partial: Whether part of the plan is missing.
         analysis: All statistics.
     """
 
@@ -89,13 +89,12 @@ class ReportFiles:
 def build_report(results: StudyResults | Path, out: Path | None = None, *, png: bool = True) -> ReportFiles:
     """Write report.html, tables/ and figures/.
 
-    Files of an earlier report that this one does not have are removed from tables/ and figures/, so that what lies
-    there belongs together. Equal results give equal bytes in tables/.
+    Stale files of an earlier report are removed from tables/ and figures/. Equal results give equal bytes in tables/.
 
     Args:
         results: A study's results, or its folder or archive.
-        out: Where to; None: the folder of the study, or a folder beside its archive.
-        png: Draw every figure as PNG too.
+        out: Output folder; None: the folder of the study, or a folder next to its archive.
+        png: Also draw every figure as PNG.
     """
     if isinstance(results, Path):
         from gatespace.study.results import look_at
@@ -123,7 +122,7 @@ def build_report(results: StudyResults | Path, out: Path | None = None, *, png: 
         for path in (place / folder).glob("*"):
             if path.suffix in suffixes and path not in files:
                 path.unlink()
-    atomic_write(place / "report.html", html)  # the last: a page that is there has its files beside it
+    atomic_write(place / "report.html", html)  # last, so that an existing page has its files
     return ReportFiles(
         place / "report.html", tuple(table_files), tuple(figure_files), findings, view.is_partial, view.analysis
     )
@@ -134,7 +133,7 @@ def build_report(results: StudyResults | Path, out: Path | None = None, *, png: 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page."""
+    """A section of the page."""
 
     id: str
     title: str
@@ -146,7 +145,7 @@ class Section:
 def page(
     view: View, findings: Findings, tables: Sequence[Table], extra: Sequence[Table], drawn: Sequence[Rendered]
 ) -> str:
-    """The text of the page; `extra` are tables that are on the page only."""
+    """Return the HTML of the page; `extra` are tables that are only on the page."""
     template = templates().get_template("report.html.j2")
     results = view.results
     if len(results.tasks) == 1:
@@ -171,7 +170,7 @@ def page(
 
 
 def templates() -> jinja2.Environment:
-    """Templates of pages: `parts.html.j2` has tables and figures, and all of them know `css` and `version`."""
+    """Return the template environment: `parts.html.j2` has tables and figures; `css` and `version` are globals."""
     try:
         import jinja2
     except ModuleNotFoundError as error:
@@ -192,13 +191,13 @@ def templates() -> jinja2.Environment:
 
 
 def _about(text: str) -> tuple[str, str]:
-    """What a study asks: its first sentence, and the rest where there is so much that it would hide the findings."""
+    """A study's `about`; if it is long enough to hide the findings, its first sentence and the rest."""
     first, rest = [*re.split(r"(?<=[.?!])\s+", text, maxsplit=1), ""][:2]
     return (first, rest) if len(text) > _LONG_ABOUT else (text, "")
 
 
 def _without_task(table: Table) -> Table:
-    """A study with one task needs no column for it."""
+    """Drop the task column from the page, for a study with one task."""
     columns = tuple(replace(c, forms=c.forms - {"html"}) if c.key == "task" else c for c in table.columns)
     place = next((i for i, column in enumerate(table.columns) if column.key == "task"), len(columns))
     return replace(table, columns=columns, stub=table.stub - 1 if place < table.stub > 1 else table.stub)
@@ -206,7 +205,7 @@ def _without_task(table: Table) -> Table:
 
 def _sections(view: View, tables: Mapping[str, Table], drawn: Sequence[Rendered]) -> list[Section]:
     def figures(*starts: str) -> list[Rendered]:
-        """Those whose name is, or begins with, one of `starts`, task by task."""
+        """Figures whose name equals one of `starts`, or begins with it if it ends in a hyphen, task by task."""
         return [
             one
             for task in ("", *view.results.tasks)
@@ -265,7 +264,7 @@ def _selection(seed: int | None) -> str:
 
 
 def _problems(view: View) -> list[str]:
-    """Why results are not complete; of many the first few, since the table of runs has all."""
+    """Why results are incomplete: the first few reasons; the table of runs has all."""
     found = list(view.results.problems)
     most = 8
     return found if len(found) <= most else [*found[:most], f"and {len(found) - most} more: see the table of runs"]
@@ -288,7 +287,7 @@ def _pp(value: float | None) -> str:
 
 
 def _kept(text: str) -> str:
-    """A sentence whose numbers stay on one line with their units."""
+    """Text with non-breaking spaces between numbers and their units."""
     return re.sub(_TOGETHER, "\u00a0", text)
 
 

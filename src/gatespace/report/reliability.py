@@ -1,4 +1,4 @@
-"""The figure of label probabilities: reliability, and accuracy against coverage."""
+"""Figure of label probabilities: reliability diagram, and accuracy against coverage."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 _LOOKS = (("●", "o", BLUE, "-"), ("◆", "D", ORANGE, "--"), ("■", "s", GREEN, "-."))
 _TALL = 2.9
-"""Inches of a panel with its axis."""
+"""Height of a panel with its axis, in inches."""
 
 Models = Sequence[tuple[str, Sequence[Calibration]]]
 
 
 def reliability(view: View, task: str) -> Chart:
-    """Accuracy against confidence, and against coverage: of start, the point best on validation, and teacher."""
+    """Return accuracy by confidence and by coverage, for start, the point best on validation, and teacher."""
     known = [
         (model, [score.calibration for score in scores if score.calibration is not None])
         for model, scores in confusion_models(view, task)
@@ -65,7 +65,7 @@ def reliability(view: View, task: str) -> Chart:
 
 
 def pooled(found: Sequence[Calibration]) -> list[Bin]:
-    """The bins of several seeds as one."""
+    """Pool the bins of several seeds."""
     bins = []
     for some in zip(*(one.bins for one in found), strict=True):
         rows = sum(one.count for one in some)
@@ -78,7 +78,7 @@ def pooled(found: Sequence[Calibration]) -> list[Bin]:
 
 
 def _curve(found: Sequence[Calibration]) -> list[float]:
-    """Accuracy among the most confident 1 %, 2 %, …: the mean over seeds."""
+    """Accuracy among the most confident 1 %, 2 %, …, mean over seeds."""
     return [fmean(values) for values in zip(*(one.curve for one in found), strict=True)]
 
 

@@ -1,7 +1,7 @@
-"""A table, and its text in markdown, LaTeX and CSV.
+"""Tables, and their text in Markdown, LaTeX and CSV.
 
-A cell holds a plain value. Its column says how it is rounded for readers; CSV has it in full. What does not exist is
-None or a `NotApplicable` with its reason, never a NaN or a 0. Equal tables have equal bytes in every form.
+A cell holds a plain value. Its column defines the rounding for display; CSV has full precision. What does not exist is
+None or a `NotApplicable` with its reason, never NaN or 0. Equal tables have equal bytes in every format.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Runs(NamedTuple):
 
 Value = str | int | float | Runs | NotApplicable | None
 Record = Mapping[str, Any]
-"""A row by the keys of its columns; a key that is not there is an empty cell."""
+"""A row by column key; a missing key is an empty cell."""
 OTHERS = "*"
-"""A key of a record that stands for all columns that it does not name."""
+"""Key of a record that stands for all columns it does not name."""
 ABSENT = "–"
 _DECIMALS: Mapping[str, int] = {"percent": 2, "pp": 2, "signed_pp": 2, "number": 2, "lam": 3}
 _SMALLEST_P = 0.001
 _LONG = 45
-"""Rows beyond which a LaTeX table may break over pages."""
+"""Rows beyond which a LaTeX table may break across pages."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Column:
     """A column.
 
     Args:
-        key: Its name in records.
-        title: Its heading for readers, with the unit in which the cells are shown.
-        kind: How a cell is shown. A percent is a share, and stays one in CSV; pp are percentage points everywhere.
-        forms: The forms that have it; ids are too long for a page in print.
+        key: Its key in records.
+        title: Its heading, with the unit of the displayed cells.
+        kind: How a cell is displayed. A percent is a share, and stays one in CSV; pp are percentage points everywhere.
+        forms: The formats that include it; ids are too long for print.
     """
 
     key: str
@@ -61,12 +61,12 @@ class Column:
 
     @property
     def csv_name(self) -> str:
-        """Its name in CSV: the key, with the unit where it is pp."""
+        """Its name in CSV: the key, with the unit if it is pp."""
         return f"{self.key}_pp" if self.kind in ("pp", "signed_pp") else self.key
 
     @property
     def numeric(self) -> bool:
-        """Whether cells are set to the right."""
+        """Whether cells are right-aligned."""
         return self.kind not in ("text", "runs")
 
 
@@ -87,13 +87,13 @@ class Table:
     """A table.
 
     Args:
-        name: Of its files.
-        title: What it shows, as a caption.
+        name: Name of its files.
+        title: Caption.
         columns: Its columns.
-        rows: As many cells per row as there are columns.
-        note: How to read it: a sentence or two.
-        stub: The number of columns on the left that name the row.
-        empty: The text of a table without rows.
+        rows: One cell per column each.
+        note: How to read it, in a sentence or two.
+        stub: Number of leading columns that name the row.
+        empty: Text shown if there are no rows.
     """
 
     name: str
@@ -121,12 +121,12 @@ class Table:
         stub: int = 1,
         empty: str = "",
     ) -> Table:
-        """The table of some records; what they have beyond the columns is left out."""
+        """Build a table from records; keys without a column are ignored."""
         rows = tuple(tuple(record.get(c.key, record.get(OTHERS)) for c in columns) for record in records)
         return cls(name, title, tuple(columns), rows, note, stub, empty)
 
     def cells(self, form: Form) -> tuple[list[Column], list[list[Value]]]:
-        """The columns of a form, and its rows. On the page a column without any value is left out."""
+        """Return the columns and rows of a format. On the page, columns without any value are left out."""
         kept = [i for i, column in enumerate(self.columns) if form in column.forms]
         if form == "html" and self.rows:
             kept = [i for i in kept if i < self.stub or any(row[i] is not None for row in self.rows)]
@@ -134,7 +134,7 @@ class Table:
 
 
 def shown(value: Value, kind: Kind) -> str:
-    """A cell for readers, rounded.
+    """Format a cell for display, rounded.
 
     Examples:
         >>> shown(0.77338, "percent"), shown(-0.004, "signed_pp"), shown(1.7, "signed_pp"), shown(0.0002, "p")
@@ -161,11 +161,11 @@ def shown(value: Value, kind: Kind) -> str:
     return f"+{text}" if kind == "signed_pp" and number > 0 else text
 
 
-# ---------------------------------------------------------------------------------------------------- the forms
+# ---------------------------------------------------------------------------------------------------- formats
 
 
 def markdown_text(table: Table) -> str:
-    """The table in markdown, with its title above and its note below."""
+    """Return the table in Markdown, with its title above and its note below."""
     columns, rows = table.cells("md")
     lines = [f"**{_markdown(table.title)}**", ""]
     if rows:
@@ -182,7 +182,7 @@ def markdown_text(table: Table) -> str:
 
 
 def latex_text(table: Table) -> str:
-    """The table in LaTeX. It needs booktabs, and longtable where it is long."""
+    """Return the table in LaTeX; needs booktabs, and longtable for long tables."""
     columns, rows = table.cells("tex")
     long = len(rows) > _LONG
     layout = "".join("r" if column.numeric else "l" for column in columns)
@@ -222,7 +222,7 @@ def latex_text(table: Table) -> str:
 
 
 def csv_text(table: Table) -> str:
-    """The table as CSV: every number as it was computed, text so that no spreadsheet takes it for a formula."""
+    """Return the table as CSV: numbers in full precision, text escaped against spreadsheet formulas."""
     columns, rows = table.cells("csv")
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -246,7 +246,7 @@ _LATEX = {
 }  # fmt: skip
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "|", "%")
 _HARMLESS = re.compile(r"[-+]?\d[\d.,eE+\-]*")
-"""A gate such as -4,0,0,0, which begins like a formula and calls nothing."""
+"""A gate such as -4,0,0,0, which begins like a formula but is harmless."""
 
 
 def _one_line(text: str) -> str:
@@ -286,7 +286,7 @@ def _csv(value: Value) -> str:
 
 
 def _plain(text: str) -> str:
-    text = text.replace("\r\n", "\n").replace("\r", "\n")  # a bare return ends a row for some readers
+    text = text.replace("\r\n", "\n").replace("\r", "\n")  # a bare CR ends a row for some readers
     if text.startswith(_FORMULA) and not _HARMLESS.fullmatch(text):
         return "'" + text
     return text

@@ -1,4 +1,4 @@
-"""All tables of a report: what was measured, and what the measurements may claim."""
+"""All tables of a report: measurements, and the claims they support."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ _SIDES = ("family", "entropy-only", "gap-only", "static", "published")
 
 
 def file_tables(view: View) -> list[Table]:
-    """The tables that are written to files: nothing in them differs between two computations of one study.
+    """Return the tables that are written to files; rerunning a study gives identical ones.
 
-    A table without rows is among them, with the reason.
+    Empty tables are included, with the reason, except optional ones.
     """
     measured = (
         _baselines, _points, _per_seed, _runs, _lam, _duplicates, _confusion, _wrong_texts, _reads, _provenance,
@@ -70,7 +70,7 @@ def file_tables(view: View) -> list[Table]:
 
 
 def page_tables(view: View) -> list[Table]:
-    """The tables that are on the page only: seconds belong to one machine and moment, an error may name a path."""
+    """Return the tables that are only on the page: seconds depend on the machine, and errors may name paths."""
     return [table_about(table, view.metric_name) for table in (_cost(view), _failures(view))]
 
 
@@ -80,7 +80,7 @@ Builder = Callable[[View], Table]
 def _table(
     name: str, title: str, columns: Sequence[Column], *, note: str = "", stub: int = 1, empty: str = ""
 ) -> Callable[[Callable[[View], Iterable[Record]]], Builder]:
-    """Make a table of a function that gives its records."""
+    """Decorator that turns a function of records into a table builder."""
 
     def decorate(records: Callable[[View], Iterable[Record]]) -> Builder:
         return lambda view: Table.of(name, title, columns, records(view), note=note, stub=stub, empty=empty)
@@ -89,12 +89,12 @@ def _table(
 
 
 def _row(*parts: Record, **cells: Any) -> dict[str, Any]:
-    """A record from parts of one; later cells win."""
+    """Merge parts of a record; later cells win."""
     return {key: value for part in (*parts, cells) for key, value in part.items()}
 
 
 def _cells(found: object) -> dict[str, Any]:
-    """The fields of a value as cells; where it does not apply, that in all columns."""
+    """The fields of a value as cells; a `NotApplicable` fills all columns."""
     if isinstance(found, NotApplicable):
         return {OTHERS: found, "note": found.reason}
     fields = {} if found is None else dict(vars(found))
@@ -102,7 +102,7 @@ def _cells(found: object) -> dict[str, Any]:
 
 
 def _get(found: object, name: str) -> Any:
-    """A field of a value; the value itself where it is None or does not apply."""
+    """A field of a value; the value itself if it is None or `NotApplicable`."""
     return found if found is None or isinstance(found, NotApplicable) else getattr(found, name)
 
 
@@ -143,7 +143,7 @@ def _baselines(view: View) -> Iterator[Record]:
 
 
 def point_records(view: View, task: str, *kinds: str) -> Iterator[dict[str, Any]]:
-    """One record per point of these kinds, or of all: what was measured of it, over the seeds of the sweep."""
+    """Yield one record per point of these kinds (default: all): its measurements over the seeds of the sweep."""
     beside = view.analysis.baselines[task]
     for point in view.points(task, *kinds):
         scores, kind, gate = view.sweep(task, point), view.kind(task, point), view.gate(task, point)
@@ -181,7 +181,7 @@ def _points(view: View) -> Iterator[Record]:
 
 
 def _difference(left: float | None, right: float | None) -> float | None:
-    """Of two shares, in pp."""
+    """Difference of two shares, in pp."""
     return None if left is None or right is None else 100 * (left - right)
 
 
@@ -205,7 +205,7 @@ def _per_seed(view: View) -> Table:
 
 
 def _with_sources(view: View, note: str, names: Iterable[str] | None = None) -> str:
-    """A note, and where published numbers beside a study's own come from."""
+    """A note, followed by the sources of the published numbers."""
     return " ".join([note, *(view.references[name].note for name in (view.references if names is None else names))])
 
 
@@ -230,7 +230,7 @@ def _duplicates(view: View) -> Iterator[Record]:
 
 
 def confusion_models(view: View, task: str) -> list[tuple[str, tuple[Score, ...]]]:
-    """The models whose confusions are shown: start, the point chosen on validation (all its seeds), teacher."""
+    """Return the models whose confusions are shown: start, the point chosen on validation (all seeds), teacher."""
     baseline, chosen = view.results.baselines.get(task), view.analysis.selection[task].chosen
     found: list[tuple[str, tuple[Score, ...]]] = []
     if baseline is not None and "test" in baseline.start:
@@ -243,7 +243,7 @@ def confusion_models(view: View, task: str) -> list[tuple[str, tuple[Score, ...]
 
 
 def confusion(scores: Sequence[Score]) -> dict[str, dict[str, int]]:
-    """Gold → predicted → rows, summed; responses without a legal label as ``(none)``."""
+    """Return gold → predicted → rows, summed; responses without a legal label as ``(none)``."""
     labels = scores[0].labels
     summed: dict[str, dict[str, int]] = {}
     for gold in labels:
@@ -254,7 +254,7 @@ def confusion(scores: Sequence[Score]) -> dict[str, dict[str, int]]:
 
 
 def confusion_records(view: View, task: str) -> Iterator[Record]:
-    """One record per model, gold label and predicted label of a task."""
+    """Yield one record per model, gold label and predicted label of a task."""
     for model, scores in confusion_models(view, task):
         for gold, counts in confusion(scores).items():
             total = sum(counts.values())
@@ -309,7 +309,7 @@ _BESIDE = ("start", "teacher")
 
 
 def _by_model(view: View, task: str) -> dict[str, list[Score]]:
-    """Scores on test: of the student before training and of the teacher, then of every point over seeds."""
+    """Test scores by model: the student before training, the teacher, then every point over seeds."""
     baseline = view.results.baselines.get(task)
     beside = {} if baseline is None else {"start": baseline.start, "teacher": baseline.teacher}
     models = {model: [scores["test"]] for model, scores in beside.items() if "test" in scores}
@@ -317,7 +317,7 @@ def _by_model(view: View, task: str) -> dict[str, list[Score]]:
 
 
 def _responses(view: View) -> Table:
-    """Free text: its length, how much of it was cut off, and every metric that its evaluations state."""
+    """Free-text responses: length, share truncated, and every metric of their evaluations."""
     records: list[Record] = []
     names: dict[str, None] = {}
     for task in view.results.tasks:
@@ -351,7 +351,7 @@ def _further(found: TextMetrics) -> list[str]:
 
 
 def _wrong_texts(view: View) -> Table:
-    """Texts that the point chosen on validation has wrong at most of its seeds, with what the models predicted."""
+    """Texts that the point chosen on validation gets wrong at most of its seeds, with the models' predictions."""
     records: list[Record] = []
     counts = []
     for task in view.labelled():
@@ -367,7 +367,7 @@ def _wrong_texts(view: View) -> Table:
             for row, before, *mine in zip(teacher, start, *students, strict=True)
             if 2 * (own := sum(one.label != row.gold for one in mine)) > len(mine)
         ]
-        wrong.sort(key=lambda found: -found[0])  # the order of the split where they are wrong as often
+        wrong.sort(key=lambda found: -found[0])  # stable: ties stay in the order of the split
         right = [found for found in wrong if found[1].label == found[1].gold]
         both = [found for found in wrong if found[1].label != found[1].gold]
         half = _WRONG_TEXTS // 2
@@ -397,7 +397,7 @@ def _wrong_texts(view: View) -> Table:
 
 
 def _said(rows: Sequence[Predicted]) -> str:
-    """The labels of a text over seeds, the most frequent first."""
+    """The labels of a text over seeds, most frequent first."""
     said = [row.label or NO_LABEL for row in rows]
     return ", ".join(f"{label} ({said.count(label)})" for label in sorted(set(said), key=lambda x: (-said.count(x), x)))
 
@@ -429,7 +429,7 @@ def _runs(view: View) -> Iterator[Record]:
 
 
 def lam_records(view: View, task: str, *kinds: str) -> Iterator[dict[str, Any]]:
-    """λ over the tokens of training, one record per point of these kinds."""
+    """Yield λ statistics over the training tokens, one record per point of these kinds."""
     for point in view.points(task, *kinds):
         runs = [run for run in view.done(task, point).values() if run.lam_stats is not None]
         stats = [run.lam_stats for run in runs if run.lam_stats is not None]
@@ -488,7 +488,7 @@ def _teachers(view: View) -> Iterator[Record]:
     "test-reads", "Every read of a test split",
     (
         TASK, text("model"), count("rows"), text("purpose", "what for"),
-        # After a kill a split is read again for the same predictions: true, and no property of the results.
+        # Not in files: a killed run reads the split again, which is not a property of the results.
         count("reads", "times read", PAGE_ONLY),
     ),
     stub=2, empty="No test split was read.",
@@ -518,7 +518,7 @@ def _provenance(view: View) -> Iterator[Record]:
 
 
 def _commit(run: RunResult) -> str | None:
-    """The start of a commit, with the mark of changed files kept."""
+    """Abbreviated commit, keeping its -dirty suffix."""
     commit, dirty, _ = str(run.environment.get("commit") or "").partition("-dirty")
     return commit[:12] + dirty or None
 
@@ -576,7 +576,7 @@ _SUMMARY = ("n", "mean", "sd", "low", "high", "p", "sign_flip_p", "mde", "sign_f
 
 
 def _summary(found: object, prefix: str = "") -> dict[str, Any]:
-    """The cells of a `Summary`, also where there is none or where it does not apply."""
+    """The cells of a `Summary`, None or `NotApplicable`."""
     return {prefix + name: _get(found, name) for name in _SUMMARY}
 
 
@@ -646,7 +646,7 @@ def _d_on_g2(view: View) -> Table:
 
 
 def _replication(view: View) -> Table:
-    """What was run again on fresh seeds, and what a reference replicated and this study has."""
+    """Comparisons rerun on fresh seeds, and those of this study that a reference replicated."""
     records, shown = [], {}
     for found in view.analysis.comparisons:
         published: dict[str, Any] = {}
@@ -679,7 +679,7 @@ def _replication(view: View) -> Table:
 
 
 def _secondary(view: View) -> Table:
-    """Other outcomes than accuracy on test, of the comparisons that are run on fresh seeds."""
+    """Outcomes other than test accuracy, for the replicated comparisons."""
     records = []
     for found in view.analysis.comparisons:
         if found.role == "replication" and found.all is not None:
@@ -712,7 +712,7 @@ def _secondary(view: View) -> Table:
 
 
 def _area(view: View, run: RunResult) -> Any:
-    """Mean validation accuracy over the steps in %, by trapezoids; None where nothing was evaluated on the way."""
+    """Mean validation accuracy over the steps in %, by trapezoids; None with fewer than three evaluations."""
     curve = list(view.validation(run).items())
     if len(curve) < 3:
         return None
@@ -772,7 +772,7 @@ def _not_applicable(view: View) -> Iterable[Record]:
 
 
 def _shown_groups(view: View) -> Iterator[tuple[GroupEvidence, dict[str, Any]]]:
-    """All, with the cells that name them; of a study with one task those of all tasks, which are the same numbers."""
+    """All groups with their naming cells; with a single task only the pooled ones, which have the same numbers."""
     for group in view.analysis.groups:
         if group.task == ALL_TASKS or len(view.results.tasks) > 1:
             axis = f"{group.axis}: {group.restriction}" if group.restriction else group.axis

@@ -1,4 +1,4 @@
-"""A study's results and evidence, arranged for readers: look-ups, orders and words that tables and figures share."""
+"""View of a study's results and evidence: lookups, ordering and wording shared by tables and figures."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from gatespace.study.records import RunResult, Score, StudyResults
 
 
 class Axis(NamedTuple):
-    """What the two sides of a comparison differ in, in the words of a report.
+    """An axis of comparison, in the words of a report.
 
     Args:
-        title: Of its section.
-        about: Of its verdict.
+        title: Section title.
+        about: Subject of its verdict.
         left: The first side, within a sentence.
         right: The second side, within a sentence.
-        other: The second side, beside a row of a figure.
+        other: The second side, as a row label in figures.
         text: What is compared, and what a difference means.
-        figures: Beginnings of the names of its figures.
-        tables: Its tables beside that of all comparisons.
+        figures: Name prefixes of its figures.
+        tables: Its tables in addition to that of all comparisons.
     """
 
     title: str
@@ -106,7 +106,7 @@ AXES: Mapping[str, Axis] = {
 
 
 def axis_of(axis: str, restriction: str | None) -> Axis:
-    """The words of an axis, or of the part of it that has one restriction."""
+    """Return the wording of an axis, or of its part with one restriction."""
     found = AXES[axis]
     if restriction is None:
         return found
@@ -121,11 +121,11 @@ KINDS: Mapping[str, str] = {
     "control": "shuffled-λ control",
     "published": "published method",
 }
-"""Kind of a run → its name for readers, in the order of tables."""
+"""Kind of a run → its display name, in the order of tables."""
 
 
 class Published(NamedTuple):
-    """A published difference in pp: at the first seed, and over all seeds where it was replicated."""
+    """A published difference in pp: at the first seed, and over all seeds if it was replicated."""
 
     one_seed: float
     mean: float | None = None
@@ -136,40 +136,40 @@ class Published(NamedTuple):
 
 
 class Reference(Protocol):
-    """Published results, shown beside a study's own; the port ``references``.
+    """Published results, shown next to a study's own; the port ``references``.
 
-    An entry point names a function that returns one. Its name begins the keys of the columns, e.g. ``paper_mean_pp``.
-    Tasks are known by the names of their data, e.g. ``tweeteval/hate``; a reference has nothing on other tasks.
+    An entry point names a function that returns one. Its name prefixes the column keys, e.g. ``paper_mean_pp``.
+    Tasks are identified by the name of their data, e.g. ``tweeteval/hate``; a reference has nothing on other tasks.
     """
 
     seeds: tuple[int, ...]
-    """The first is the one of single-seed results."""
+    """The first is that of single-seed results."""
     note: str
-    """Whose numbers these are, as a sentence."""
+    """Source of the numbers, as a sentence."""
 
     def accuracies(self, data: str) -> Mapping[str, Mapping[int, float]]:
-        """Point → seed → accuracy on test; empty for a task that the reference does not have."""
+        """Point → seed → test accuracy; empty for a task that the reference does not have."""
 
     def differences(self, data: str) -> Mapping[tuple[str, str], Published]:
         """(left, right) → difference."""
 
     def best(self, data: str) -> Mapping[str, float]:
-        """Side, e.g. ``family`` or ``gap-only`` → its best accuracy on test at the first seed."""
+        """Side, e.g. ``family`` or ``gap-only`` → its best test accuracy at the first seed."""
 
 
 def installed_references() -> dict[str, Reference]:
-    """Name → reference, of all installed packages."""
+    """Return name → reference of all installed packages."""
     return {name: provider("references", name)() for name in provided("references")}
 
 
 @dataclass(frozen=True)
 class View:
-    """Results with their analysis. Accuracies are those of the test split unless a split is named.
+    """Results with their analysis. Accuracies are on the test split unless a split is named.
 
     Args:
         results: The study's results.
         analysis: Their statistics.
-        all_references: Name → published results; those on none of the study's tasks are not shown.
+        all_references: Name → published results; shown only if they cover one of the study's tasks.
     """
 
     results: StudyResults
@@ -188,12 +188,12 @@ class View:
         return (*self.results.seeds, *(s for s in self.results.replication_seeds if s not in self.results.seeds))
 
     def run(self, task: str, point: str, seed: int) -> RunResult | None:
-        """The run at a point and seed."""
+        """The run at a point and seed, or None."""
         return self._runs.get((task, point, seed))
 
     @cached_property
     def ordered(self) -> list[RunResult]:
-        """All runs: tasks as in the study, points of the family first, seeds as in the study."""
+        """All runs: tasks and seeds in study order, points of the family first."""
         return [
             run
             for task in self.results.tasks
@@ -203,7 +203,7 @@ class View:
         ]
 
     def done(self, task: str, point: str) -> dict[int, RunResult]:
-        """Seed → run, of those that are done."""
+        """Seed → finished run."""
         found = {seed: self.run(task, point, seed) for seed in self.seeds}
         return {seed: run for seed, run in found.items() if run is not None and run.state == "done"}
 
@@ -212,7 +212,7 @@ class View:
         return {seed: run.scores[split] for seed, run in self.done(task, point).items() if split in run.scores}
 
     def validation(self, run: RunResult) -> dict[int, float]:
-        """Step → accuracy on validation, from the untouched student over what was evaluated on the way to the end."""
+        """Step → validation accuracy, from the untrained student through evaluations during training to the end."""
         known = self.results.baselines.get(run.spec.task)
         found = {0: known.start["val"].accuracy} if known is not None and "val" in known.start else {}
         found |= {check["step"]: metric_of(check)[1] for check in run.evaluations() if check.get("split") == "val"}
@@ -221,7 +221,7 @@ class View:
         return dict(sorted(found.items()))
 
     def sweep(self, task: str, point: str, split: str = "test") -> dict[int, Score]:
-        """Seed → score on the seeds of the sweep, which all points have in common."""
+        """Seed → score, for the seeds of the sweep, which all points share."""
         return {seed: score for seed, score in self.scores(task, point, split).items() if seed in self.results.seeds}
 
     @cached_property
@@ -229,16 +229,16 @@ class View:
         return {(run.spec.task, run.spec.point): run.spec.kind for run in self.results.runs.values()}
 
     def kind(self, task: str, point: str) -> str:
-        """What a point is for."""
+        """Kind of a point, a key of `KINDS`."""
         return self._kinds[task, point]
 
     def points(self, task: str, *kinds: str) -> list[str]:
-        """Labels of a task's points, those of the family first, else in the order of the plan."""
+        """Labels of a task's points (of these kinds, if given), family first, otherwise in plan order."""
         wanted = [kind for kind in KINDS if not kinds or kind in kinds]
         return [point for kind in wanted for (of, point), own in self._kinds.items() if (of, own) == (task, kind)]
 
     def gate(self, task: str, point: str) -> Gate | None:
-        """The gate of a point that is the same for all seeds."""
+        """The gate of a point; None for twins, whose gate differs by seed, and points without one."""
         for seed in self.seeds:
             run = self.run(task, point, seed)
             if run is not None and run.spec.kind != "twin":
@@ -248,17 +248,17 @@ class View:
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """State → runs."""
+        """State → number of runs."""
         states = [run.state for run in self.results.runs.values()]
         return {state: states.count(state) for state in ("done", "failed", "running", "waiting")}
 
     @property
     def is_partial(self) -> bool:
-        """Whether something of the plan is not there."""
+        """Whether part of the plan is missing."""
         return self.counts["done"] < len(self.results.runs) or bool(self.results.problems)
 
     def metric(self, task: str) -> str:
-        """What a task's responses are judged by."""
+        """Name of a task's metric."""
         known = self.results.baselines.get(task)
         scores = [*known.start.values(), *known.teacher.values()] if known is not None else []
         scores += [score for run in self.results.done if run.spec.task == task for score in run.scores.values()]
@@ -269,27 +269,27 @@ class View:
 
     @cached_property
     def metrics(self) -> dict[str, str]:
-        """Task → its metric, where tasks have different ones."""
+        """Task → metric if tasks have different ones, else empty."""
         found = {task: self.metric(task) for task in self.results.tasks}
         return found if len({*found.values()}) > 1 else {}
 
     @cached_property
     def metric_name(self) -> str:
-        """What all tasks are judged by; score where they differ."""
+        """Name of the common metric of all tasks; score if they differ."""
         return "score" if self.metrics else self.metric(self.results.tasks[0])
 
     def said(self, task: str) -> str:
-        """A task's name, with its metric where tasks have different ones."""
+        """A task's name, with its metric if tasks have different ones."""
         return f"{task} ({self.metrics[task]})" if self.metrics else task
 
     def labelled(self) -> list[str]:
-        """The tasks with labels."""
+        """Names of the tasks with labels."""
         return [task for task in self.results.tasks if self.metric(task) == "accuracy"]
 
     # ------------------------------------------------------------------ comparisons
 
     def comparisons(self, axis: str, task: str | None = None, *, comparable: bool = True) -> list[ComparisonEvidence]:
-        """Comparisons of an axis in the order of the plan."""
+        """Comparisons of an axis, in plan order."""
         return [
             found
             for found in self.analysis.comparisons
@@ -298,7 +298,7 @@ class View:
 
     @cached_property
     def axes(self) -> list[str]:
-        """The axes that the study has, in our order."""
+        """The study's axes, in the order of `AXES`."""
         present = {comparison.axis for comparison in self.results.comparisons}
         return [axis for axis in AXES if axis in present]
 
@@ -313,7 +313,7 @@ class View:
     # ------------------------------------------------------------------ published results
 
     def data(self, task: str) -> str:
-        """The name of a task's data."""
+        """Name of a task's data."""
         baseline = self.results.baselines.get(task)
         return baseline.name if baseline is not None else str(self.results.config.tasks[task].task.get("name", ""))
 
@@ -325,15 +325,15 @@ class View:
 
 
 def leaves_out_zero(found: Summary) -> bool:
-    """Whether the interval of a mean leaves out 0."""
+    """Whether the interval of a mean excludes 0."""
     return found.low is not None and found.high is not None and (found.low > 0 or found.high < 0)
 
 
 def mean_of(values: Sequence[float]) -> float | None:
-    """Mean, or None of nothing."""
+    """Return the mean, or None if empty."""
     return fmean(values) if values else None
 
 
 def sd_of(values: Sequence[float]) -> float | None:
-    """Sample SD, or None of fewer than two."""
+    """Return the sample SD, or None for fewer than two values."""
     return stdev(values) if len(values) > 1 else None

@@ -1,4 +1,4 @@
-"""Rollouts: a model samples responses."""
+"""Rollouts: sampled, greedy and expected responses of a model."""
 
 from __future__ import annotations
 

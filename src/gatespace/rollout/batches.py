@@ -1,4 +1,4 @@
-"""Many texts in batches that fit into memory, texts of like length together."""
+"""Batch prompts by length, within the memory limit."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from gatespace.models.sizes import sizes_of
 def batches_of(
     model: Model | None, prompts: Sequence[Sequence[int]], *, more: int, batch_size: int, each: int = 1
 ) -> Iterator[list[int]]:
-    """The places of `prompts`, shortest first, in batches.
+    """Yield batches of indices into `prompts`, shortest first.
 
     Args:
-        model: By its sizes a batch has room for a number of tokens (`Sizes.rollout_tokens`); None: for any number.
+        model: Limits the tokens of a batch by its sizes (`Sizes.rollout_tokens`); None: no limit.
         prompts: Token ids.
-        more: Tokens of each row beside its prompt.
-        batch_size: Most rows of a batch.
-        each: Rows of each prompt.
+        more: Tokens of each row in addition to its prompt.
+        batch_size: Maximum rows per batch.
+        each: Rows per prompt.
     """
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
     room = None if model is None else sizes_of(model).rollout_tokens(model.dtype.itemsize)
@@ -26,7 +26,7 @@ def batches_of(
     for start in range(0, len(order), most):
         part: list[int] = []
         for row in order[start : start + most]:
-            # Rows grow longer: padded to this one, the batch would have too many tokens.
+            # This row is the longest so far: padded to it, the batch would have too many tokens.
             if part and room is not None and (len(part) + 1) * each * (len(prompts[row]) + more) > room:
                 yield part
                 part = []

@@ -1,18 +1,18 @@
-"""Expected rollouts: the student's tree of responses, likeliest first, in place of samples.
+"""Expected rollouts: the most probable part of the student's response tree, instead of samples.
 
-A loss that looks at the distributions after a prefix, and not at the token that was sampled there, has the mean
+A loss that depends only on the distributions after a prefix, not on the token sampled there, has the expectation
 
     E_y Σ_t L(y_<t) = Σ_n P(n)·L(n)
 
-over responses y: n are the prefixes after which a token is written, the nodes of the tree, and P(n) is the probability
-that the student writes n, a constant for the gradient as it is in sampling. Here the likeliest nodes are found and the
-sum is taken over them, without sampling noise.
+over responses y, where the nodes n of the tree are the prefixes after which a token is generated, and P(n) is the
+student's probability of n, without gradient as in sampling. This module finds the most probable nodes and sums over
+them, without sampling noise.
 
-What the tree leaves out can be sampled, one response per prompt. Let D be the prefixes that leave the tree, each a node
-of it and one token more, and R = Σ P(d) over D the mass of the responses that begin with one. Such a response is drawn
-with probability P(y)/R, and its nodes from d on count with weight R. A node m outside of the tree, which is or follows
-exactly one d, is on it with probability P(m)/R; so it counts R·P(m)/R = P(m) in the mean, and the mean of the whole sum
-is the full expectation, whatever the tree covers. A prefix d that ends a response adds nothing: it is no node.
+The rest can be sampled, one response per prompt. Let D be the prefixes that leave the tree, each a node plus one token,
+and R = Σ P(d) over D the mass of the responses that begin with one. Such a response is drawn with probability P(y)/R,
+and its nodes from d on get weight R. A node m outside the tree, which equals or extends exactly one d, is on it with
+probability P(m)/R, so its expected weight is R·P(m)/R = P(m): the estimate of the full expectation is unbiased,
+whatever the tree covers. A prefix d that ends a response adds nothing: it is not a node.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from gatespace.rollout.native import Sampling, choose, next_logits, sample
 
 _Prefix = tuple[int, ...]
 _AT_ONCE = 64
-"""Nodes whose distributions over the vocabulary, in float64, are in memory together."""
+"""Nodes whose float64 distributions over the vocabulary are in memory at once."""
 _TOKENS = 64
-"""Likeliest tokens of a node that are looked at, or as many as the tree may have nodes where that is more."""
+"""Most probable tokens considered per node, or `max_nodes` if that is larger."""
 _LEAST = 1e-2
-"""Where a tree is full, ended responses of less than this share of what may be left out are not looked for."""
+"""In a full tree, ended responses below this share of the mass that may be left out are not searched for."""
 _NOTHING = 1e-12
-"""Mass below which float64 cannot tell what is left from rounding."""
+"""Remaining mass below this is indistinguishable from float64 rounding."""
 
 
 @dataclass
 class Expansion:
-    """The part of one prompt's tree that is learned from."""
+    """The part of one prompt's tree to train on."""
 
     responses: list[list[int]] = field(default_factory=list)
-    """Paths that have all nodes, the likeliest first. The last token of each is the likeliest one at its last node.
-    Where the rest is sampled its response stands last."""
+    """Paths that cover all nodes, most probable first. Each ends with the most probable token at its last node. A
+    sampled rest comes last."""
     weights: list[list[float]] = field(default_factory=list)
-    """Of every token, the weight of the node that predicts it; 0 where an earlier path has that node."""
+    """Per token, the weight of the node that predicts it; 0 if an earlier path has that node."""
     ended: list[bool] = field(default_factory=list)
-    """Whether the response came to an end by itself."""
+    """Whether the response ended by itself."""
     nodes: int = 0
-    """How many nodes the tree has."""
+    """Number of nodes in the tree."""
     finished: float = 0.0
-    """Probability that a response comes to an end by itself, of those in the tree and of the sampled rest."""
+    """Probability that a response ends by itself, over the tree and the sampled rest."""
     uncovered: float = 0.0
-    """Mass of the responses that leave the tree. An ended response that the search has not come to counts here too."""
+    """Mass of the responses that leave the tree, including ended responses that the search did not reach."""
 
 
 @torch.no_grad()
@@ -73,23 +73,22 @@ def expand(
     max_nodes: int = 64,
     draws: Sequence[Callable[[], float]] = (),
 ) -> list[Expansion]:
-    """The likeliest part of every prompt's tree, at temperature 1.
+    """Return the most probable part of every prompt's tree, at temperature 1.
 
-    A prompt's tree grows by its likeliest prefix, of equals by that with the lower token ids, whatever the prompts
-    beside it. All prompts share the forward passes; each pass reads, after the KV cache of the prompts, the paths to
-    the prefixes that the trees will need next. Reading a path again costs less, where responses are short, than copying
-    the KV cache of a prompt for every branch.
+    A tree grows by its most probable prefix (ties: lower token ids), independently of the other prompts. All prompts
+    share the forward passes; each pass appends to the prompts' KV cache the paths to the prefixes that the trees need
+    next. For short responses, recomputing a path is cheaper than copying a prompt's KV cache for every branch.
 
     Args:
         body: The body that ran over the prompts.
         forward: Its forward pass over them.
         vocab_size: Ids from here on are padding and have no mass.
-        max_new_tokens: The longest response.
-        stop: Whether a response, its last token included, is at its end.
-        mass: The search is over when ended responses of this mass have been found,
+        max_new_tokens: Maximum response length.
+        stop: Whether a response, including its last token, is complete.
+        mass: Stop when ended responses of this mass have been found,
         max_nodes: or when the tree has this many nodes.
-        draws: Per prompt, a source of uniform numbers in [0, 1), from which one response of what is left is drawn;
-            empty: what is left is left out.
+        draws: Per prompt, a source of uniform numbers in [0, 1) for sampling one response of the rest; empty: the
+            rest is left out.
     """
     count = len(forward.cache.lengths)
     if not 0 < mass <= 1 or max_nodes < 1 or max_new_tokens < 1:
@@ -98,7 +97,7 @@ def expand(
         )
     if draws and len(draws) != count:
         raise UsageError("sampling needs a source of random numbers per row", got=f"{len(draws)} for {count} rows")
-    ends = cache(lambda path: stop([*path]))  # the same few prefixes are asked about for every prompt
+    ends = cache(lambda path: stop([*path]))  # all prompts query the same few prefixes
     looked_at = min(vocab_size, max(max_nodes, _TOKENS))
     searches = [_Search(mass, max_nodes, max_new_tokens, ends) for _ in range(count)]
     wanted: list[list[_Prefix]] = [[()] for _ in searches]
@@ -130,25 +129,25 @@ def expand(
 
 
 class _Search:
-    """The tree of one prompt: a function of `known` alone, not of when that became known."""
+    """The tree of one prompt: a function of `known` alone, not of the order in which it was filled."""
 
     def __init__(self, mass: float, max_nodes: int, longest: int, ends: Callable[[_Prefix], bool]) -> None:
         self._mass, self._max_nodes, self._longest, self._ends = mass, max_nodes, longest, ends
         self._least = _LEAST * (1 - mass)
         self.known: dict[_Prefix, list[tuple[int, float]]] = {}
-        """Prefix → its likeliest next tokens and their probabilities, likeliest first."""
+        """Prefix → its top next tokens and their probabilities, most probable first."""
         self.nodes: dict[_Prefix, float] = {}
         """Prefix → its probability."""
         self.inside: dict[_Prefix, dict[int, float]] = {}
-        """Node → next tokens that lead to nodes and to ended responses, with their mass; see `leaving`."""
+        """Node → next tokens that lead to nodes or ended responses, with their mass; see `leaving`."""
         self._finished = 0.0
 
     def run(self) -> list[_Prefix]:
-        """Search as far as distributions are known; the prefixes whose distributions are missing, none at the end.
+        """Search as far as distributions are known; return the prefixes whose distributions are missing, if any.
 
-        A missing prefix counts as a node and its whole mass as covered, and the search goes on. What it asks for then
-        will be in the tree, unless likelier continuations of a missing prefix fill it before. All missing prefixes of
-        one length are asked for together, so that there are as many rounds as the tree is deep.
+        A missing prefix counts as a node and its whole mass as covered, and the search goes on. The prefixes requested
+        then will be in the tree, unless more probable continuations of a missing prefix fill it first. All missing
+        prefixes of one length are requested together, so there are as many rounds as the tree is deep.
         """
         self.nodes, self.inside, self._finished = {}, {}, 0.0
         missing: list[_Prefix] = []
@@ -156,7 +155,7 @@ class _Search:
         heap: list[tuple[float, _Prefix, int]] = [(-1.0, (), 0)]
 
         def push(parent: _Prefix, rank: int) -> None:
-            # one child of a node at a time: the next one when this one's turn has come
+            # one child of a node at a time: the next is pushed when this one is popped
             tokens = self.known[parent]
             if rank < len(tokens) and (probability := self.nodes[parent] * tokens[rank][1]) > 0:
                 heappush(heap, (-probability, (*parent, tokens[rank][0]), rank))
@@ -171,7 +170,7 @@ class _Search:
             elif count == self._max_nodes:
                 if missing or probability < self._least:
                     break
-                continue  # it stays outside, but a response that follows may have ended
+                continue  # outside the tree, but a later prefix may be an ended response
             elif prefix not in self.known:
                 missing.append(prefix)
                 covered, count = covered + probability, count + 1
@@ -189,7 +188,7 @@ class _Search:
         return missing
 
     def _ended_after(self, node: _Prefix) -> float:
-        """Mass of the last tokens with which a response ends by itself, and not because it is the longest."""
+        """Mass of the last tokens that end a response by themselves, not by its maximum length."""
         shares = ((token, self.nodes[node] * share) for token, share in self.known[node])
         return math.fsum(mass for token, mass in shares if mass > self._least and self._ends((*node, token)))
 
@@ -227,7 +226,7 @@ def _sample_rest(
     stop: Callable[[list[int]], bool],
     draws: Sequence[Callable[[], float]],
 ) -> None:
-    """Add a response to every expansion that leaves something out; the head of this module says how it is weighted."""
+    """Add a sampled response to every expansion with uncovered mass; weights as in the module docstring."""
     nodes: list[_Prefix] = []
     for search, draw in zip(searches, draws, strict=True):
         leaving = search.leaving()
@@ -268,8 +267,8 @@ def _sample_rest(
 
 
 def _states(body: Body, forward: Forward, prefixes: Sequence[Sequence[_Prefix]]) -> Tensor:
-    """(N, H) hidden states at the ends of prefixes of every prompt, one prompt after another."""
-    # As the states that predict one token more. A prompt that asks for none is given the empty prefix.
+    """(N, H) hidden states at the ends of the prefixes, prompt by prompt."""
+    # The states that predict one more token. A prompt without prefixes gets the empty one.
     responses = [[[*prefix, 0] for prefix in some or [()]] for some in prefixes]
     states = response_states(body, [()] * len(responses), responses, forward=forward)
     ends = accumulate(len(response) for some in responses for response in some)
@@ -279,14 +278,14 @@ def _states(body: Body, forward: Forward, prefixes: Sequence[Sequence[_Prefix]])
 
 
 def _likeliest(logits: Tensor, count: int) -> list[list[tuple[int, float]]]:
-    """The `count` likeliest ids of each row of (N, V) with their probabilities; of equals the lower id comes first."""
+    """Top `count` ids of each row of (N, V) with their probabilities; ties: the lower id first."""
     mass = torch.softmax(logits.double(), -1)
     if bool(mass.isnan().any()):
         raise RunError("the student's logits are not finite", instead="a smaller learning rate, or fp32")
     values, ids = mass.topk(count)
     least = values[:, -1:]
     if bool(((mass == least).sum(-1) > (values == least).sum(-1))[least[:, 0] > 0].any()):
-        values, ids = mass.sort(stable=True, dim=-1, descending=True)  # `topk` has any of the equals at its end
+        values, ids = mass.sort(stable=True, dim=-1, descending=True)  # `topk` breaks ties at its end arbitrarily
     else:
         ids, order = ids.sort(-1)
         values, order = values.gather(1, order).sort(stable=True, dim=-1, descending=True)

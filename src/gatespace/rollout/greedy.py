@@ -1,4 +1,4 @@
-"""Greedy answers to many texts, as in evaluation and prediction."""
+"""Greedy decoding of many texts, for evaluation and prediction."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from gatespace.seeding import generator
 
 @dataclass(frozen=True)
 class Answer:
-    """The response of a model: what it generated after the prefill."""
+    """A model's response, without the prefill."""
 
     ids: tuple[int, ...]
     text: str
     ended: bool
     labels: tuple[float, ...] | None = None
-    """Log-probability of each label's response, where it was asked for."""
+    """Log-probability of each label's response, if requested."""
     samples: tuple[str, ...] = ()
-    """What the model wrote when it was sampled from, where that was asked for."""
+    """Sampled responses, if requested."""
 
 
 @dataclass(frozen=True)
 class Draws:
-    """Samples of every text beside its greedy answer.
+    """Samples of every text, in addition to its greedy answer.
 
     Args:
-        count: How many.
-        temperature: Of sampling.
-        seed: Each sample draws from the stream (seed, "evaluate", place of the text, number of the sample).
+        count: Samples per text.
+        temperature: Sampling temperature.
+        seed: Each sample draws from the stream (seed, "evaluate", index of the text, index of the sample).
     """
 
     count: int
@@ -54,12 +54,12 @@ class Draws:
 
 
 class Writer(Protocol):
-    """Generates in place of a model, with the same weights: vLLM, for one."""
+    """Generates in place of a model, with the same weights, e.g. vLLM."""
 
     def sample(
         self, prompts: Sequence[Sequence[int]], *, sampling: Sampling, stop: Callable[[list[int]], bool]
     ) -> Rollout:
-        """Continue every prompt, each of them whole."""
+        """Generate a response to every prompt (full token ids)."""
         ...
 
 
@@ -75,19 +75,19 @@ def greedy(
     labels: bool = False,
     draws: Draws | None = None,
 ) -> list[Answer]:
-    """The most probable token each time, until the answer is closed or ended.
+    """Decode greedily until the answer is closed or the turn ends.
 
     Args:
-        model: Its body writes, unless there is a `writer`.
-        encoder: Knows all of `texts`.
-        texts: What is classified.
-        max_new_tokens: The longest answer.
-        batch_size: Most texts that are answered together; texts of like length are, and fewer where they are long
+        model: Its body generates, unless there is a `writer`.
+        encoder: Must cover all of `texts`.
+        texts: Texts to answer.
+        max_new_tokens: Maximum response length.
+        batch_size: Maximum texts per batch; texts are batched by length, fewer if they are long
             (`Sizes.rollout_tokens`).
-        progress: Called with the number of texts answered so far and the number of all.
-        writer: Writes in place of the model.
-        labels: Look up the log-probabilities of all labels too, after the same forward passes over the prompts.
-        draws: Sample too, after the same forward passes.
+        progress: Called with the number of texts done and the total.
+        writer: Generates in place of the model.
+        labels: Also compute log-probabilities of all labels, sharing the forward passes over the prompts.
+        draws: Also sample, sharing the same forward passes.
     """
     if writer is not None and (labels or draws):
         raise UsageError(

@@ -1,8 +1,8 @@
-"""The probability of each label of a task after a prompt: all labels go through the network as one tree.
+"""Probability of each label after a prompt: all labels share one forward pass, as a tree.
 
-A label is the whole response that gives it, to the token that closes the JSON object: `hate"}` and not `hate`, which
-may go on as `hateful"}`. No label's response is then the beginning of another one's, so that the labels exclude each
-other and their probabilities add up to 1 at most.
+A label is its whole response, up to the token that closes the JSON object: `hate"}` and not `hate`, which could
+continue as `hateful"}`. So no label's response is a prefix of another's: labels are mutually exclusive, and their
+probabilities sum to at most 1.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from gatespace.rollout.batches import batches_of
 
 
 def label_responses(encoder: Encoder, end: int | None = None) -> list[list[int]]:
-    """The token ids of every label's response, in the order of the prompt's labels.
+    """Return the token ids of every label's response, in the order of the prompt's labels.
 
-    It is the response that is sampled for the label where sampling ends as soon as the JSON object is closed; `end`
-    is the id after it where sampling goes on to the end of the turn.
+    The responses end where the JSON object closes, as sampled ones do; pass `end`, the end-of-turn id, if sampling
+    goes on to the end of the turn.
     """
     return [encoder.gold(label, end) for label in encoder.prompt.labels]
 
@@ -38,22 +38,21 @@ def label_log_probs(
     vocab_size: int,
     forward: Forward | None = None,
 ) -> Tensor:
-    """(B, L) log-probability of each label's whole response after each prompt, with gradient where it is enabled.
+    """(B, L) log-probability of each label's whole response after each prompt, with gradient if enabled.
 
-    A prompt goes through the network once, and what labels begin with in common once for all of them. The result is
-    float32 (float64 for a float64 network). A model may spell a label in other tokens too: that probability is not
-    counted.
+    Each prompt and each prefix shared by labels goes through the network once. The result is float32 (float64 for a
+    float64 network). Other tokenisations of a label are not counted.
 
     Args:
         body: The body.
-        prompts: After the prefix, at least one token each.
-        labels: The token ids of every label's response; see `label_responses`.
+        prompts: Token ids after the prefix, at least one each.
+        labels: Token ids of every label's response; see `label_responses`.
         prefix: As in `PackedBody.forward`.
         vocab_size: Ids from here on are padding.
-        forward: A pass over the prompts that was made before; None: they go through the network here.
+        forward: An existing forward pass over the prompts; None: run it here.
     """
     _check(labels)
-    # Labels that begin alike are predicted by the same states: each state meets the head once.
+    # Labels with a common prefix share its hidden states: each state goes through the head once.
     nodes: dict[tuple[int, ...], int] = {}
     firsts: list[int] = []
     predicted_by: list[int] = []
@@ -82,14 +81,14 @@ def score_labels(
     batch_size: int = 64,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[tuple[float, ...]]:
-    """The log-probability of every label's response to every text; nothing is generated.
+    """Return the log-probability of every label's response to every text, without generating.
 
     Args:
         model: The model.
-        encoder: Knows all of `texts`.
-        texts: What is asked about.
-        batch_size: Most texts that are scored together.
-        progress: Called with the number of texts scored so far and the number of all.
+        encoder: Must cover all of `texts`.
+        texts: Texts to score.
+        batch_size: Maximum texts per batch.
+        progress: Called with the number of texts done and the total.
     """
     labels, body = label_responses(encoder), body_of(model)
     prompts = [encoder.suffix(text) for text in texts]

@@ -1,8 +1,7 @@
-"""The sampler: samples are continued together, each with random numbers of its own.
+"""The native sampler: batched decoding with one random stream per sample.
 
-A sample's numbers come from its own stream, so what it writes depends neither on the samples beside it nor on how a
-batch is divided, but for the rounding of its logits. Samples of one prompt share its forward pass, and on a CPU they
-are one row of the network as long as they have written the same.
+A response therefore depends neither on the rest of the batch nor on how it is split, up to rounding of its logits.
+Samples of one prompt share its forward pass, and on a CPU they are a single row until their tokens differ.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from gatespace.gating.vocabulary import prefix_sums
 from gatespace.models.body import Body, Forward
 
 _SPARSE = 0.75
-"""Rows that have ended are cleared away once fewer than this share go on: moving the others costs a copy."""
+"""Ended rows are dropped once fewer than this share is active: moving the others costs a copy."""
 _AHEAD = 8
-"""Most tokens per row between two looks at what a device has written."""
+"""Maximum decoding steps between two device-to-host syncs."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,9 @@ class Sampling:
     """How tokens are chosen.
 
     Args:
-        temperature: Divides the logits; 0 takes the most probable token.
-        top_p: Draw from the most probable tokens that together have at least this mass.
-        max_new_tokens: The longest response.
+        temperature: Divides the logits; 0 is greedy.
+        top_p: Sample from the most probable tokens that together have at least this mass.
+        max_new_tokens: Maximum response length.
     """
 
     temperature: float = 1.0
@@ -50,17 +49,17 @@ class Sampling:
 
 @dataclass
 class Rollout:
-    """What was written after every row of a pass."""
+    """Responses to every row of a forward pass."""
 
     responses: list[list[int]] = field(default_factory=list)
     log_probs: list[list[float]] = field(default_factory=list)
-    """Log-probabilities of the tokens under the distribution they were drawn from; at temperature 0, where nothing is
-    drawn, under the model's own."""
+    """Log-probabilities of the tokens under the distribution they were sampled from; at temperature 0, under the
+    model's."""
     ended: list[bool] = field(default_factory=list)
-    """Whether the row came to an end by itself, and not by `max_new_tokens`."""
+    """Whether the response ended by itself, not by `max_new_tokens`."""
 
     def select(self, rows: Sequence[int]) -> Rollout:
-        """That of some of the rows."""
+        """Return the rollout of a subset of rows."""
         return Rollout(
             [self.responses[row] for row in rows],
             [self.log_probs[row] for row in rows],
@@ -69,10 +68,10 @@ class Rollout:
 
 
 class Sampler(Protocol):
-    """Samples with a copy of the student's weights, in place of the student: vLLM, for one."""
+    """Samples in place of the student, with a copy of its weights, e.g. vLLM."""
 
     def sync(self) -> float:
-        """Copy the weights as they are now; an error unless they have arrived.
+        """Copy the student's current weights; raise unless they have arrived.
 
         Returns the largest difference of a log-probability, in nats.
         """
@@ -87,7 +86,7 @@ class Sampler(Protocol):
         seeds: Sequence[int] = (),
         vocab_size: int | None = None,
     ) -> Rollout:
-        """Continue whole prompts."""
+        """Generate a response to every prompt (full token ids)."""
         ...
 
 
@@ -104,24 +103,24 @@ def sample(
     begun: Sequence[Sequence[int]] = (),
     ahead: int | None = None,
 ) -> Rollout:
-    """Continue every row of `forward`, or each several times.
+    """Sample one or several continuations of every row of `forward`.
 
-    Tokens stay on the device, which feeds them back to the network. The host looks at them every `ahead` tokens, cuts
-    each sample where it ended, and clears ended rows away. What a sample wrote after its end is lost, and changes
-    nothing: every sample has its own numbers. Where the host looks at every token, samples of a row with the same
-    tokens so far stay one row, and it branches where they draw different ones.
+    Tokens stay on the device and are fed back to the network. Every `ahead` tokens the host reads them, truncates each
+    sample at its end and drops ended rows. Tokens past a sample's end are discarded without side effects, since every
+    sample has its own random numbers. With `ahead` = 1, samples of a row with equal tokens so far share one row, which
+    branches where they differ.
 
     Args:
         body: The body that ran over the prompts.
         forward: Its forward pass over them.
-        vocab_size: Ids from here on are padding and never drawn.
+        vocab_size: Ids from here on are padding and never sampled.
         sampling: How tokens are chosen.
-        stop: Whether a response, its last token included, is at its end.
+        stop: Whether a response, including its last token, is complete.
         draws: Per sample, a source of uniform numbers in [0, 1); not needed at temperature 0.
-        parents: The row of `forward` that each sample continues; None: each row is continued once.
-        begun: Per sample, what its response begins with; only what follows is chosen. Empty: all of it.
-        ahead: None: 1 on a CPU, which has nothing to wait for; elsewhere 8 at most, and no more than an eighth of
-            `max_new_tokens`, so that little is written in vain.
+        parents: The row of `forward` that each sample continues; None: one sample per row.
+        begun: Per sample, the fixed beginning of its response. Empty: none.
+        ahead: Tokens between host syncs. None: 1 on a CPU, where syncs are free; elsewhere at most 8 and an eighth of
+            `max_new_tokens`, to limit discarded tokens.
     """
     if parents is None:
         parents = range(len(forward.cache.lengths))
@@ -138,7 +137,7 @@ def sample(
     hidden, tokens = forward.last().detach(), torch.empty(0)  # no tokens yet
     decoding = None
     rows = sorted(set(parents)) if ahead == 1 else list(parents)
-    # `members` are the samples of every row of `hidden`; ended ones are carried along until their row is cleared away
+    # `members` are the samples of every row of `hidden`; ended ones stay until their row is dropped
     members = [[sample] for sample in range(count)]
     if ahead == 1:
         members = [[sample for sample, parent in enumerate(parents) if parent == row] for row in rows]
@@ -159,7 +158,7 @@ def sample(
             tokens = drawn[:, 0]
         written += len(block)
         for row, found in zip(members, torch.stack(block, 2).tolist(), strict=True):
-            for sample, new in zip(row, found, strict=False):  # beside padding
+            for sample, new in zip(row, found, strict=False):  # the rest is padding
                 for token, log_prob in new:
                     if not rollout.ended[sample]:
                         rollout.responses[sample].append(int(token))
@@ -175,14 +174,14 @@ def sample(
             members = [going for _, going in branches]
         elif ahead == 1:
             members = list((dict(enumerate(members)) | dict(branches)).values())
-        else:  # the device goes on with what it has
+        else:  # the device continues with its own tokens
             continue
         tokens = torch.tensor([rollout.responses[row[0]][-1] for row in members], device=device)
         points = _padded(members).to(device)
 
 
 def _branches(samples: Sequence[int], rollout: Rollout) -> list[list[int]]:
-    """Samples of a row that have not ended, by their last token."""
+    """Active samples of a row, grouped by their last token."""
     found: dict[int, list[int]] = {}
     for sample in samples:
         if not rollout.ended[sample]:
@@ -196,13 +195,13 @@ def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
 
 
 def choose(logits: Tensor, sampling: Sampling, uniform: Tensor, fixed: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Tokens per row of `logits` (B, V) by the inverse of its cumulative distribution, with their log-probabilities.
+    """Sample M tokens per row of `logits` (B, V) by inverse CDF; return them with their log-probabilities.
 
     Args:
         logits: On any device.
         sampling: Temperature and top_p.
-        uniform: (B, M) float64 in [0, 1), one number for each token; not looked at where the temperature is 0.
-        fixed: (B, M) tokens that are taken whatever their probability; -1: one is chosen.
+        uniform: (B, M) float64 in [0, 1), one number per token; ignored at temperature 0.
+        fixed: (B, M) forced tokens; -1: sample one.
     """
     if sampling.temperature == 0:
         tokens = logits.argmax(-1, keepdim=True).expand(uniform.shape)
@@ -215,7 +214,7 @@ def choose(logits: Tensor, sampling: Sampling, uniform: Tensor, fixed: Tensor | 
         mass = mass.masked_fill(torch.zeros_like(outside).scatter(1, order, outside), 0.0)
     cumulative = prefix_sums(mass)
     total = cumulative[:, -1:]
-    # the first id whose cumulative mass lies beyond the point, so never one of mass 0
+    # the first id whose cumulative mass exceeds the point, so never one of mass 0
     tokens = torch.searchsorted(cumulative, uniform * total, right=True).clamp(max=logits.shape[1] - 1)
     tokens = tokens if fixed is None else tokens.where(fixed < 0, fixed)
     return tokens, (mass.gather(1, tokens) / total).log()
