@@ -131,7 +131,7 @@ def response_states(
 ) -> Tensor:
     """(N, H) hidden states at the positions that predict the tokens of `responses`, one response after another.
 
-    A prompt is one forward pass, and so are common prefixes of its responses. Gradient flows back through all of it.
+    A prompt is computed once, and so are common prefixes of its responses. Gradient flows back through all of it.
 
     Args:
         body: The body.

@@ -321,7 +321,7 @@ class _Group:
     index: Tensor | slice
     """(rows·length,) index of each place's token in the pass; padding repeats the row's last token."""
     real: Tensor | None = None
-    """Places that are not padding; None: there is none."""
+    """Places that are not padding; None: all of them."""
     past: Tensor | None = None
     """(rows·longest past,) index of each place's key, in `past` and then in the pass."""
     seen: Tensor | None = None

@@ -55,7 +55,7 @@ class AnyTask(ABC):
     source: str
     """Where the rows come from."""
     notes: tuple[str, ...]
-    """What a user should know about the reading."""
+    """Notes for the user on how they were read."""
     metric: str
     """Name of the mean of `judge` over a split."""
 
@@ -140,7 +140,7 @@ class Task(AnyTask):
         dropped: Number of rows with an empty text dropped per split.
         question: What is asked about a text.
         source: Where the rows come from.
-        notes: What a user should know about the reading.
+        notes: Notes for the user on how they were read.
     """
 
     name: str

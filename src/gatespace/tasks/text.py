@@ -184,7 +184,7 @@ class TextTask(AnyTask):
         prompt: How a row becomes a prompt. `gatespace.tasks.configured` may override its prefill.
         template: The template of the rows' texts, if any.
         source: Where the rows come from.
-        notes: What a user should know about how they were read.
+        notes: Notes for the user on how they were read.
     """
 
     name: str

@@ -49,7 +49,7 @@ class AverageTeacher(LocalTeacher):
         self._decay = decay
 
     def follow(self, weights: Mapping[str, Tensor]) -> None:
-        """Average in the student's weights after an update."""
+        """Update the averages from the student's weights."""
         if weights.keys() != self._averages.keys():
             raise RunError("the teacher self-ema has other weights than the student", got=len(weights))
         with torch.no_grad():

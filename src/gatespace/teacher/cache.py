@@ -356,7 +356,7 @@ def prefix_keys(*, fingerprint: str, numerics: str, prompt: Sequence[int], respo
 
     Args:
         fingerprint: The teacher's weights and configuration (`Model.fingerprint`).
-        numerics: All else that can change a number: precision, canonical shape, payload, temperature.
+        numerics: All else that can change a number: precision, canonical shape, payload, hardware.
         prompt: Token ids of the prompt, including the prefill.
         response: Token ids of the response.
     """

@@ -7,7 +7,7 @@ each response attends after it, at the length of the longest possible one. At su
 the tokens before it in its row, not on other rows or their number; this is probed once per model. Pass sizes at which
 the bits differ are not used; if the model is not batch-invariant at all, every row has its own forward pass.
 
-A prompt is one forward pass, however many responses it has, and so are their common prefixes.
+A prompt is computed once, however many responses it has, and so are their common prefixes.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Row:
 
     @property
     def teacher(self) -> str:
-        """The name of its teacher; "" if all rows have the same."""
+        """The name of its teacher; "" if the run has only one."""
         return self.asked.teacher if isinstance(self.asked, Addressed) else ""
 
 

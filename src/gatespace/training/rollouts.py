@@ -68,7 +68,7 @@ class MicroBatch:
 
     @property
     def prompts(self) -> list[list[int]]:
-        """Those that the student processes once each."""
+        """Prompts, each computed once by the student."""
         return list({parent: row.prompt for parent, row in zip(self.parents, self.rows, strict=True)}.values())
 
     @property

@@ -71,7 +71,7 @@ def deterministic(engine: TeachEngineConfig, place: Placement) -> Iterator[None]
     memory: Any = torch.utils.deterministic
     filled = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = False  # no read of unwritten memory
+    memory.fill_uninitialized_memory = False  # nothing unwritten is read
     try:
         yield
     finally:

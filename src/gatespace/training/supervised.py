@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on gold responses: how a teacher is made."""
+"""Supervised fine-tuning of a teacher on gold responses."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class DistillationTrace:
         self._seen: list[MicroBatch] = []
         self._losses: list[float] = []
         self._scored: list[list[Any]] = []
-        """[teacher, sums] of each micro-batch, if there are several."""
+        """[teacher, sums] per micro-batch, if there are several teachers."""
         self._sample: list[dict[str, Any]] = []
         self._kappa: float | None = None
         self._agreement: dict[str, float] = {}
