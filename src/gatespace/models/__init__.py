@@ -1,4 +1,4 @@
-"""Models: loading and saving, the pair check, models that need no Hub, and adapters."""
+"""Models: loading and saving, the pair check, models without the Hub, and adapters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
     "with_lora",
 ]
 
-# Looked up when it is asked for: those who only want to know where the cache is do not wait for torch.
+# Imported lazily: code that only needs the cache folder does not wait for torch.
 _HOMES = {
     "Model": "load",
     "PairReport": "pair",

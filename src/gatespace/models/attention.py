@@ -1,7 +1,7 @@
-"""Softmax attention of rows: written out where rows are short, by kernels that keep no weights where they are long.
+"""Softmax attention of rows: explicit weights for short rows, kernels that save no weights for long ones.
 
-Beside scale and mask it knows what a layer may ask for: a soft cap of the logits (Gemma 2), and a sliding window, which
-is a mask like any other where rows are short. Nothing here knows about networks or packed passes.
+Besides scale and mask it supports what layers need: a soft cap of the logits (Gemma 2), and a sliding window, which for
+short rows is part of the mask. Nothing here knows about networks or packed passes.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 LONG = 1 << 17
-"""Queries times keys of a row above which its attention weights are not kept; 340 tokens after a prefix of 60."""
+"""Queries times keys of a row above which its attention weights are not saved; 340 tokens after a prefix of 60."""
 _LEAST = 64
-"""Queries that are worth a product of their own."""
+"""Queries that are worth a matmul of their own."""
 
 
 class Rule(NamedTuple):
-    """How a layer weighs keys."""
+    """Attention rule of a layer."""
 
     scale: float
     softcap: float | None = None
     """Logits are softcap·tanh(logits / softcap)."""
     window: int | None = None
-    """How many positions back a query sees, its own included."""
+    """How many positions back a query sees, including its own."""
 
 
 def is_long(length: int, keys: int) -> bool:
-    """Whether the weights of a row are too many to be kept."""
+    """Whether a row has too many attention weights to save."""
     return length * keys > LONG
 
 
@@ -44,16 +44,15 @@ def mask_of(seen: Tensor, dtype: torch.dtype) -> Tensor:
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
     """(B, Hq, S, D) from queries (B, Hq, S, D), keys and values (B, Hkv, K, D).
 
-    The weights of long texts grow with the square of the length, and are not kept. Their rows take turns, so that the
-    bits of a row do not depend on how many others there are.
+    The weights of long rows grow with the square of the length, and are not saved. Long rows are computed one by one,
+    so that the bits of a row do not depend on how many others there are.
 
     Args:
         query: Of all new tokens.
         key: Of all tokens, the new ones last.
         value: Of the same tokens.
-        mask: (B or 1, 1, S, K), the rule's window included; None: a query sees all keys up to its own that are in the
-            window.
-        rule: What the layer asks for.
+        mask: (B or 1, 1, S, K), including the rule's window; None: causal within the window.
+        rule: The layer's rule.
     """
     length, keys = query.shape[2], key.shape[2]
     if mask is not None and not is_long(length, keys):
@@ -73,7 +72,7 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule:
     """torch's fused kernel, for one row."""
     length, keys = query.shape[2], key.shape[2]
     if mask is None and keys > length:
-        # The kernel's causal mask is of a square. Keys before the first query get queries that nobody asks for.
+        # The kernel's causal mask is square: keys before the first query get dummy queries.
         query = torch.cat([query.new_zeros(*query.shape[:2], keys - length, query.shape[3]), query], 2)
     output = scaled_dot_product_attention(
         query,
@@ -88,7 +87,7 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule:
 
 
 def _in_chunks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
-    """One row, written out for some queries at a time, and again in the backward pass."""
+    """One row in chunks of queries with explicit weights, recomputed in the backward pass."""
     outputs = [
         checkpoint(
             _Attention.apply,
@@ -107,7 +106,7 @@ def _in_chunks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, r
 
 
 def _chunks(query: Tensor, keys: int, mask: Tensor | None, window: int | None) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Which queries of a row are written out together, the keys that they may see, and their mask."""
+    """Chunks of a row: its queries, the keys that they may see, and their mask."""
     length = query.shape[2]
     if mask is not None:
         size = max(1, LONG // keys)
@@ -115,10 +114,10 @@ def _chunks(query: Tensor, keys: int, mask: Tensor | None, window: int | None) -
             yield slice(start, start + size), slice(0, keys), mask[:, :, start : start + size]
         return
     window = keys if window is None else min(window, keys)
-    # Of more queries than the window has keys, most would be multiplied with keys that they do not see.
+    # With more queries than keys in the window, most products would be with keys that are masked out.
     size = min(length, max(window, _LEAST), max(1, LONG // window))
     reach = min(keys, window + size - 1)
-    # What the last queries see of the last keys: moved along, it is what all others see.
+    # The mask of the last queries over the last keys; shifted, it is that of all others.
     to = torch.arange(reach, device=query.device)
     at = to[-size:, None]
     band = mask_of(((to <= at) & (to > at - window))[None], query.dtype)
@@ -132,7 +131,7 @@ def _chunks(query: Tensor, keys: int, mask: Tensor | None, window: int | None) -
 def written_out(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Softmax weights (B, S, K), output (B, S, D), tanh(logits / softcap); the mask can be expanded to (B, S, K)."""
+    """Softmax weights (B, S, K), output (B, S, D), tanh(logits / softcap); `mask` broadcasts to (B, S, K)."""
     if softcap is None:
         capped, logits = None, torch.baddbmm(mask, query, key.transpose(1, 2), alpha=scale)
     else:
@@ -143,11 +142,11 @@ def written_out(
 
 
 class _Attention(torch.autograd.Function):
-    """Softmax attention with grouped queries, written out.
+    """Softmax attention with grouped queries and explicit weights.
 
-    The fused kernel of torch spends most of an update in its backward pass on a CPU at these sizes, and plain autograd
-    keeps float32 copies of all weights. Here each pass over the weights is one call: scale and mask are taken along by
-    the product, and the softmax computes in float32 inside, whatever the precision of what it reads and writes.
+    At these sizes on a CPU, most of an update would go into the backward pass of torch's fused kernel, and plain
+    autograd saves float32 copies of all weights. Here each pass over the weights is one call: scale and mask are part
+    of the matmul, and the softmax computes in float32 internally, whatever the precision of its input and output.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Forward passes over a model's body: the protocol, and the choice between packed and plain ones."""
+"""Forward passes over a model's body: the protocol, and the choice between packed and plain."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gatespace.models.tree import Parents, tree_of
 
 
 class KVCache(Protocol):
-    """The KV cache of a forward pass; token ids where the network runs plainly."""
+    """The KV cache of a forward pass; token ids in plain passes."""
 
     @property
     def lengths(self) -> tuple[int, ...]: ...
@@ -39,7 +39,7 @@ class Forward(Protocol):
 
 
 class Decoding(Protocol):
-    """Rows that are being continued."""
+    """Rows being decoded."""
 
     def step(self, ids: Tensor) -> Tensor: ...
     def keep(self, rows: Sequence[int]) -> None: ...
@@ -65,12 +65,12 @@ class Body(Protocol):
 
 
 def body_of(model: Model, *, packed: bool | None = None, checkpointing: bool | None = False) -> Body:
-    """The passes for `model`.
+    """The body of `model`, packed or plain.
 
     Args:
         model: A model.
-        packed: True: packed ones, or an error that says why not. False: plain ones. None: packed ones where a probe
-            shows that they compute what the network computes, plain ones elsewhere.
+        packed: True: packed, or an error that says why not. False: plain. None: packed if a probe agrees with the
+            network's own forward, else plain.
         checkpointing: As in `PackedBody`; plain passes have none.
     """
     reason = "engine.packed is false" if packed is False else _unfit(model)
@@ -91,7 +91,7 @@ def body_of(model: Model, *, packed: bool | None = None, checkpointing: bool | N
 
 
 def _unfit(model: Model) -> str | None:
-    """Why packed passes do not compute what the network computes, or None. Asked once per model."""
+    """Why packed passes differ from the network's own forward, or None. Probed once per model."""
     memo = model._memo
     if "unfit" not in memo:
         memo["unfit"] = _probe(model)
@@ -102,7 +102,7 @@ def _unfit(model: Model) -> str | None:
 @torch.no_grad()
 def _probe(model: Model) -> str | None:
     size = model.vocab_size
-    # Long enough for a window or a position bias to show; different lengths, a shared beginning, a second pass.
+    # Long enough for a window or a position bias to show; different lengths, a shared prefix, a second pass.
     first = [(7 * i + 3) % size for i in range(24)]
     rows = [[(11 * i + 5 * row + 1) % size for i in range(9 + 14 * row)] for row in range(2)]
     try:
@@ -129,17 +129,16 @@ def response_states(
     prefix: KVCache | Sequence[int] | None = None,
     forward: Forward | None = None,
 ) -> Tensor:
-    """(N, H) the hidden states at the positions that predict the tokens of `responses`, one response after another.
+    """(N, H) hidden states at the positions that predict the tokens of `responses`, one response after another.
 
-    A prompt goes through the network once, and so does what its responses begin with in common. Gradient flows back
-    through all of it.
+    A prompt is computed once, and so are common prefixes of its responses. Gradient flows back through all of it.
 
     Args:
         body: The body.
         prompts: After the prefix, at least one token each.
-        responses: Of every prompt, at least one, of at least one token.
+        responses: At least one for every prompt, of at least one token.
         prefix: As in `PackedBody.forward`.
-        forward: A pass over the prompts that was made before; None: they go through the network here.
+        forward: An earlier forward pass over the prompts; None: it is run here.
     """
     # The last token of a response predicts nothing.
     trees = [tree_of([ids[:-1] for ids in some]) for some in responses]
@@ -155,7 +154,7 @@ def response_states(
         hidden = forward.last()
         ends = nodes = list(range(len(prompts)))
         if any(tree.tokens for tree in trees):
-            # A row needs a token all the same.
+            # Every row needs a token.
             fed = [tree.tokens or [some[0][0]] for tree, some in zip(trees, responses, strict=True)]
             parents = None if single else [tree.parents or [-1] for tree in trees]
             after = body.forward(fed, prefix=forward.prefix, past=forward.cache, parents=parents)

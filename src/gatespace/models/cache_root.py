@@ -1,4 +1,4 @@
-"""Where gatespace keeps what it has fetched or built, and how a folder appears there: whole or not at all."""
+"""The cache of what gatespace fetched or built, and atomic creation of folders in it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 from gatespace.errors import UsageError
 
 RECORD = "gatespace.json"
-"""A file in every folder that gatespace has written. A folder without it is never replaced."""
+"""A file in every folder written by gatespace. A folder without it is never replaced."""
 
 
 def cache_root() -> Path:
-    """$GATESPACE_CACHE, else the folder `gatespace` in the user's cache of this platform. It need not exist yet."""
+    """$GATESPACE_CACHE, else `gatespace` in the platform's user cache folder. It need not exist yet."""
     chosen = os.environ.get("GATESPACE_CACHE")
     if chosen:
         return Path(chosen).expanduser()
@@ -28,15 +28,15 @@ def cache_root() -> Path:
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "gatespace" / "Cache"
     shared = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification has relative paths ignored.
+    # The XDG specification ignores relative paths.
     return (Path(shared) if os.path.isabs(shared) else Path.home() / ".cache") / "gatespace"
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `folder` at the end, or vanishes if there is an error.
+    """A folder to write to, which becomes `folder` on exit, or is removed on error.
 
-    An earlier folder of ours is replaced; one without our record is refused, for it would be lost.
+    An earlier folder written by gatespace is replaced; one without its record is refused, not overwritten.
     """
     _refuse_foreign(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     fresh.mkdir()
     try:
         yield fresh
-        # safetensors writes files that only their owner can read; a folder is as readable as the umask has it.
+        # safetensors writes files that only their owner can read; the folder's mode follows the umask.
         mode = fresh.stat().st_mode & 0o666
         for file in fresh.rglob("*"):
             if file.is_file():
@@ -63,20 +63,20 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes have left of `new_folder(folder)`. Only for those who hold the folder's lock."""
+    """Remove what killed processes left of `new_folder(folder)`. The caller must hold the folder's lock."""
     for pattern in (f".{folder.name}.new-*", f".{folder.name}.old-*"):
         for left in folder.parent.glob(pattern):
             shutil.rmtree(left, ignore_errors=True)
 
 
 def write_record(folder: Path, entries: dict[str, Any]) -> None:
-    """Mark a folder as ours, and say what is in it."""
+    """Mark a folder as ours, and record its contents."""
     text = json.dumps({"written_by": "gatespace", **entries}, indent=2, sort_keys=True)
     (folder / RECORD).write_text(text + "\n", encoding="utf-8")
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """What `write_record` wrote, or nothing."""
+    """What `write_record` wrote, or an empty dict."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):

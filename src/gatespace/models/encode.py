@@ -1,4 +1,4 @@
-"""A task's prompt in the ids of one tokenizer: what all prompts share, and what is a text's own."""
+"""A task's prompts in the ids of one tokenizer: a shared prefix, and a suffix per text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gatespace.tasks.data import AnyExample
 from gatespace.tasks.prompt import AnyPrompt, shared_length
 
 _KEPT = 2
-"""How many pairs of prompt and tokenizer leave their renderings to later encoders of the process."""
+"""Number of (prompt, tokenizer) pairs whose rendered prompts later encoders of the process reuse."""
 _kept: OrderedDict[tuple[AnyPrompt, str], dict[str, list[int]]] = OrderedDict()
 
 
@@ -22,8 +22,8 @@ class Encoder:
     Args:
         prompt: The prompt of the task.
         tokenizer: A model's tokenizer, with its chat template.
-        texts: The text of every row that will be prompted; what all their prompts begin with is the shared prefix.
-        share: False: the prefix is empty, and each prompt is whole.
+        texts: The texts of all rows to be prompted; what all their prompts begin with is the shared prefix.
+        share: False: the prefix is empty, and suffixes are whole prompts.
     """
 
     def __init__(self, prompt: AnyPrompt, tokenizer: Any, texts: Iterable[str], *, share: bool = True) -> None:
@@ -38,7 +38,7 @@ class Encoder:
         start = prompt.prefix(tokenizer) if share else []
         self.prefix: list[int] = next(iter(self._rendered.values()), []) if start is None else start
         for ids in self._rendered.values():
-            # One token at least is a row's own: it is where the first token of the response is predicted.
+            # At least one token stays in the suffix: it predicts the first token of the response.
             self.prefix = self.prefix[: shared_length(self.prefix, ids[:-1])]
 
     def suffix(self, text: str) -> list[int]:
@@ -57,22 +57,22 @@ class Encoder:
         return ids[len(self.prefix) :]
 
     def lengths(self, rows: Iterable[AnyExample]) -> list[int]:
-        """Tokens of the prompt of each row after the shared prefix."""
+        """Prompt length of each row after the shared prefix."""
         return [len(self.suffix(self.prompt.text(row))) for row in rows]
 
     def gold(self, gold: str, end: int | None = None) -> list[int]:
-        """The right response (of a label, or of a reference), and the id that ends it where one is given."""
+        """The gold response (of a label or a reference), followed by the id `end` if given."""
         if gold not in self._golds:
             response = self.prompt.gold_response(gold)
             self._golds[gold] = list(self.tokenizer.encode(response, add_special_tokens=False))
         return [*self._golds[gold], *([] if end is None else [end])]
 
     def longest_gold(self, rows: Iterable[AnyExample], end: int | None = None) -> int:
-        """Tokens of the longest right response to one of `rows`."""
+        """Tokens of the longest gold response to `rows`."""
         return max(len(self.gold(gold, end)) for gold in self.prompt.golds(rows))
 
     def check(self, rows: Iterable[AnyExample], window: int | None = None, new_tokens: int = 0) -> None:
-        """Raise where a prompt is longer than wished, or leaves no room for a response in the context window."""
+        """Raise if a prompt is longer than allowed, or leaves no room for a response in the context window."""
         most = self.prompt.max_prompt_tokens
         for row in rows:
             length = len(self.prefix) + len(self.suffix(self.prompt.text(row)))
@@ -91,20 +91,20 @@ class Encoder:
                 )
 
     def decode(self, ids: Sequence[int]) -> str:
-        """A response as text, without the tokens that end it."""
+        """A response as text, without special tokens."""
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
     def closed(self, ids: Sequence[int]) -> bool:
-        """Whether the response is complete: nothing that is generated after it counts."""
+        """Whether the response is complete: nothing generated after it counts."""
         tail = self.prompt.tail
         return tail != 0 and self.prompt.closed(self.decode(ids if tail is None else ids[-tail:]))
 
 
 def _renderings(prompt: AnyPrompt, tokenizer: Any) -> dict[str, list[int]]:
-    """Text → ids, as encoders before this one have rendered them with the same prompt and an equal tokenizer."""
+    """Text → ids, as rendered by earlier encoders with the same prompt and an equal tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:  # what it does is not known by its content
+    if backend is None:  # its behaviour is not determined by its content
         return {}
     traits = (type(tokenizer).__qualname__, tokenizer.chat_template, tokenizer.special_tokens_map)
     key = (prompt, hashlib.sha256(f"{traits}{backend.to_str()}".encode("utf-8", "surrogatepass")).hexdigest())

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub and its libraries, where models are loaded from it."""
+"""Utilities for the Hugging Face Hub and its libraries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gatespace.tasks.hub import hub_reachable as hub_reachable
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Keep transformers from drawing its bars, which would stand in the middle of ours."""
+    """Disable the progress bars of transformers, which would mix with ours."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -23,6 +23,6 @@ def without_progress_bars() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """An error of a library in one line."""
+    """A library's error in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")

@@ -1,7 +1,7 @@
 """A causal language model with its tokenizer: by folder, by name, or from the Hugging Face Hub.
 
-What is special about an architecture ends here: the others see a body that gives hidden states and a head that turns
-them into logits. That the two together are the network is checked when a model is loaded.
+What is specific to an architecture stays here: other modules see a body that returns hidden states and a head that
+turns them into logits. Loading checks that the two together equal the network.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WITHOUT_EFFECT = re.compile(
     r"|output_attentions|output_hidden_states|return_dict"
 )
 _ALIGNMENT = 64
-"""Bytes; that of torch's own memory."""
+"""Bytes, as in torch's allocations."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class Model:
     Args:
         network: A causal LM, in evaluation mode.
         tokenizer: Its tokenizer.
-        name: What the user has called it.
+        name: The user's name for it.
         source: Where it came from: a folder, or a Hub id and its revision.
     """
 
@@ -67,13 +67,13 @@ class Model:
 
     @property
     def window(self) -> int | None:
-        """The most tokens of prompt and response that it was made for; None where its configuration does not say."""
+        """Context window: the most tokens of prompt and response; None if not in its configuration."""
         found = getattr(self.network.config.get_text_config(), "max_position_embeddings", None)
         return found if isinstance(found, int) and found > 0 else None
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """The ids that end a response, in rising order."""
+        """The ids that end a response, in ascending order."""
         declared = getattr(getattr(self.network, "generation_config", None), "eos_token_id", None)
         found = {*(declared if isinstance(declared, (list, tuple)) else [declared])}
         found |= {self.tokenizer.eos_token_id, _end_of_turn(self.tokenizer)}
@@ -81,7 +81,7 @@ class Model:
 
     @cached_property
     def turn_end(self) -> int | None:
-        """The id that a whole response is closed with: the chat template's, or else the tokenizer's end."""
+        """The id that closes a complete response: the chat template's, or else the tokenizer's end."""
         for id in (_end_of_turn(self.tokenizer), self.tokenizer.eos_token_id, *self.end_ids):
             if isinstance(id, int) and id in self.end_ids:
                 return id
@@ -89,7 +89,7 @@ class Model:
 
     @property
     def pad_id(self) -> int:
-        """The id in places that are masked; any id would do."""
+        """The id at masked positions; any would do."""
         pad = self.tokenizer.pad_token_id
         if isinstance(pad, int) and 0 <= pad < self.vocab_size:
             return pad
@@ -102,7 +102,7 @@ class Model:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision of the passes."""
+        """The compute precision."""
         return self.head.weight.dtype
 
     @property
@@ -117,22 +117,22 @@ class Model:
         return network_head(self.network)
 
     def whole(self) -> AbstractContextManager[None]:
-        """Have all weights in place for passes without gradient, where a model is sharded."""
+        """Gather all weights of a sharded model for passes without gradient."""
         return nullcontext()
 
     def learning(self) -> AbstractContextManager[None]:
-        """The same for passes with gradient, which is handed on to the weights at the end."""
+        """The same for passes with gradient, which reaches the sharded weights on exit."""
         return nullcontext()
 
     def gathered(self, *, here: bool = True) -> Model | None:
-        """The whole model; None where it is sharded and not wanted `here`."""
+        """The whole model; None if it is sharded and not wanted `here`."""
         return self
 
     def fingerprint(self) -> str:
-        """A hash of the weights and of all of the configuration that the output depends on.
+        """A hash of the weights and of all configuration that affects the output.
 
-        It is the same wherever the files lie and however they are divided, and another one as soon as a single weight
-        or the precision of the weights is another.
+        It does not depend on where the files are or how they are split, and changes if any weight or the precision of
+        the weights changes.
         """
         state = _weight_versions(self.network)
         if self._memo.get("state") != state:
@@ -147,9 +147,9 @@ class Model:
         return hashlib.sha256(b"gatespace tokenizer 1\n" + content.encode()).hexdigest()
 
     def save(self, folder: str | Path) -> None:
-        """Write a normal model folder, whole or not at all. Adapters are merged into the weights of the copy.
+        """Write a normal model folder atomically. Adapters are merged into the saved weights.
 
-        A folder that gatespace has written before is replaced; any other that is not empty is refused.
+        A folder that gatespace has written is replaced; any other that is not empty is refused.
         """
         whole = self
         if _unwrapped(self.network) is not self.network:
@@ -172,18 +172,18 @@ def load_model(
     quantization: str | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Model:
-    """Load a causal LM and its tokenizer. Weights that were saved quantised (GPTQ, AWQ, bitsandbytes) stay so.
+    """Load a causal LM and its tokenizer. Weights saved quantised (GPTQ, AWQ, bitsandbytes) stay so.
 
     Args:
-        name: A folder; ``smollm2``; or a Hub id, ``org/name`` or ``hub:org/name``. A folder comes before a Hub id of
-            the same name, and the short name before a folder (write ``./smollm2`` for the folder).
+        name: A folder; ``smollm2``; or a Hub id, ``org/name`` or ``hub:org/name``. A folder takes precedence over a Hub
+            id of the same name, and the short name over a folder (write ``./smollm2`` for the folder).
         dtype: Precision of the weights.
         device: Where the weights go; ``auto``: over all GPUs, layer by layer; ``meta``: nowhere, only shapes and
-            tokenizer are read.
+            tokenizer are loaded.
         revision: Branch, tag or commit of a Hub id.
         trust_remote_code: Whether code that comes with the model may run.
-        quantization: ``int8`` or ``nf4``: quantise linear layers, all but the head, with bitsandbytes; None: not.
-        report: Called with what takes long, if something has to be fetched or converted first.
+        quantization: ``int8`` or ``nf4``: quantise linear layers except the head with bitsandbytes; None: do not.
+        report: Called with a message if something has to be fetched or converted first.
     """
     try:
         import transformers
@@ -197,17 +197,17 @@ def load_model(
     except (OSError, ValueError) as error:
         raise _not_loaded(name, "configuration", error, options) from error
     if source is None:
-        # The rest is taken from the same commit, even if the branch moves in the meantime.
+        # The rest is loaded from the same commit, even if the branch moves meanwhile.
         options["revision"] = _commit(where, options["revision"])
         source = f"{where}@{options['revision']}"
     if config.is_encoder_decoder:
         raise UsageError("not a causal language model", got=f"{name}, an encoder-decoder ({config.model_type})")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
-    except Exception as error:  # tokenizer files of all ages and kinds fail in as many ways
+    except Exception as error:  # old and odd tokenizer files fail in many ways
         raise _not_loaded(name, "tokenizer", error, options) from error
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.added_tokens_decoder):
-        # For some architectures transformers makes up an empty tokenizer where there are no files of one.
+        # For some architectures transformers creates an empty tokenizer if its files are missing.
         raise UsageError(
             f"the tokenizer of {name} has no tokens", why="its files are missing, tokenizer.json above all"
         )
@@ -245,8 +245,8 @@ def load_model(
             instead="quantised weights (int8, nf4), cpu, or a service on another machine",
         )
     for part in network.modules() if quantised else ():
-        # On such a CPU bitsandbytes packs 4-bit weights anew in passes without gradient, for a kernel of less precision
-        # that has no backward pass.
+        # On such a CPU bitsandbytes repacks 4-bit weights in passes without gradient, for a less precise kernel that
+        # has no backward pass.
         if hasattr(part, "support_avx512bf16_for_cpu"):
             part.support_avx512bf16_for_cpu = False
     if device != "meta":
@@ -268,15 +268,15 @@ def _bitsandbytes(quantization: str, config: Any, dtype: torch.dtype, name: str)
         )
     if quantization == "nf4":
         return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
-    # Without a threshold for outliers, which are looked for in a whole batch: a row must not depend on the others.
+    # No outlier threshold: outliers are detected over a whole batch, and a row must not depend on the others.
     return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
 
 
 def _align(network: nn.Module) -> None:
-    """Bring all weights to memory of torch's own.
+    """Copy unaligned weights to memory allocated by torch.
 
-    On a CPU the last bits of a product depend on where its factors begin, and weights that are still in their file
-    begin anywhere, which no fingerprint knows of.
+    On a CPU the last bits of a matmul depend on the alignment of its operands; memory-mapped weights have any
+    alignment, which no fingerprint covers.
     """
     for tensor in (*network.parameters(), *network.buffers()):
         if tensor.data_ptr() % _ALIGNMENT:
@@ -292,7 +292,7 @@ def check_network(model: Model) -> None:
             got=f"{model.vocab_size} ids, {len(head.weight)} rows",
         )
     last = model.vocab_size - 1
-    # Two rows that differ in the last place only: a causal network gives them the same hidden states before it.
+    # Two rows that differ only in the last token: in a causal network, earlier hidden states are equal.
     ids = torch.tensor([[last // 5, last // 2, 0], [last // 5, last // 2, last]], device=model.device)
     with torch.no_grad():
         hidden = model.body(input_ids=ids, use_cache=False).last_hidden_state.to(model.device)
@@ -326,9 +326,9 @@ def check_network(model: Model) -> None:
 def located(
     name: str, revision: str | None, report: Callable[[str], None] | None, *, weights: bool = True
 ) -> tuple[str, dict[str, Any], str | None]:
-    """Where transformers finds the model, with which options, and the source if it is known before loading.
+    """Where transformers finds the model, with which options, and the source if known before loading.
 
-    A folder needs no `weights` where only shapes are asked for.
+    `weights`: whether a folder must have weights; not if only shapes are needed.
     """
     if name in TINY:
         raise UsageError(
@@ -352,7 +352,7 @@ def located(
 
 
 def hub_name(name: str) -> str:
-    """The Hub id that `name` stands for; an error where it can be none. Whether there is such a model is not asked."""
+    """The Hub id that `name` stands for; raises if it cannot be one. Does not check that the model exists."""
     found = name.removeprefix("hub:")
     if not _HUB_NAME.fullmatch(found) or found.startswith("."):
         raise UsageError(
@@ -410,7 +410,7 @@ def _not_loaded(name: str, part: str, error: Exception, options: dict[str, Any])
 
 
 def _unwrapped(network: Any) -> Any:
-    # PEFT's wrapper is around the network whose layers it has changed in place.
+    # PEFT wraps the network whose layers it changed in place.
     inner = getattr(network, "get_base_model", None)
     return network if inner is None else inner()
 
@@ -431,18 +431,18 @@ def network_head(network: Any) -> Head:
     divisor = getattr(config, "logits_scaling", None) or 1.0
     # One name, two meanings: Granite divides by it, HyperCLOVA X multiplies.
     scale = scale * divisor if config.model_type.startswith("hyperclovax") else scale / divisor
-    softcap = getattr(config, "final_logit_softcapping", None) or None  # Gemma 2 and its kin
+    softcap = getattr(config, "final_logit_softcapping", None) or None  # e.g. Gemma 2
     return Head(layer.weight, getattr(layer, "bias", None), scale, softcap)
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The one token that the chat template writes after the assistant's text, if it is a special one."""
+    """The token that the chat template puts after the assistant's text, if it is a special one."""
     if not tokenizer.chat_template:
         return None
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except Exception:  # a template is a program, and may refuse any chat
+    except Exception:  # a template is code and may reject any chat
         return None
     tail = str(text).rpartition(_PROBE)[2]
     ids: list[int] = tokenizer.encode(tail, add_special_tokens=False) if tail else []
@@ -451,7 +451,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def _not_finite(network: nn.Module) -> str:
-    """Where numbers that are not finite come from."""
+    """Where non-finite numbers come from."""
     for name, tensor in network.state_dict().items():
         if count := int(tensor.isfinite().logical_not().sum()):
             return f"{count} of {tensor.numel()} values of {name} are not finite"
@@ -466,7 +466,7 @@ def _close(left: Tensor, right: Tensor, tolerance: float) -> bool:
 
 
 def _fingerprint(network: Any) -> str:
-    """SHA-256 over the names, types, shapes and bytes of all weights and over the configuration that has an effect."""
+    """SHA-256 of the names, types, shapes and bytes of all weights, and of the configuration that has an effect."""
     config = json.dumps(_with_effect(network.config.to_dict()), sort_keys=True, default=str)
     digest = hashlib.sha256(b"gatespace model 1\n" + config.encode() + b"\n")
     weights = sorted(network.state_dict().items())
@@ -477,7 +477,7 @@ def _fingerprint(network: Any) -> str:
 
 
 def _weight_versions(network: Any) -> list[tuple[str, int, int]]:
-    """A list that differs as soon as a weight was replaced or changed in place, as by an optimizer; cheap to make."""
+    """A list that changes when a weight is replaced or updated in place, e.g. by an optimizer; cheap to make."""
     return [
         (name, weight.data_ptr(), 0 if weight.is_inference() else weight._version)
         for name, weight in network.state_dict().items()

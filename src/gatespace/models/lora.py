@@ -1,4 +1,4 @@
-"""Students that learn in low-rank adapters (LoRA, through PEFT) instead of in their own weights."""
+"""Students that train low-rank adapters (LoRA, through PEFT) instead of their own weights."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def with_lora(
     targets: str | Sequence[str] = ALL_LINEAR,
     seed: int = 0,
 ) -> Model:
-    """The model with adapters, which alone can be trained. As they start, they change nothing.
+    """The model with adapters, which alone are trainable. Initially they change nothing.
 
-    The layers of `model` itself are wrapped, so it is not to be used any more. `dropout` draws from torch's global
+    The layers of `model` itself are wrapped, so it must not be used any more. `dropout` draws from torch's global
     generator, and only in training mode.
 
     Args:
         model: Any model without adapters.
         r: Rank of the adapters.
         alpha: The adapters' output is multiplied by alpha / r.
-        dropout: Share of an adapter's inputs that is dropped in training.
+        dropout: Dropout rate of an adapter's inputs in training.
         targets: Names of the layers, e.g. ``["q_proj", "v_proj"]``, or all linear layers but the head.
-        seed: Of the adapters' first values.
+        seed: Of the adapters' initial values.
     """
     peft = _peft()
     if hasattr(model.network, "peft_config"):
@@ -72,7 +72,7 @@ def with_lora(
 
 
 def merged(model: Model) -> Model:
-    """A copy of the model with its adapters added to the weights, as any other model. `model` stays as it is."""
+    """A copy of the model with its adapters merged into the weights. `model` is unchanged."""
     if not hasattr(model.network, "merge_and_unload"):
         raise UsageError("the model has no adapters", got=model.name)
     if getattr(model.network, "is_quantized", False):
@@ -87,16 +87,16 @@ def merged(model: Model) -> Model:
 
 @torch.no_grad()
 def _without_quantisation(wrapped: Any) -> Any:
-    """A network of plain weights that computes what a quantised one with adapters does.
+    """A network with plain weights, equivalent to a quantised one with adapters.
 
-    To add them to quantised weights would round them away. A linear layer's weight is what it makes of the unit
-    vectors, however it is stored, so that no kind of quantisation needs code of its own.
+    Adding adapters to quantised weights would round them away. A linear layer's weight is its output for the unit
+    vectors, however it is stored, so no kind of quantisation needs its own code.
     """
     network = wrapped.get_base_model()
     weights: dict[str, torch.Tensor] = {}
     done: tuple[str, ...] = ()
     for name, part in network.named_modules():
-        # Adapters have plain layers inside; a layer without any may be quantised too.
+        # Adapters contain plain layers; a layer without adapters may be quantised too.
         if not hasattr(part, "in_features") or type(part) is nn.Linear or name.startswith(done):
             continue
         done += (f"{name}.",)
@@ -125,7 +125,7 @@ def _peft() -> Any:
 
 @torch.no_grad()
 def _initialise(network: nn.Module, seed: int) -> None:
-    """PEFT's own first values (A uniform, B zero), drawn from named streams rather than from the global one."""
+    """PEFT's own initialisation (A uniform, B zero), drawn from named streams instead of the global one."""
     for name, parameter in network.named_parameters():
         if ".lora_A." in name:
             draw = torch.Generator().manual_seed(stream(seed, "models", "lora", name) % 2**63)

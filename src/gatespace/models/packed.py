@@ -1,10 +1,10 @@
-"""A model's body over packed tokens: no padding, and what rows have in common is computed once.
+"""A model's body over packed tokens: no padding, and shared prefixes are computed once.
 
-The tokens of all rows lie one after another in a single sequence, so every linear layer sees real tokens only.
-Attention alone knows about rows: it is registered with transformers under the name `gatespace`, takes each row apart,
-and lets it look at the shared prefix, at the KV cache of the row from an earlier pass, and at its own new tokens, as
-far as the layer's window reaches. Causal attention makes this exact, and gradient flows back through all three: one
-forward pass over a prompt serves sampling and update alike.
+The tokens of all rows are concatenated into a single sequence, so linear layers see real tokens only. Only attention
+knows about rows: it is registered with transformers under the name `gatespace`, unpacks the rows, and lets each attend
+to the shared prefix, to the KV cache of the row from an earlier pass, and to its own new tokens, within the layer's
+window. Causal attention makes this exact, and gradient flows back through all three: one forward pass over a prompt
+serves both sampling and update.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from gatespace.models.tree import Parents, depths, paths
 
 _NAME = "gatespace"
 _one_pass = threading.Lock()
-"""Two threads in one network would reset its attention under each other, and get other numbers without an error."""
+"""Two threads in one network would reset each other's attention, and silently get other numbers."""
 _HARMLESS = {"sliding_window", "position_ids", "cache_position", "use_cache", "output_attentions"}
 _ROOM = 32
-"""Rows whose lengths are equal up to this many tokens attend together."""
+"""Rows whose lengths round up to the same multiple of this attend together."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class KVCache:
     lengths: tuple[int, ...]
 
     def detached(self) -> KVCache:
-        """The same numbers without gradient."""
+        """The same values without gradient."""
         return KVCache(tuple((key.detach(), value.detach()) for key, value in self.layers), self.lengths)
 
     def leaves(self) -> KVCache:
-        """The same numbers as the start of a new graph, whose gradients are handed on by `backward`."""
+        """The same values as leaves of a new graph; `backward` passes their gradients on."""
         fresh = self.detached()
         for pair in fresh.layers:
             for tensor in pair:
@@ -57,7 +57,7 @@ class KVCache:
         return fresh
 
     def row(self, place: int) -> KVCache:
-        """That of one row, in memory of its own."""
+        """A copy of one row's cache."""
         start, length = sum(self.lengths[:place]), self.lengths[place]
         span = slice(start, start + length)
         return KVCache(tuple((key[:, span].clone(), value[:, span].clone()) for key, value in self.layers), (length,))
@@ -72,7 +72,7 @@ class KVCache:
         )
 
     def backward(self, leaves: KVCache) -> None:
-        """Continue in this graph with the gradients that `leaves` have gathered."""
+        """Backpropagate the gradients accumulated in `leaves` through this graph."""
         pairs = [
             (mine, leaf.grad)
             for own, other in zip(self.layers, leaves.layers, strict=True)
@@ -85,15 +85,15 @@ class KVCache:
 
 @dataclass(frozen=True)
 class Forward:
-    """What a pass gives: hidden states (N, H) after the final norm, and the KV caches of prefix and rows."""
+    """Output of a pass: hidden states (N, H) after the final norm, and the KV caches of prefix and rows."""
 
     hidden: Tensor
     cache: KVCache
     prefix: KVCache | None
     continued: bool = False
-    """Whether the rows went on from an earlier pass, so that `cache` is not all that they have, or are trees."""
+    """Whether rows continue earlier ones, so that `cache` is not all of their context, or are trees."""
     windows: tuple[int | None, ...] = ()
-    """The sliding window of every layer; None: it sees all that stands before."""
+    """The sliding window of every layer; None: full attention."""
 
     def last(self) -> Tensor:
         """(B, H) hidden states at the last token of every row."""
@@ -106,9 +106,9 @@ class PackedBody:
 
     Args:
         model: The model.
-        checkpointing: Activation checkpointing: keep the inputs and the keys and values of each layer only, and run the
-            layer again in the backward pass. The same bits for less memory and about a third more time. None: of every
-            second layer, in passes with long rows, where the network can.
+        checkpointing: Activation checkpointing: save only the inputs, keys and values of each layer, and recompute the
+            layer in the backward pass. The same bits for less memory and about a third more time. None: every second
+            layer in passes with long rows, if the network supports it.
     """
 
     def __init__(self, model: Model, *, checkpointing: bool | None = False) -> None:
@@ -145,18 +145,17 @@ class PackedBody:
 
         Args:
             rows: Token ids, at least one per row.
-            prefix: What stands before every row: the KV cache from an earlier pass, or ids to include in this pass.
+            prefix: Precedes every row: the KV cache from an earlier pass, or ids to include in this pass.
             past: The KV cache of rows from an earlier pass, after the prefix.
-            after: The row that each row continues, counted over the rows of `past` and then over those of this pass,
-                where it must be one that continues none; -1: it begins after the prefix. None: the row of `past` at the
-                same place.
+            after: Index of the row that each row continues, over the rows of `past` and then those of this pass, where
+                it must be one that continues none; -1: it begins after the prefix. None: the row of `past` at the same
+                place.
             shape: The padded lengths of row i in attention: of its own tokens, and of those of the row that it
-                continues. The bits of a row's result depend on them, not on the other rows; the ways from the root of a
-                tree to its leaves attend one by one. None: short rows together, long rows together.
-            parents: Rows that are trees: for each of the row's tokens the place of the token that it follows, which
-                stands before it in the row, or -1 where it follows what stands before the row. A token sees its
-                ancestors only. None, for all rows or for one: every token follows the one before it. The KV cache of
-                a tree is not continued.
+                continues. The bits of a row's result depend on them, not on the other rows; the paths of a tree attend
+                one by one. None: short rows together, long rows together.
+            parents: For rows that are trees: the place of each token's parent, which precedes it in the row, or -1 if
+                it follows the context before the row. A token sees its ancestors only. None, for all rows or for one:
+                every token follows the one before it. The KV cache of a tree cannot be continued.
         """
         inline = tuple(prefix) if prefix is not None and not isinstance(prefix, KVCache) else ()
         lengths = tuple(len(row) for row in rows)
@@ -210,7 +209,7 @@ class PackedBody:
 
     @contextmanager
     def _checkpointing(self, config: Any, plan: _Plan) -> Iterator[None]:
-        """Layers of transformers ask three attributes of theirs; what is inside of them stays in evaluation mode."""
+        """Set the three attributes that transformers layers check; their submodules stay in evaluation mode."""
         layers = self._recomputed if self._recomputes_short else self._recomputed[::2] if plan.long else []
         layers = layers if torch.is_grad_enabled() else []
         again = partial(
@@ -231,7 +230,7 @@ class PackedBody:
 
 @contextmanager
 def _packed_attention(config: Any) -> Iterator[None]:
-    """For one pass only: the same network may be saved, generated with or trained elsewhere in between."""
+    """Use packed attention for one pass only: in between, the network may be saved or used elsewhere."""
     with _one_pass:
         before = config._attn_implementation
         config._attn_implementation = _NAME
@@ -248,9 +247,9 @@ def _recomputable(model: Model) -> list[Any]:
 
 
 class Decoding:
-    """Rows that are being continued token by token, without gradient.
+    """Rows being decoded token by token, without gradient.
 
-    Keys and values lie in buffers of fixed size. A step asks the device for nothing, and all steps between two calls of
+    The KV cache is in fixed-size buffers. A step never synchronises with the device, and all steps between two calls of
     `keep` run the same operations on the same memory: the network compiles to one graph for all of them.
     """
 
@@ -284,14 +283,14 @@ class Decoding:
 
     @torch.no_grad()
     def step(self, ids: Tensor) -> Tensor:
-        """Append one token to every row, by ids (B,) on the device; (B, H) hidden states there."""
+        """Append one token to every row, ids (B,) on the device; returns its hidden states (B, H)."""
         self._plan.begin()
         hidden = self._body._run(ids, self._plan.used, self._plan)
         self._plan.used += 1
         return hidden
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, in this order."""
+        """Keep only these rows, in this order."""
         index = torch.tensor(rows, device=self._body.device)
         layers = [(key[index], value[index]) for key, value in self._plan.layers]
         self._plan = _Decode(layers, [self._plan.lengths[row] for row in rows], self._plan.windows)
@@ -301,12 +300,12 @@ class Decoding:
 
 
 class _Plan(ABC):
-    """How the tokens of one pass attend; reached through the keyword arguments of the network."""
+    """How the tokens of one pass attend; passed through the network's keyword arguments."""
 
     longest: int
     """The most keys that any token sees."""
     long = False
-    """Whether there are rows whose attention weights are not kept."""
+    """Whether there are rows whose attention weights are not saved."""
 
     @abstractmethod
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
@@ -320,16 +319,16 @@ class _Group:
     rows: int
     length: int
     index: Tensor | slice
-    """(rows·length,) where in the pass each place's token lies; padding repeats the row's last token."""
+    """(rows·length,) index of each place's token in the pass; padding repeats the row's last token."""
     real: Tensor | None = None
-    """Places that are not padding; None: there is none."""
+    """Places that are not padding; None: all of them."""
     past: Tensor | None = None
-    """(rows·longest past,) where each place's key lies, in `past` and then in the pass."""
+    """(rows·longest past,) index of each place's key, in `past` and then in the pass."""
     seen: Tensor | None = None
-    """(rows or 1, length, keys) which keys stand before a query, on the way to it. None: all up to its own, the last
-    ones being those of the row itself."""
+    """(rows or 1, length, keys) which keys a query sees: its ancestors and itself. None: causal, the row's own keys
+    being the last."""
     first: bool = False
-    """Whether this is the prefix, which has nothing before it."""
+    """Whether this is the prefix, which nothing precedes."""
 
 
 class _Rows(_Plan):
@@ -392,7 +391,7 @@ class _Rows(_Plan):
                     targets.append(index[real])
                     self.groups.append(_Group(len(rows), length, index, real))
                     continue
-                for row in rows:  # as it lies in the pass: a copy of a long row would have to be kept
+                for row in rows:  # a view, not a copy: autograd would save the copy of a long row
                     span = slice(int(offsets[row]), int(offsets[row]) + lengths[row])
                     targets.append(torch.arange(span.start, span.stop))
                     self.groups.append(_Group(1, lengths[row], span))
@@ -415,7 +414,7 @@ class _Rows(_Plan):
         self._masks: dict[tuple[int, int | None, torch.device], Tensor] = {}
 
     def _on(self, device: torch.device) -> tuple[list[_Group], Tensor | None]:
-        """Groups and order on a layer's device: a network may be spread over several."""
+        """Groups and order on a layer's device: a network may span several."""
         if device not in self._there:
             moved = []
             for group in self.groups:
@@ -427,7 +426,7 @@ class _Rows(_Plan):
         return self._there[device]
 
     def _mask(self, place: int, window: int | None, device: torch.device) -> Tensor | None:
-        """(rows or 1, 1, length, keys) the mask of a group: made once for all layers with this window."""
+        """(rows or 1, 1, length, keys) mask of a group, created once for all layers with this window."""
         group = self.groups[place]
         seen = group.seen
         if seen is None:
@@ -438,16 +437,16 @@ class _Rows(_Plan):
         if key not in self._masks:
             if window is not None:
                 own = self.positions[group.index].view(group.rows, -1)
-                if len(seen) == 1:  # rows that differ in their padding only
+                if len(seen) == 1:  # rows differ in padding only
                     own = own.amax(0, keepdim=True)
-                # What stands before a row has the positions from 0 on.
+                # The context before a row has positions from 0 on.
                 keys = torch.cat([torch.arange(seen.shape[2] - group.length).expand(len(own), -1), own], 1)
                 seen = seen & (keys[:, None] > own[:, :, None] - window)
             self._masks[key] = mask_of(seen, self.dtype).to(device)
         return self._masks[key]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        if not self.complete:  # afterwards layers are recomputed in any order
+        if not self.complete:  # afterwards layers may be recomputed in any order
             if layer != len(self.record):
                 raise UsageError(
                     "the layers of this network do not run one after another", instead="engine.packed: false"
@@ -484,7 +483,7 @@ class _Decode(_Plan):
 
     Args:
         layers: Buffers of keys and values (rows, Hkv, K, D).
-        lengths: How many tokens each row has in them.
+        lengths: Tokens of each row in them.
         windows: The sliding window of every layer.
     """
 
@@ -506,14 +505,14 @@ class _Decode(_Plan):
             self.masks[heads, window] = mask_of(seen, first.dtype).repeat(1, heads, 1)
 
     def begin(self) -> None:
-        """The tokens that are now appended see themselves, and will be seen; what a window leaves behind is hidden."""
+        """Unmask the tokens that are now appended, and mask those that leave a window."""
         self.lengths = [length + 1 for length in self.lengths]
         self.longest += 1
         for (_, window), mask in self.masks.items():
             mask[self.rows, :, self.used] = 0.0
             if window is not None:
                 left = self.used - window
-                # As long as nothing is left behind, the first token stays seen.
+                # Until a token leaves the window, the first one stays visible.
                 mask[self.rows, :, left.clamp(min=0)] = mask.new_zeros(1).where(left < 0, -torch.inf)[:, None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
@@ -521,7 +520,7 @@ class _Decode(_Plan):
         keys[self.rows, :, self.used] = key.transpose(0, 1)
         values[self.rows, :, self.used] = value.transpose(0, 1)
         rows, shared, width = len(keys), keys.shape[1], keys.shape[3]
-        # The whole buffers, though their ends are still empty: a slice would have to be copied for the products.
+        # The whole buffers, though their ends are still empty: a slice would have to be copied for the matmul.
         _, output, _ = written_out(
             query.transpose(0, 1).reshape(rows * shared, -1, width),
             keys.flatten(0, 1),
@@ -545,7 +544,7 @@ def _serve(
     gatespace_plan: _Plan | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in place of its own attention: (1, heads, N, D) each."""
+    """The attention function that transformers calls: (1, heads, N, D) each."""
     if gatespace_plan is None:
         raise UsageError(
             "this architecture does not pass keyword arguments to its attention", instead="engine.packed: false"
@@ -558,11 +557,11 @@ def _serve(
 
 
 def _check_attention(module: Any, mask: object, arguments: Mapping[str, Any]) -> None:
-    """Raise if a layer asks for more than softmax attention with a soft cap and a sliding window."""
+    """Raise if a layer needs more than softmax attention with a soft cap and a sliding window."""
     changes = sorted(name for name, value in arguments.items() if value is not None and name not in _HARMLESS)
     if mask is not None:
         changes.append("a mask of its own")
-    if changes:  # sinks of GPT-OSS: too small to rely on a probe to see them
+    if changes:  # e.g. sinks of GPT-OSS: a probe may miss small effects
         raise UsageError(
             f"packed passes do not know attention with {', '.join(changes)}",
             got=type(module).__name__,
@@ -571,16 +570,16 @@ def _check_attention(module: Any, mask: object, arguments: Mapping[str, Any]) ->
 
 
 def _window(module: Any, arguments: Mapping[str, Any], tokens: int) -> int | None:
-    """How many positions back a token of this layer sees, itself included; None: all of `tokens`."""
+    """How many positions back a token of this layer sees, including itself; None: all of `tokens`."""
     config = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
     kind = kinds[module.layer_idx] if kinds else "sliding"
-    # Some architectures write it into their mask only, and no mask is made for packed passes.
+    # Some architectures apply it only in their mask, and packed passes have no mask.
     name = "attention_chunk_size" if "chunk" in kind else "sliding_window" if "sliding" in kind else ""
     window: int | None = arguments.get("sliding_window", getattr(config, name, None))
     if window is None:
         return None
-    # Chunks are another mask. A setting that the network's code makes no mask of may be left over from another network.
+    # Chunks are another mask. A setting that the network's code does not use may be left over from another network.
     homes = [sys.modules.get(base.__module__) for base in type(module).__mro__]
     made = "chunk" not in kind and any(hasattr(home, "create_sliding_window_causal_mask") for home in homes)
     if not made and tokens > window:
@@ -593,7 +592,7 @@ def _window(module: Any, arguments: Mapping[str, Any], tokens: int) -> int | Non
 
 
 def _check_positions(config: Any, tokens: int) -> None:
-    """Raise if the code of a position depends on the length of the text: its KV cache would then be out of date."""
+    """Raise if position encodings depend on the length of the text: the KV cache would then be stale."""
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in [ropes, *(value for value in ropes.values() if isinstance(value, Mapping))]:
         if rope.get("rope_type") in ("dynamic", "longrope"):
@@ -615,7 +614,7 @@ def _register() -> None:
 
 
 def _padded(lengths: Tensor, longest: int, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(rows·longest,) indices of the tokens of rows that begin at `offsets`, and which of them are no padding."""
+    """(rows·longest,) indices of the tokens of rows that begin at `offsets`, and which of them are not padding."""
     if offsets is None:
         offsets = lengths.cumsum(0) - lengths
     time = torch.arange(longest, device=lengths.device)
@@ -626,7 +625,7 @@ def _padded(lengths: Tensor, longest: int, offsets: Tensor | None = None) -> tup
 def _ways(
     lengths: Sequence[int], offsets: Tensor, parents: Sequence[Sequence[int] | None]
 ) -> tuple[list[int], list[int], Tensor, tuple[Tensor, Tensor]]:
-    """The ways from root to leaf of rows that are trees, as lines.
+    """The paths from root to leaf of rows that are trees, as lines.
 
     Returns:
         The row of each line, its length, and where it begins in a list of the tokens of all lines; for each token of
@@ -649,7 +648,7 @@ def _unpack(tensor: Tensor, index: Tensor | slice, rows: int) -> Tensor:
 
 
 def _ancestors(parents: Sequence[int] | None, length: int) -> Tensor:
-    """(length, length) which tokens of a row each of its tokens sees; padding sees at least itself."""
+    """(length, length) which tokens of a row each token sees; padding sees at least itself."""
     if parents is None:
         return torch.ones(length, length, dtype=torch.bool).tril()
     seen = np.eye(length, dtype=bool)

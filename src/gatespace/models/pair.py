@@ -1,4 +1,4 @@
-"""Whether student and teacher have the same tokens: a divergence compares them id by id."""
+"""Check that student and teacher have the same tokens: a divergence compares them id by id."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _TEXT = 'The price rose by 12.5 %, "really"?!\n\t@user #tag naïve 文字 😀 {
 
 @dataclass(frozen=True)
 class PairReport:
-    """What `check_pair` has found.
+    """Result of `check_pair`.
 
     Args:
-        vocab_size: The number of ids that both models share; rows of a head beyond it are padding.
-        notes: What differs without being an error.
+        vocab_size: Number of ids that both models share; rows of a head beyond it are padding.
+        notes: Differences that are not errors.
     """
 
     vocab_size: int
@@ -24,7 +24,7 @@ class PairReport:
 
 
 def check_pair(student: Model, teacher: Model) -> PairReport:
-    """Raise unless every id is the same token to both models, and both heads have a row for it.
+    """Raise unless every id is the same token in both models, and both heads have a row for it.
 
     Heads are often padded, to different sizes even within one family; what counts is the tokenizer.
     """

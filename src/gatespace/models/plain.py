@@ -1,7 +1,7 @@
-"""The same passes as `packed`, by the network's own forward over whole padded sequences.
+"""The same passes as `packed`, with the network's own forward over whole padded sequences.
 
-It caches token ids where the packed passes have a KV cache, and computes everything anew. Slow, but it serves every
-architecture, and it is what the packed passes are measured against.
+Its cache holds token ids instead of keys and values, and everything is recomputed. Slow, but it works for every
+architecture, and is the reference for packed passes.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class PlainBody:
         past: TokenCache | None,
         shape: Callable[[int], tuple[int, int]] | None,
     ) -> PlainForward:
-        """Each way from the root of a tree to a leaf is a row of its own."""
+        """Each path from the root of a tree to a leaf becomes a row."""
         owner: list[int] = []
         ways: list[list[int]] = []
         for row, tree in enumerate(parents):
@@ -127,7 +127,7 @@ class PlainBody:
 
 
 class PlainDecoding:
-    """Rows that are being continued token by token, each time from the beginning."""
+    """Rows being decoded token by token, recomputed from the start each time."""
 
     def __init__(self, body: PlainBody, forward: PlainForward) -> None:
         self._body = body
@@ -139,7 +139,7 @@ class PlainDecoding:
 
     @torch.no_grad()
     def step(self, ids: Tensor) -> Tensor:
-        """Append one token to every row, by ids (B,) on the device; (B, H) hidden states there."""
+        """Append one token to every row, ids (B,) on the device; returns its hidden states (B, H)."""
         rows = torch.arange(len(ids), device=ids.device)
         self._ids = pad(self._ids, (0, 1), value=self._body.model.pad_id)
         self._ids[rows, self._used] = ids
@@ -148,7 +148,7 @@ class PlainDecoding:
         return self._body._states(self._ids, self._used)[rows, self._used - 1]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, in this order."""
+        """Keep only these rows, in this order."""
         self._lengths = [self._lengths[row] for row in rows]
         index = torch.tensor(rows, device=self._ids.device)
         self._ids, self._used = self._ids[index, : max(self._lengths)], self._used[index]

@@ -1,6 +1,6 @@
-"""What a network's shapes say about memory: weights, what autograd keeps of a token, keys and values.
+"""Memory of a network from its shapes: weights, activations saved per token, KV cache.
 
-Functions of shapes alone: they hold for a network without weights, and give the same on every machine.
+Functions of shapes alone: they work for a network without weights, and give the same on every machine.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from gatespace.models.attention import LONG
 from gatespace.models.load import Model
 
 ROOM = 6 << 30
-"""Bytes that the activations of a micro-batch, or the keys and values of texts that are decoded together, may take."""
+"""Budget in bytes for the activations of a micro-batch, or for the KV cache of rows decoded together."""
 _LEAST = 64
-"""Tokens that are computed together in any case."""
+"""Least token limit of a batch."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers of a network, in elements."""
+    """Sizes of a network, in elements."""
 
     all: int
     body: int
-    """Weights in products with every token: without the embedding and the head."""
+    """Weights multiplied with every token: without embedding and head."""
     head: int
-    """Weights in products with the tokens that predict a response token."""
+    """Weights multiplied with the tokens that predict a response token."""
     trained: int
     tied: bool
     """Whether the head is the embedding."""
@@ -40,62 +40,62 @@ class Sizes:
     inner: int
     heads: int
     queries: int
-    """The width of all heads together."""
+    """Total width of all query heads."""
     keys: int
-    """The same for the heads of keys, which those of values equal."""
+    """Total width of all key heads, equal to that of values."""
     normed: bool
-    """Whether queries and keys have norms of their own."""
+    """Whether queries and keys have their own norms."""
     norms: int
     """Norms of a layer over the hidden size: two, or four in Gemma 2 and 3."""
     capped: bool
-    """Whether attention logits have a soft cap, of which the backward pass needs the tanh beside the weights."""
+    """Whether attention logits have a soft cap, whose tanh the backward pass needs besides the weights."""
 
     def planned(self, *, checkpointing: bool = False) -> int:
-        """Bytes of a token by which micro-batches are planned, in half precision.
+        """Bytes per token for planning micro-batches, in half precision.
 
-        About twice what is kept. The rest is for attention weights and for the backward pass; a better count would
-        divide batches in another way, and with that change the last bits of every run.
+        About twice what autograd saves. The rest is for attention weights and the backward pass; a better estimate
+        would divide batches differently, and so change the last bits of every run.
         """
         layer = (34 * self.hidden + 6 * self.inner) * 2
         return self.layers * 3 * self.hidden * 4 + layer if checkpointing else self.layers * layer
 
     def kept(self, *, checkpointing: bool = False) -> int:
-        """Elements of a token that autograd keeps for the backward pass, without attention weights.
+        """Elements per token that autograd saves for the backward pass, without attention weights.
 
-        Counted in Llama, Qwen3 and Gemma 2 with the packed body. With activation checkpointing, the input, key and
-        value of every layer, and all of the layer that is being recomputed.
+        Counted for Llama, Qwen3 and Gemma 2 with the packed body. With activation checkpointing: the input, key and
+        value of every layer, and everything in the layer being recomputed.
         """
-        # Gate, up, activation and product; queries, keys and values as they come and as rows; norms, in float32 too.
+        # Gate, up, activation and product; queries, keys and values, packed and as rows; norms, in float32 too.
         layer = 4 * self.inner + 3 * self.queries + 4 * self.keys + (2 + 3 * self.norms) * self.hidden
         layer += 3 * (self.queries + self.keys) if self.normed else 0
         layers = self.layers * (self.hidden + 2 * self.keys) + layer if checkpointing else self.layers * layer
         return layers + 4 * self.hidden  # the last norm
 
     def most_keys(self, prefix: int) -> int:
-        """The most keys of a row after `prefix` tokens whose attention weights are kept (see `attention.LONG`)."""
+        """The most keys of a row after `prefix` tokens whose attention weights are saved (see `attention.LONG`)."""
         return int((prefix + math.isqrt(prefix * prefix + 4 * LONG)) // 2)
 
     def attention(self, keys: int, *, checkpointing: bool = False) -> int:
-        """Attention weights that are kept of a token that sees `keys` keys, in elements."""
+        """Attention weights saved for a token that attends to `keys` keys, in elements."""
         return self.heads * keys * (2 if self.capped else 1) * (1 if checkpointing else self.layers)
 
     def cached(self) -> int:
-        """Keys and values of a token, in elements."""
+        """KV cache of a token, in elements."""
         return 2 * self.layers * self.keys
 
     def micro_tokens(self, *, checkpointing: bool = False, prefix: int = 0) -> int:
-        """Tokens of a micro-batch that need about `ROOM`; fewer after a shared prefix so long that attention counts."""
-        more = self.most_keys(prefix) - self.most_keys(0)  # what `planned` has no room for
+        """Tokens of a micro-batch that need about `ROOM`; fewer if a long shared prefix makes attention dominate."""
+        more = self.most_keys(prefix) - self.most_keys(0)  # not included in `planned`
         needed = 2 * (self.kept(checkpointing=checkpointing) + self.attention(more, checkpointing=checkpointing))
         return max(_LEAST, ROOM // max(self.planned(checkpointing=checkpointing), needed))
 
     def rollout_tokens(self, itemsize: int) -> int:
-        """Most tokens decoded together: their keys and values, and the copy of them that decoding writes into."""
+        """Token limit of rows decoded together: their KV cache, and the copy that decoding writes to."""
         return max(_LEAST, ROOM // (2 * self.cached() * itemsize))
 
 
 def sizes_of(model: Model, lora: LoraConfig | None = None) -> Sizes:
-    """The sizes of a model, which may be without its weights; `lora` where it is yet to get its adapters."""
+    """The sizes of a model, with or without weights; `lora`: adapters that it is yet to get."""
     network: Any = model.network
     config: Any = network.config.get_text_config()
     tensors = list(network.parameters())
@@ -128,7 +128,7 @@ def sizes_of(model: Model, lora: LoraConfig | None = None) -> Sizes:
 
 
 def _adapters(model: Model, lora: LoraConfig) -> int:
-    """Weights of the adapters."""
+    """Number of adapter weights."""
     head = model.network.get_output_embeddings()
     layers = [
         part

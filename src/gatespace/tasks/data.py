@@ -1,4 +1,4 @@
-"""What every task is (`AnyTask`), and a classification task as a value: labels, what they mean, and examples."""
+"""The interface of tasks (`AnyTask`), and classification tasks: labels, their definitions, and examples."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ class AnyExample(Protocol):
 
     @property
     def text(self) -> str:
-        """What tells its prompt apart from others; the task's prompt makes messages of it."""
+        """Identifies its prompt; the task's prompt makes messages from it."""
         ...
 
     @property
     def gold(self) -> str:
-        """What the task's prompt makes a right response of."""
+        """The task's prompt makes a right response from it."""
         ...
 
     @property
     def where(self) -> str:
-        """Where the row was read, for errors; "" where that is not known."""
+        """Where the row was read, for errors; "" if unknown."""
         ...
 
     @property
     def teacher(self) -> str:
-        """The name of its teacher; "" where it names none."""
+        """The name of its teacher; "" if it names none."""
         ...
 
 
@@ -46,31 +46,31 @@ Row = TypeVar("Row", bound=AnyExample)
 
 
 class AnyTask(ABC):
-    """The port behind which tasks are: rows of three splits, and how a response is judged.
+    """Interface of tasks: rows of three splits, and how a response is judged.
 
-    `Task` has labels; `gatespace.tasks.text.TextTask` has references, with which responses are compared.
+    `Task` has labels; `gatespace.tasks.text.TextTask` has references to compare responses with.
     """
 
     name: str
     source: str
     """Where the rows come from."""
     notes: tuple[str, ...]
-    """What a user should know of how they were read."""
+    """Notes for the user on how they were read."""
     metric: str
-    """What the mean of `judge` over a split is called."""
+    """Name of the mean of `judge` over a split."""
 
     @property
     @abstractmethod
     def digest(self) -> str:
-        """A hash of all that a run can see of this task, wherever the rows were loaded from."""
+        """Hash of all that a run can see of this task, wherever its rows were loaded from."""
 
     @abstractmethod
     def judge(self, row: Any, response: str | None) -> float:
-        """How good a parsed response is, from 0 to 1; None is one that could not be parsed."""
+        """Score of a parsed response, from 0 to 1; None is one that could not be parsed."""
 
     @abstractmethod
     def describe(self) -> str:
-        """One line: sizes, and what a user should know of the rows."""
+        """One line: sizes, and what a user should know about rows."""
 
     def rows(self, split: str) -> list[Any]:
         """The examples of ``train``, ``val`` or ``test``."""
@@ -80,18 +80,18 @@ class AnyTask(ABC):
         return rows
 
     def lessons(self, rows: Sequence[Any]) -> list[Any]:
-        """The rows that a teacher learns `rows` from: one for every right response."""
+        """The rows to train a teacher on: one for every right response to `rows`."""
         return list(rows)
 
     @cached_property
     def test_in_train(self) -> tuple[int, ...]:
-        """Indices of the test rows whose text also stands, character for character, in train."""
+        """Indices of the test rows whose exact text is also in train."""
         known = {row.text for row in self.rows("train")}
         return tuple(index for index, row in enumerate(self.rows("test")) if row.text in known)
 
 
 def digest_of(parts: Iterable[str], person: bytes) -> str:
-    """A hash of texts and of where each ends."""
+    """Hash of texts and their boundaries."""
     state = hashlib.blake2b(digest_size=16, person=person)
     for part in parts:
         body = part.encode("utf-8", "surrogatepass")
@@ -101,7 +101,7 @@ def digest_of(parts: Iterable[str], person: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A text and its gold label; the name of its teacher, where it names one; file and line, where they are known."""
+    """A text and its gold label; the name of its teacher, if it names one; file and line, if known."""
 
     text: str
     label: str
@@ -115,12 +115,12 @@ class Example:
 
     @property
     def columns(self) -> dict[str, str]:
-        """What templates can name."""
+        """Columns for templates."""
         return {"text": self.text, "label": self.label}
 
 
 class Baseline(NamedTuple):
-    """A label that is given to every text, and the accuracy of doing so."""
+    """A label given to every text, and the accuracy of doing so."""
 
     label: str
     accuracy: float
@@ -128,19 +128,19 @@ class Baseline(NamedTuple):
 
 @dataclass(frozen=True)
 class Task(AnyTask):
-    """Texts to be given one label each.
+    """Texts to classify with one label each.
 
     Args:
         name: E.g. ``tweeteval/hate``.
         labels: The canonical label strings, in the order of the data's integers.
-        definitions: A brief sentence for every label, or nothing at all.
-        train: Rows to learn from.
-        val: Rows to choose by.
+        definitions: A brief sentence for every label, or empty.
+        train: Training rows.
+        val: Rows to select by.
         test: Rows to report on.
-        dropped: How many rows with an empty text each split has lost.
+        dropped: Number of rows with an empty text dropped per split.
         question: What is asked about a text.
         source: Where the rows come from.
-        notes: What a user should know of how they were read.
+        notes: Notes for the user on how they were read.
     """
 
     name: str
@@ -180,7 +180,7 @@ class Task(AnyTask):
 
     @cached_property
     def digest(self) -> str:
-        """A hash of all that a run can see of this task, wherever the rows were loaded from."""
+        """Hash of all that a run can see of this task, wherever its rows were loaded from."""
         parts = [self.question, *self.labels, *(self.definitions.get(label, "") for label in self.labels)]
         for split in SPLITS:
             parts.append(f"{split} {len(self.rows(split))}")
@@ -195,7 +195,7 @@ class Task(AnyTask):
         return Baseline(label, counts[label] / counts.total() if counts else float("nan"))
 
     def describe(self) -> str:
-        """One line: sizes, what was dropped, what is in both test and train, and the best constant."""
+        """One line: sizes, labels, dropped rows, overlap of test and train, best constant."""
         sizes = "/".join(str(len(self.rows(split))) for split in SPLITS)
         lost = {split: count for split, count in self.dropped.items() if count}
         rows_lost = ", ".join(f"{split} {count}" for split, count in lost.items()) or "none"
@@ -212,7 +212,7 @@ class Task(AnyTask):
 
 
 def check_labels(labels: Sequence[str], definitions: Mapping[str, str]) -> None:
-    """Raise if the labels cannot be told apart by the parser, or are not the ones that are defined."""
+    """Raise if the parser cannot tell the labels apart, or they are not the ones defined."""
     if isinstance(labels, str) or len(labels) < 2:
         raise UsageError("a task has at least two labels", got=repr(labels))
     seen: dict[str, str] = {}
@@ -248,8 +248,8 @@ def split_rows(
 ) -> dict[str, list[Row]]:
     """Divide rows into named parts that have no text in common.
 
-    Rows with the same text (but for white space at its ends) stay together, because a teacher that has learnt a row
-    knows its double as well. Sizes are therefore exact only up to such groups. Rows keep their order.
+    Rows with the same text (up to surrounding white space) stay together, because a teacher trained on a row also knows
+    its duplicate. Sizes are therefore exact only up to such groups. Rows keep their order.
 
     Args:
         examples: The rows.

@@ -1,4 +1,4 @@
-"""What kind of task a table holds, guessed from its columns and cells, and said in a sentence."""
+"""Guess the task of a table from its columns and cells, with a reason in a sentence."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _ANSWERS = (
 )  # fmt: skip
 _MOST_LABELS = 50
 _PER_LABEL = 4
-"""Fewer rows per label than this are no classification."""
+"""With fewer rows per label it is not classification."""
 _LOOKED_AT = 2000
 
 
 @dataclass(frozen=True)
 class Guess:
-    """A section `task`, and why it is this one."""
+    """A section `task`, and the reason for it."""
 
     task: dict[str, Any]
     said: str
@@ -35,13 +35,13 @@ class Guess:
 def guess_task(
     source: str, *, prompt: str | None = None, answer: str | None = None, metric: str | None = None
 ) -> Guess:
-    """The section `task` for a table.
+    """Guess the section `task` for a table.
 
     Args:
         source: A file, a folder, or a dataset of the Hub whose columns are named by `prompt` and `answer`.
         prompt: A template over columns; None: guessed.
         answer: The column of the right response; None: guessed.
-        metric: By its name; None: guessed from the right responses. With one, responses are free text.
+        metric: A name; None: guessed from the right responses. If given, responses are free text.
     """
     if not place_of(source).exists():
         raise UsageError("there is no such file or folder", got=source, instead="for a dataset of the Hub, task.text")
@@ -87,7 +87,7 @@ def guess_task(
 
 
 def _labels(rows: Sequence[Mapping[str, object]], column: str) -> list[str]:
-    """The labels of a column; none where its cells are too many or too long to be labels."""
+    """The labels of a column; none if its values are too many or too long to be labels."""
     cells = [str(row.get(column) if row.get(column) is not None else "").strip() for row in rows]
     labels = sorted({cell for cell in cells if cell})
     short = all(len(label) <= 40 and "\n" not in label for label in labels)

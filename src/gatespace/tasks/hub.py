@@ -1,4 +1,4 @@
-"""Rows of a dataset on the Hugging Face Hub, through the package `datasets`, imported when it is first needed."""
+"""Rows of a dataset on the Hugging Face Hub, through the package `datasets`, imported lazily."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gatespace.errors import MissingExtraError, UsageError, missing_extra
 
 EXTRA = "tasks"
 TIMEOUT = 3.0
-"""Seconds after which the Hub counts as out of reach. Its own client tries again for half a minute."""
+"""Seconds after which the Hub counts as unreachable. Its own client retries for half a minute."""
 SPLIT_NAMES = {"train": "train", "validation": "val", "valid": "val", "val": "val", "dev": "val", "test": "test"}
 
 
@@ -23,13 +23,13 @@ LABEL_COLUMNS = "text_column, label_column and teacher_column of task.table name
 
 @dataclass(frozen=True)
 class HubSplit:
-    """Some columns of one split, and for a column of integers with names, the names."""
+    """Some columns of one split, and the names of a column of named integers."""
 
     columns: dict[str, list[Any]]
     names: dict[str, tuple[str, ...]]
 
     def cells(self) -> Iterator[dict[str, Any]]:
-        """Row by row; an integer that has a name is given as the name."""
+        """Row by row; an integer with a name is replaced by it."""
         for row in zip(*self.columns.values(), strict=True):
             yield {column: self._named(column, value) for column, value in zip(self.columns, row, strict=True)}
 
@@ -39,7 +39,7 @@ class HubSplit:
 
 
 def hub_reachable() -> bool:
-    """Whether the Hub answers. False without asking where the user has set HF_HUB_OFFLINE."""
+    """Whether the Hub responds. False without a request if HF_HUB_OFFLINE is set."""
     try:
         from huggingface_hub import constants
     except ImportError as error:
@@ -53,14 +53,14 @@ def _answers(address: str) -> bool:
         request = urllib.request.Request(address, method="HEAD", headers={"User-Agent": "gatespace"})
         urllib.request.urlopen(request, timeout=TIMEOUT).close()
     except urllib.error.HTTPError:
-        return True  # an answer, if not the one that was asked for
+        return True  # a response, even if an error
     except (OSError, ValueError):
         return False
     return True
 
 
 def optional_module(name: str, *, feature: str, otherwise: str = "") -> Any:
-    """Import a package of the extra `tasks`, or raise the error that says how to get it or do without it."""
+    """Import a package of the extra `tasks`, or raise an error that says how to get it or do without."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -83,10 +83,10 @@ def hub_splits(
     shown = f"{name} ({config})" if config else name
     offline = datasets.config.HF_HUB_OFFLINE
     try:
-        # With it what is in the cache is found at once, and what is not is missing at once.
+        # Offline, cached datasets are found and others fail without retries.
         datasets.config.HF_HUB_OFFLINE = offline or not hub_reachable()
         loaded = datasets.load_dataset(name, config)
-    except Exception as error:  # whatever the network, the Hub's client or the dataset's own format may raise
+    except Exception as error:  # anything the network, the Hub's client or the dataset's format may raise
         raise UsageError(
             f"{shown} could not be loaded from the Hugging Face Hub",
             got=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",

@@ -1,4 +1,4 @@
-"""A task by its name: ours, those that a plugin registers, and those that installed packages provide."""
+"""Tasks by name: built in, registered by a plugin, or provided by an installed package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parser of responses: which label a response to the prompt of `gatespace.tasks.prompt` gives."""
+"""Parser of responses: the label in a response to the prompt of `gatespace.tasks.prompt`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 SCAN_LIMIT = 200
-"""Without a legal label in JSON, a label has to stand within this many characters from the start."""
+"""Without a legal label in JSON, a label must be within this many characters from the start."""
 
-# White space, underscores, hyphens and dashes of all kinds, and characters of no width: a label is one and the same
-# whichever of them stands between its words.
+# White space, underscores, hyphens and dashes of all kinds, and zero-width characters: any of them may separate the
+# words of a label.
 _SEPARATOR = r"[\s_\-\u2010-\u2015\u2212\u00ad\u200b-\u200d\u2060\ufeff]"
 _INNER = re.compile(rf"(?<!{_SEPARATOR})(?<!^){_SEPARATOR}+(?!{_SEPARATOR}|\Z)")
 # The bound on the length keeps the search linear in the text; no label is that long.
@@ -19,7 +19,7 @@ _JSON = re.compile(r'"label"\s{0,20}:\s{0,20}("(?:[^"\\]|\\.){0,400}")', re.IGNO
 
 
 def label_key(label: str) -> str:
-    """What all spellings of a label have in common.
+    """The same key for all spellings of a label.
 
     Examples:
         >>> label_key("not-hate") == label_key("Not_Hate") == label_key(" not hate ")
@@ -29,11 +29,11 @@ def label_key(label: str) -> str:
 
 
 def parse_label(text: str, labels: Sequence[str]) -> str | None:
-    """The label that `text` gives, or None where it gives no legal one. No text makes it raise.
+    """The label in `text`, or None if there is no legal one. Never raises.
 
-    The first ``"label": "..."`` counts. If there is none, or its content is no legal label, the first 200 characters
-    are scanned for a legal label as whole words, the longest label first, of equally long ones the one that stands
-    first. Case does not matter, nor does it whether spaces, underscores or hyphens join the words of a label.
+    The first ``"label": "..."`` counts. If there is none, or its content is not a legal label, the first 200 characters
+    are scanned for a legal label as whole words, the longest label first, and among equally long ones the first in the
+    text. Case does not matter, nor whether spaces, underscores or hyphens join the words of a label.
 
     Args:
         text: What the model generated, with the prefill in front of it if there was one.
@@ -52,9 +52,9 @@ def parse_label(text: str, labels: Sequence[str]) -> str | None:
         label = legal.get(label_key(_unquoted(match[1])))
         if label is not None:
             return label
-    # Folding goes character by character: the folded start of a text is the start of the folded text.
+    # Case folding is per character: the folded start of a text is the start of the folded text.
     limit = len(text[:SCAN_LIMIT].casefold())
-    # Two characters more, so that what follows a label at the limit can be seen: a cut "hateful" is not "hate".
+    # Two more characters, to see what follows a label at the limit: a cut "hateful" is not "hate".
     folded = text[: SCAN_LIMIT + 2].casefold()
     best: tuple[int, int, str] | None = None
     for pattern, length, label in patterns:

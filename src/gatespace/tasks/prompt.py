@@ -1,7 +1,7 @@
 """The prompt of a task: what the model is shown, and how its response begins. `parser` is its counterpart.
 
-Everything that is the same for all texts stands first and the text last, so that the tokens in common, whose keys and
-values are computed once, are as many as can be.
+Everything that is the same for all texts comes first and the text last, so that the shared prefix, whose KV cache is
+computed once, is as long as possible.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from gatespace.tasks.data import AnyExample, Task
 from gatespace.tasks.parser import parse_label
 
 PREFILL = '{"label": "'
-"""The assistant's turn is opened with this, so that the first decoded token is the first token of a label."""
+"""The assistant's turn starts with this, so that the first decoded token is the first token of a label."""
 
-# Different first characters of different kinds, so that what these renderings share is what all share.
+# Different kinds of first characters, so that the prefix these renderings share is shared by all.
 _PROBES = ("a", "Zebra", "@user", "7 days", '"quoted"', "#tag", "…", "😀", "(", "é", ":", "文")
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer. A chat template is used where there is one; Hugging Face tokenizers fit."""
+    """Interface of a tokenizer. A chat template is used if there is one; Hugging Face tokenizers fit."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`."""
@@ -32,15 +32,15 @@ class Tokenizer(Protocol):
 
 
 class AnyPrompt(ABC):
-    """The port behind which prompts are: what a model is shown of a row, where its response ends, what it says.
+    """Interface of prompts: what a model is shown of a row, where its response ends, and how it is parsed.
 
-    A prompt is a value: two that are equal ask the same.
+    A prompt is a value: equal ones render the same.
     """
 
     prefill: str
     """How the assistant's turn begins; "" leaves all of it to the model."""
     labels: tuple[str, ...]
-    """The legal labels; none where a response is free text."""
+    """The legal labels; none if responses are free text."""
     thinking: bool = False
     """Whether a model that can think before it responds does so."""
     closes: ClassVar[bool]
@@ -48,16 +48,16 @@ class AnyPrompt(ABC):
     max_prompt_tokens: int | None = None
     """Most tokens of a prompt; None: any number."""
     tail: int | None = None
-    """`closed` can be told by this many last tokens of a response; None: by all of it."""
+    """`closed` needs only this many last tokens of a response; None: all of it."""
 
     def text(self, row: Any) -> str:
-        """What `messages` makes the chat of."""
+        """What `messages` makes the chat from."""
         found: str = row.text
         return found
 
     @abstractmethod
     def messages(self, text: str, special_tokens: Sequence[str] = ()) -> list[dict[str, str]]:
-        """The chat for a row's text, in which no special token of the model is spelled by a text."""
+        """The chat for a row's text, in which no text spells a special token of the model."""
 
     @abstractmethod
     def plain(self, messages: Sequence[dict[str, str]]) -> str:
@@ -65,11 +65,11 @@ class AnyPrompt(ABC):
 
     @abstractmethod
     def prefix(self, tokenizer: Tokenizer) -> list[int] | None:
-        """The tokens that the prompts of all texts begin with; None: known only by the texts."""
+        """The tokens that the prompts of all texts begin with; None: known only from the texts."""
 
     @abstractmethod
     def golds(self, rows: Iterable[AnyExample]) -> list[str]:
-        """All that a right response to one of `rows` can be made of."""
+        """All golds that right responses to `rows` are made from."""
 
     @abstractmethod
     def gold_response(self, gold: str) -> str:
@@ -77,11 +77,11 @@ class AnyPrompt(ABC):
 
     @abstractmethod
     def closed(self, response: str) -> bool:
-        """Whether nothing that is generated after this response counts."""
+        """Whether nothing generated after this response counts."""
 
     @abstractmethod
     def parse(self, response: str) -> str | None:
-        """What a response says, to be judged by the task; None where it says nothing legal."""
+        """The parsed response, for the task to judge; None if it has nothing legal."""
 
     def render(self, tokenizer: Tokenizer, text: str) -> list[int]:
         """The token ids that the model continues: chat template, messages, prefill."""
@@ -93,7 +93,7 @@ class AnyPrompt(ABC):
         template = _template(getattr(chat, "chat_template", None))
         if template is None:
             ids = list(tokenizer.encode(self.plain(messages)))
-            # Some tokenizers close what they encode, and nothing can be continued after an end.
+            # Some tokenizers append an end token, after which nothing can be generated.
             closed = len(ids) > 1 and ids[-1] == getattr(chat, "eos_token_id", None)
             return ids[:-1] if closed else ids
         options = {"enable_thinking": self.thinking} if "enable_thinking" in template else {}
@@ -106,7 +106,7 @@ class AnyPrompt(ABC):
                 why="it comes with the tokenizer, and transformers runs it in a sandbox",
                 instead=f"a model whose template takes {_turns(messages)}; or correct chat_template.jinja beside it",
             ) from None
-        # The template has written the special tokens already.
+        # The template has already written the special tokens.
         return list(tokenizer.encode(opened + self.prefill, add_special_tokens=False))
 
 
@@ -115,7 +115,7 @@ class Prompt(AnyPrompt):
     """The prompt of a task with labels.
 
     Args:
-        fixed: What stands before every text.
+        fixed: What precedes every text.
         labels: The legal labels.
         prefill: How the assistant's turn begins; "" leaves all of it to the model.
     """
@@ -143,7 +143,7 @@ class Prompt(AnyPrompt):
         Args:
             task: Gives the question, the labels and their definitions.
             prefill: How the assistant's turn begins.
-            brief: Only the labels, for models that are trained from nothing and cannot read instructions.
+            brief: Only the labels, for models trained from scratch, which cannot follow instructions.
         """
         if brief:
             return cls(f"{' | '.join(task.labels)}\n", task.labels, prefill)
@@ -171,18 +171,18 @@ class Prompt(AnyPrompt):
         return cls(fixed, task.labels, prefill)
 
     def messages(self, text: str, special_tokens: Sequence[str] = ()) -> list[dict[str, str]]:
-        """The chat for `text`: one turn of the user."""
+        """The chat for `text`: one user turn."""
         return [{"role": "user", "content": self.fixed + harmless(text, special_tokens).strip()}]
 
     def plain(self, messages: Sequence[dict[str, str]]) -> str:
-        """The turn, and where the answer begins."""
+        """The turn, and the start of the answer."""
         return f"{messages[0]['content']}\n\nAnswer: {self.prefill}".rstrip(" ")
 
     def prefix(self, tokenizer: Tokenizer, texts: Iterable[str] = ()) -> list[int]:
         """The longest token prefix that the renderings of different texts have in common.
 
-        It is computed, not assumed: where the fixed part ends need not be the end of a token. `texts` joins the texts
-        of the comparison to the built-in ones; with all texts of a task, every one of them begins with the result.
+        It is computed, not assumed: the fixed part need not end at a token boundary. `texts` are compared in addition
+        to the built-in ones; with all texts of a task, every prompt begins with the result.
         """
         shared: list[int] | None = None
         for text in (*_PROBES, *texts):
@@ -191,7 +191,7 @@ class Prompt(AnyPrompt):
         return shared or []
 
     def golds(self, rows: Iterable[AnyExample]) -> list[str]:
-        """The labels, whichever `rows` have."""
+        """All labels, whatever `rows` have."""
         return [*self.labels]
 
     def gold_response(self, gold: str) -> str:
@@ -232,7 +232,7 @@ def _turns(messages: Sequence[dict[str, str]]) -> str:
 
 
 def harmless(text: str, special_tokens: Sequence[str]) -> str:
-    """The text with a space in every special token that it spells: it must not end the turn."""
+    """The text with a space in every special token that it spells, which could end the turn."""
     for token in special_tokens:
         if len(token) > 2:
             text = text.replace(token, f"{token[0]} {token[1:]}")
@@ -240,7 +240,7 @@ def harmless(text: str, special_tokens: Sequence[str]) -> str:
 
 
 def shared_length(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many ids two sequences have in common at their beginning."""
+    """Length of the common prefix of two sequences."""
     for index, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return index

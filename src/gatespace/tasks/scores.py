@@ -30,7 +30,7 @@ class Metric:
     Args:
         name: As in `task.text.metric`.
         score: Of one response.
-        refuses: Why a reference cannot be compared with; "" where it can.
+        refuses: Why a reference cannot be compared with; "" if it can.
         figures: Name → figure of a whole split, which is not the mean of the responses' scores.
     """
 
@@ -92,7 +92,7 @@ def find_metric(name: str) -> Metric:
 
 
 def _built_in(name: str, **more: Any) -> Callable[[Callable[[str, str], float]], Callable[[str, str], float]]:
-    """Register (response, reference) → score; of several references the best counts."""
+    """Register (response, reference) → score; the best of several references counts."""
 
     def wrap(function: Callable[[str, str], float]) -> Callable[[str, str], float]:
         def best(response: str, references: Sequence[str], columns: Mapping[str, str]) -> float:
@@ -113,13 +113,13 @@ def _plain(text: str) -> str:
 
 @_built_in("exact")
 def _exact(response: str, reference: str) -> float:
-    """The same, but for white space."""
+    """Equal up to white space."""
     return float(_plain(response) == _plain(reference))
 
 
 @_built_in("contains")
 def _contains(response: str, reference: str) -> float:
-    """The reference stands in the response, in any case and with any white space."""
+    """The response contains the reference, up to case and white space."""
     return float(_plain(reference).casefold() in _plain(response).casefold())
 
 
@@ -133,7 +133,7 @@ def _no_pattern(reference: str) -> str:
 
 @_built_in("regex", refuses=_no_pattern)
 def _regex(response: str, reference: str) -> float:
-    """The reference is a regular expression, which is found in the response."""
+    """The reference is a regular expression that is found in the response."""
     return float(re.search(reference, response) is not None)
 
 
@@ -142,7 +142,7 @@ _MARK = "####"
 
 
 def number_in(text: str) -> Decimal | None:
-    """The number after the last ``####``, and where there is none the last number; None without a number.
+    """The first number after the last ``####``, or else the last number; None without a number.
 
     Examples:
         >>> number_in("3 + 4 = 7, so #### 7 apples, not 9"), number_in("1,000.50 or -2"), number_in("none")
@@ -156,7 +156,7 @@ def number_in(text: str) -> Decimal | None:
         return None
     try:
         return Decimal(found[0 if mark else -1].replace(",", ""))
-    except InvalidOperation:  # more digits than there are atoms
+    except InvalidOperation:  # far too many digits
         return None
 
 
@@ -170,7 +170,7 @@ def _number(response: str, reference: str) -> float:
 
 
 def _words(text: str) -> list[str]:
-    """As SQuAD's evaluation has them: lower case, without punctuation and articles."""
+    """Words as in SQuAD's evaluation: lower case, without punctuation and articles."""
     bare = "".join(character for character in text.lower() if character not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", bare).split()
 
@@ -232,9 +232,9 @@ for _name in ("bleu", "chrf"):
     _known[_name] = Metric(_name, _sentence(_name), figures=_corpus(_name))
 
 METRICS = tuple(_known)
-"""Those that need no plugin."""
+"""The built-in metrics."""
 
 
 def mean(scores: Sequence[float]) -> float:
-    """The mean, whatever the order of the scores."""
+    """The mean, independent of score order."""
     return math.fsum(scores) / len(scores)

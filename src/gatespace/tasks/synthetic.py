@@ -1,8 +1,8 @@
 """A generated task for the demo and for tests: short messages whose ambiguity is known.
 
-A message is a list of two to four cues, each of which speaks for exactly one label. In a clear message all cues speak
-for one label. In a mixed one k of n speak for one and the others for a second, and the gold label is drawn with
-probabilities k/n and (n-k)/n. These are the exact posteriors, so the accuracy that is attainable is known too.
+A message is a list of two to four cues, each of which points to exactly one label. In a clear message all cues point to
+one label. In a mixed one k of n point to one and the rest to a second, and the gold label is drawn with probabilities
+k/n and (n-k)/n. These are the exact posteriors, so the attainable accuracy is known too.
 
 Two of the labels share their first word. A message between ``good news`` and ``bad news`` is uncertain at the first
 token of the answer (u and h), one between ``open question`` and ``open offer`` only at a later one (h alone).
@@ -92,16 +92,16 @@ class SyntheticTask(Task):
     posteriors: Mapping[str, list[dict[str, float]]] = field(default_factory=dict)
 
     def bayes_accuracy(self, split: str = "test") -> float:
-        """The expected accuracy on the texts of `split` of always giving the most probable label: none can do better.
+        """Expected accuracy on the texts of `split` of always giving the most probable label, the best possible.
 
-        On the gold labels as drawn, the same rule may come out a little above or below.
+        On the drawn gold labels, the same rule may score slightly higher or lower.
         """
         best = [max(posterior.values()) for posterior in self.posteriors[split]]
         return sum(best) / len(best)
 
 
 def synthetic_task(seed: int = 0, size: int = 2400, *, ambiguity: float = 0.5) -> SyntheticTask:
-    """Generate the task. No text stands twice, within a split or across splits.
+    """Generate the task. No text occurs twice, within a split or across splits.
 
     Args:
         seed: The same seed gives the same task, and each split has its own stream.
@@ -148,7 +148,7 @@ def synthetic_task(seed: int = 0, size: int = 2400, *, ambiguity: float = 0.5) -
 def _message(rng: random.Random, ambiguity: float) -> tuple[str, dict[str, float]]:
     first, second = _some(rng, list(CUES), 2)
     total = _some(rng, CUE_COUNTS, 1)[0]
-    # At least half of the cues speak for `first`, so that every mixture is met once: 1:1, 2:1, 3:1, 2:2.
+    # At least half of the cues point to `first`, so that every mixture has one form: 1:1, 2:1, 3:1, 2:2.
     minority = 1 + int(rng.random() * (total // 2)) if rng.random() < ambiguity else 0
     counts = {first: total - minority, second: minority}
     patterns = [pattern for label, count in counts.items() for pattern in _some(rng, CUES[label], count)]

@@ -25,7 +25,7 @@ from gatespace.tasks.hub import LABEL_COLUMNS, SPLIT_NAMES, check_column, hub_sp
 from gatespace.tasks.parser import label_key
 
 CARVED: Mapping[str, float] = MappingProxyType({"val": 0.1, "test": 0.2})
-"""The shares of the training rows that become val and test where the source has none."""
+"""The shares of the training rows that become val and test if the source has none."""
 
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[\w.-]+))?")
 
@@ -35,7 +35,7 @@ _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 Rows = Iterator[tuple[str, Mapping[str, object] | None]]
-"""Where a row stands, and its cells; None where all of them are empty."""
+"""Where a row is, and its cells; None if all of them are empty."""
 
 
 class _Row(NamedTuple):
@@ -61,24 +61,24 @@ def load_table(
     name: str | None = None,
     question: str = "Which label fits the text best?",
 ) -> Task:
-    """A task from rows with a text and a label.
+    """Load a task of texts and labels.
 
     Rows with an empty text are dropped and counted. Any other bad row is an error that names its file and line. Files
-    are in UTF-8, or in UTF-16 with its mark; cells are separated by whatever gives the header both columns.
+    are UTF-8, or UTF-16 with a byte order mark; the delimiter is the one that gives the header both columns.
 
     Args:
         source: A file (its rows are train), a folder with train, val and test files, a mapping of split to file, or a
             Hub dataset as ``owner/name`` or ``owner/name:config``. Files end in .jsonl, .csv, .tsv or .parquet.
         labels: All labels. A row gives its label as a string, in any case and with any of space, underscore and
             hyphen between its words, or as the integer index into this list; an integer that is one label by its text
-            and another by its index is an error. Where a Hub dataset or its integers have names, the names count.
+            and another by its index is an error. If a Hub dataset has names for its integers, the names count.
         definitions: A brief sentence for each label for the prompt; ``{}`` for none.
         text_column: The column or key of the text.
         label_column: The column or key of the label.
-        teacher_column: The column or key of the name of a training row's teacher; None: rows name none.
-        split: Shares of train that become ``val`` and ``test`` where the source has no such split.
-        seed: Of that choice.
-        name: Of the task; by default made from the source.
+        teacher_column: The column or key that names a training row's teacher; None: rows name none.
+        split: Shares of train that become ``val`` and ``test`` if the source has no such split.
+        seed: Of that split.
+        name: Of the task; by default the source.
         question: What the prompt asks about a text.
     """
     check_labels(labels, definitions)
@@ -119,7 +119,7 @@ def load_table(
 
 
 def read_texts(path: Path, column: str, notes: list[str]) -> Iterator[str]:
-    """The texts of a file with rows, "" for an empty cell; arguments as in `load_table`. `notes` gets what is odd."""
+    """The texts of a file with rows, "" for an empty cell; arguments as in `load_table`. `notes` gets oddities."""
     for where, row in _READERS[path.suffix.lower()](path, (column,), notes):
         if row is not None:
             check_column(column, row, where=where, instead="name the column of the texts")
@@ -130,7 +130,7 @@ def read_texts(path: Path, column: str, notes: list[str]) -> Iterator[str]:
 
 
 def carve(rows: dict[str, list[AnyRow]], split: Mapping[str, float], seed: int) -> None:
-    """Give val and test their shares of the training rows where they have none; arguments as in `load_table`."""
+    """Give val and test their shares of the training rows if they have none; arguments as in `load_table`."""
     for part in split:
         if part not in ("val", "test"):
             raise unknown_name("split to carve from train", part, ("val", "test"))
@@ -155,7 +155,7 @@ def carve(rows: dict[str, list[AnyRow]], split: Mapping[str, float], seed: int) 
 
 
 def teacher_of(where: str, cells: Mapping[str, object], column: str | None) -> str:
-    """The name in a row's cell of the teacher; "" where there is no such column."""
+    """The name of a row's teacher; "" if there is no such column."""
     name = "" if column is None else cells[column]
     if column is not None and (not isinstance(name, str) or not name.strip()):
         raise UsageError(f"{where}: {column!r} names no teacher", got=repr(name), instead="a name of pair.teachers")
@@ -163,7 +163,7 @@ def teacher_of(where: str, cells: Mapping[str, object], column: str | None) -> s
 
 
 def _label_reader(labels: tuple[str, ...]) -> Callable[[object], list[str]]:
-    """What a cell can mean: no label, one, or two of which an integer is one by its text and the other by its place."""
+    """Cell → the labels it can mean: none, one, or two if an integer is one by its text and another by its index."""
     by_key = {label_key(label): label for label in labels}
 
     def readings(value: object) -> list[str]:
@@ -172,7 +172,7 @@ def _label_reader(labels: tuple[str, ...]) -> Callable[[object], list[str]]:
         text = str(value)
         named, digits = by_key.get(label_key(text)), text.strip()
         if isinstance(value, str) and named is not None:
-            return [named]  # text is a label first: CSV knows no integers
+            return [named]  # text is a label first: CSV has no integers
         place = int(digits) if digits.isascii() and digits.isdigit() else len(labels)
         placed = labels[place] if place < len(labels) else None
         return list(dict.fromkeys(label for label in (named, placed) if label is not None))
@@ -218,14 +218,14 @@ def read_source(
     settings: str = LABEL_COLUMNS,
     for_train: str | None = None,
 ) -> tuple[dict[str, Rows], str]:
-    """Split → its rows, all of which have `columns`; and the source as it is shown to a user.
+    """Split → its rows, all of which have `columns`; and the source as shown to a user.
 
     Args:
         source: As in `load_table`.
-        columns: Have to be there; a file's rows may have more.
-        notes: Gets what is odd about a file.
+        columns: Required; a file's rows may have more.
+        notes: Gets oddities of a file.
         settings: Which settings name the columns, for errors.
-        for_train: One more column, which training rows have to have.
+        for_train: One more column, required of training rows.
     """
     more = () if for_train is None else (for_train,)
     if isinstance(source, Mapping):
@@ -252,7 +252,7 @@ def read_source(
 
 
 def place_of(source: str | Path) -> Path:
-    """A path as it was given, with ~ and variables of the environment ($DATA/rows.csv) in full."""
+    """A path with ~ and environment variables ($DATA/rows.csv) expanded."""
     return Path(os.path.expandvars(source)).expanduser()
 
 
@@ -310,7 +310,7 @@ def _decoded(path: Path) -> str:
     content = path.read_bytes()
     encoding = "utf-16" if content.startswith(_UTF16) else "utf-8-sig"
     try:
-        if content[:2].count(0) == 1:  # a letter of ASCII in UTF-16, which would pass for UTF-8
+        if content[:2].count(0) == 1:  # an ASCII letter in UTF-16, which would pass for UTF-8
             likely = "UTF-16LE" if content[1] == 0 else "UTF-16BE"
             raise UsageError(
                 f"{path}:1: not UTF-8", why=f"it looks like {likely} without a mark", instead=_convert(path, likely)
@@ -353,7 +353,7 @@ def _jsonl(path: Path, wanted: Sequence[str], notes: list[str]) -> Rows:
 
 
 def _delimiter(content: str, wanted: Sequence[str], usual: str) -> str:
-    """What separates the cells: the first that gives the header all the columns; else the usual one."""
+    """The delimiter of cells: the first that gives the header all columns; else the usual one."""
     for delimiter in dict.fromkeys((usual, *_SEPARATORS)):
         reader = csv.reader(io.StringIO(content, newline=""), delimiter=delimiter)
         with contextlib.suppress(csv.Error):
@@ -371,7 +371,7 @@ def _separated(path: Path, wanted: Sequence[str], notes: list[str], usual: str) 
     reader = csv.reader(io.StringIO(content, newline=""), delimiter=delimiter, strict=True)
     columns: list[str] | None = None
     while True:
-        where = f"{path}:{reader.line_num + 1}"  # where the row begins; a quoted text may run over several lines
+        where = f"{path}:{reader.line_num + 1}"  # where the row begins; a quoted text may span several lines
         try:
             cells = next(reader)
         except StopIteration:

@@ -25,14 +25,14 @@ _SETTINGS = "prompt, messages, answer, columns and teacher_column of task.text n
 
 @dataclass(frozen=True, slots=True)
 class TextExample:
-    """A prompt with the responses that would be right.
+    """A prompt with its reference responses.
 
     Args:
-        text: The user's turn; where rows are conversations, all turns as JSON.
+        text: The user's turn; if rows are conversations, all turns as JSON.
         references: At least one.
-        columns: The row's cells, for metrics of one's own.
+        columns: The row's cells, for custom metrics.
         where: File and line, or the number of the row.
-        teacher: The name of its teacher; "" where it names none.
+        teacher: The name of its teacher; "" if it names none.
     """
 
     text: str
@@ -43,7 +43,7 @@ class TextExample:
 
     @property
     def gold(self) -> str:
-        """The first reference, which a teacher learns."""
+        """The first reference, which teachers train on."""
         return self.references[0]
 
 
@@ -67,7 +67,7 @@ class Template:
         self.columns = tuple(dict.fromkeys(name for _, name, _, _ in self._parts if name is not None))
 
     def fill(self, cells: Mapping[str, str]) -> str:
-        """The text with the cells in their places."""
+        """The text with the cells filled in."""
         return "".join(before + (cells[name] if name is not None else "") for before, name, _, _ in self._parts)
 
 
@@ -85,8 +85,8 @@ class TextPrompt(AnyPrompt):
         conversations: Whether a row's text is a conversation as JSON; else it is the user's turn.
         system: The system's turn before all others; "" for none.
         prefill: How the assistant's turn begins.
-        stop: Texts at which a response ends; they are no part of it.
-        thinking: Whether a model that can think before it responds does so. What it thinks is not judged.
+        stop: Stop strings; they are not part of the response.
+        thinking: Whether a model that can think before it responds does so. Its thinking is not judged.
         max_prompt_tokens: The longest prompt; None: as long as fits.
         too_long: What happens beyond it: refuse is an error, truncate cuts the end of the longest turn.
     """
@@ -104,25 +104,25 @@ class TextPrompt(AnyPrompt):
 
     @property
     def tail(self) -> int:  # type: ignore[override]
-        """A token is at least a byte, so that a stop text is at most so many, and one more for a byte cut off."""
+        """A token is at least a byte: the bytes of the longest stop string, plus 4 for a cut-off character."""
         return max((len(text.encode()) + 4 for text in self.stop), default=0)
 
     def messages(self, text: str, special_tokens: Sequence[str] = ()) -> list[dict[str, str]]:
-        """The system's turn, and the turns of the row."""
+        """The system's turn and the row's turns."""
         turns = json.loads(text) if self.conversations else [{"role": "user", "content": text}]
         if self.system:
             turns = [{"role": "system", "content": self.system}, *turns]
         return [{**turn, "content": harmless(turn["content"], special_tokens)} for turn in turns]
 
     def plain(self, messages: Sequence[dict[str, str]]) -> str:
-        """The only turn as it is; of several, each with its role."""
+        """A single turn as it is; several, each with its role."""
         if len(messages) == 1:
             return messages[0]["content"] + self.prefill
         turns = [f"{turn['role']}: {turn['content']}" for turn in messages]
         return "\n\n".join([*turns, f"assistant: {self.prefill}".rstrip(" ")])
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[dict[str, str]]) -> list[int]:
-        """The token ids; where they are too many and that is wished, with the longest turn cut."""
+        """The token ids; if too many and `too_long` is truncate, the longest turn is cut."""
         ids = super().encode(tokenizer, messages)
         most = self.max_prompt_tokens
         while most is not None and len(ids) > most and self.too_long == "truncate":
@@ -137,29 +137,29 @@ class TextPrompt(AnyPrompt):
             chat: Any = tokenizer
             tokens = tokenizer.encode(content, add_special_tokens=False)
             kept = chat.decode(tokens[: max(0, len(tokens) - (len(ids) - most))]).rstrip("\ufffd")
-            # Some tokenizers do not give back what they were given.
+            # Some tokenizers do not round-trip.
             kept = kept if content.startswith(kept) and kept != content else content[: len(content) // 2]
             messages = [*messages[:place], {**messages[place], "content": kept}, *messages[place + 1 :]]
             ids = super().encode(tokenizer, messages)
         return ids
 
     def prefix(self, tokenizer: Tokenizer) -> None:
-        """Known only by the texts: a template's beginning is part of them."""
+        """None: known only from the texts, which include a template's start."""
 
     def golds(self, rows: Iterable[AnyExample]) -> list[str]:
-        """The references that are learned."""
+        """The references to train on."""
         return list(dict.fromkeys(row.gold for row in rows))
 
     def gold_response(self, gold: str) -> str:
-        """The reference; without the prefill where it begins with that."""
+        """The reference, without the prefill if it begins with it."""
         return gold.removeprefix(self.prefill)
 
     def closed(self, response: str) -> bool:
-        """Whether a stop text has been written."""
+        """Whether it contains a stop string."""
         return any(text in response for text in self.stop)
 
     def parse(self, response: str) -> str:
-        """The response up to the first stop text, after what was thought."""
+        """The response up to the first stop string, without thinking."""
         for text in self.stop:
             response = response.partition(text)[0]
         if self.thinking:
@@ -176,15 +176,15 @@ class TextTask(AnyTask):
 
     Args:
         name: In reports.
-        train: Rows to learn from.
-        val: Rows to choose by.
+        train: Training rows.
+        val: Rows to select by.
         test: Rows to report on.
-        metric: By which validation picks, and which reports are about.
-        also: Further metrics that evaluations state.
-        prompt: How a row becomes what a model is shown. A prefill of `gatespace.tasks.configured` may be set over it.
-        template: What a row's text was made from, where it was one.
+        metric: For model selection and reports.
+        also: Further metrics in evaluations.
+        prompt: How a row becomes a prompt. `gatespace.tasks.configured` may override its prefill.
+        template: The template of the rows' texts, if any.
         source: Where the rows come from.
-        notes: What a user should know of how they were read.
+        notes: Notes for the user on how they were read.
     """
 
     name: str
@@ -222,7 +222,7 @@ class TextTask(AnyTask):
 
     @cached_property
     def metrics(self) -> tuple[Metric, ...]:
-        """The named one, and the further ones."""
+        """`metric`, and those of `also`."""
         return tuple(map(find_metric, (self.metric, *self.also)))
 
     def judge(self, row: TextExample, response: str | None) -> float:
@@ -230,7 +230,7 @@ class TextTask(AnyTask):
         return self.metrics[0](response or "", row.references, row.columns)
 
     def judge_all(self, row: TextExample, response: str) -> dict[str, float]:
-        """Further metric → its score."""
+        """Metric of `also` → score."""
         return {metric.name: metric(response, row.references, row.columns) for metric in self.metrics[1:]}
 
     def lessons(self, rows: Sequence[TextExample]) -> list[TextExample]:
@@ -239,7 +239,7 @@ class TextTask(AnyTask):
 
     @cached_property
     def digest(self) -> str:
-        """A hash of all that a run can see of this task, wherever the rows were loaded from."""
+        """Hash of all that a run can see of this task, wherever its rows were loaded from."""
         return digest_of(self._parts(), b"gatespace.text.1")
 
     def _parts(self) -> Iterator[str]:
@@ -253,7 +253,7 @@ class TextTask(AnyTask):
                 yield json.dumps([row.references, sorted(row.columns.items()), *([row.teacher] if row.teacher else [])])
 
     def describe(self) -> str:
-        """One line: sizes, references, and what is in both test and train."""
+        """One line: sizes, references, metrics, overlap of test and train."""
         sizes = "/".join(str(len(self.rows(split))) for split in SPLITS)
         references = [len(row.references) for split in SPLITS for row in self.rows(split)]
         return "; ".join(
@@ -268,13 +268,13 @@ class TextTask(AnyTask):
 
 @dataclass(frozen=True)
 class OtherPrompt(AnyPrompt):
-    """Another prompt for the rows of a task, after which the same responses are right: the teacher's own.
+    """The teacher's own prompt for the rows of a task, with the same right responses.
 
     Args:
         student: The prompt of the task.
         template: The user's turn; None: the turns of the task.
         system: The system's turn; None: the task's.
-        examples: Turns before it.
+        examples: Few-shot turns.
     """
 
     student: AnyPrompt
@@ -317,26 +317,26 @@ class OtherPrompt(AnyPrompt):
         return [{**turn, "content": harmless(turn["content"], special_tokens)} for turn in json.loads(text)]
 
     def plain(self, messages: Sequence[dict[str, str]]) -> str:
-        """As the student's prompt has it; of several turns, each with its role."""
+        """As in the student's prompt; several turns, each with its role."""
         return (self.student if len(messages) == 1 else TextPrompt(prefill=self.prefill)).plain(messages)
 
     def prefix(self, tokenizer: Tokenizer) -> None:
-        """Known only by the texts."""
+        """None: depends on the texts."""
 
     def golds(self, rows: Iterable[AnyExample]) -> list[str]:
-        """As after the student's prompt."""
+        """As for the student's prompt."""
         return self.student.golds(rows)
 
     def gold_response(self, gold: str) -> str:
-        """As after the student's prompt."""
+        """As for the student's prompt."""
         return self.student.gold_response(gold)
 
     def closed(self, response: str) -> bool:
-        """As after the student's prompt."""
+        """As for the student's prompt."""
         return self.student.closed(response)
 
     def parse(self, response: str) -> str | None:
-        """As after the student's prompt."""
+        """As for the student's prompt."""
         return self.student.parse(response)
 
 
@@ -359,23 +359,23 @@ def load_text(
     seed: int = 0,
     name: str | None = None,
 ) -> TextTask:
-    """A text task from rows of files or of the Hub. A bad row is an error that names its file and line.
+    """Load a text task from files or the Hub. A bad row is an error that names its file and line.
 
     Args:
         source: As in `gatespace.tasks.load_table`.
-        prompt: A template over columns, e.g. ``Describe: {mr}``; or
-        messages: the column of a conversation: a list of ``{"role": …, "content": …}``, as JSON in a table of text.
+        prompt: A template over columns, e.g. ``Describe: {mr}``; or `messages`.
+        messages: The column of a conversation: a list of ``{"role": …, "content": …}``, as JSON in text files.
         answer: The column of the right response: a text, a number, a list of texts that are all right, or a list with
-            one message. None: the conversation's last turn, of the assistant.
+            one message. None: the conversation's last turn, by the assistant.
         metric: A name of `gatespace.tasks.scores`.
         also: Further metrics.
-        columns: Further columns that metrics of one's own look at.
-        teacher_column: The column of the name of a training row's teacher; None: rows name none.
-        group: Make rows of one prompt and teacher one row, with the references of all.
+        columns: Further columns for custom metrics.
+        teacher_column: The column that names a training row's teacher; None: rows name none.
+        group: Merge rows of one prompt and teacher into one, with the references of all.
         how: The other settings of the prompt.
-        split: Shares of train that become ``val`` and ``test`` where the source has no such split.
-        seed: Of that choice.
-        name: Of the task; by default made from the source.
+        split: Shares of train that become ``val`` and ``test`` if the source has no such split.
+        seed: Of that split.
+        name: Of the task; by default the source.
     """
     if (prompt is None) == (messages is None):
         raise UsageError("a text task has a prompt template, or a column of messages", got=f"{prompt!r}, {messages!r}")
@@ -446,7 +446,7 @@ def _cell(value: object) -> str:
 
 
 def row_text(where: str, cells: Mapping[str, object], template: Template | None, messages: str | None) -> str:
-    """What `TextPrompt` makes messages of, from the cells of a row. The assistant's last turn is no part of it."""
+    """The text of a row for `TextPrompt`, from its cells. The assistant's last turn is not part of it."""
     if template is not None:
         texts = {column: _text(where, column, cells[column]) for column in template.columns}
         if not any(part.strip() for part in texts.values()):

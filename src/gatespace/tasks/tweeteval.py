@@ -23,7 +23,7 @@ def load_tweeteval(name: str, root: str | Path | None = None) -> Task:
     Args:
         name: A task of TweetEval, or a folder of `root` in the layout of one.
         root: A TweetEval folder (the one that holds emotion/, hate/, …, or a clone of its repository). None: the
-            folder that $GATESPACE_TWEETEVAL names, and the Hub for what is not in there.
+            folder that $GATESPACE_TWEETEVAL names, and the Hub for what it lacks.
     """
     name = re.sub(r"^stance[-_/](?=.)", "stance/", name.strip("/"))
     if root is not None:

@@ -1,4 +1,4 @@
-"""What TweetEval's labels are called here and what they mean, in the order of its integers."""
+"""Names and definitions of TweetEval's labels, in the order of its integers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The teacher: scores of the student's tokens, computed once and kept."""
+"""The teacher: scores of the student's tokens, computed once and cached."""

@@ -1,4 +1,4 @@
-"""A teacher that follows its student: the exponential moving average of its weights."""
+"""A teacher that is the exponential moving average of its student's weights."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from gatespace.teacher.scores import ScoreSpec
 class AverageTeacher(LocalTeacher):
     """Scores with the average of a student's weights: after each update, decay · itself + (1 - decay) · the student.
 
-    It has no cache: its weights are others at every step, and no later run would find its scores. Of a student with
-    adapters the two factors of each adapter are averaged, as any other trained weights.
+    It has no cache: its weights change at every step, and no later run would find its scores. For a student with
+    adapters, the two factors of each adapter are averaged like any other trained weights.
 
     Args:
-        model: Loaded as the student is, in float32, with the weights that it starts from and its parameters that are
-            trained; it becomes the teacher's own.
-        spec: What is asked.
-        decay: Its share of itself in an update.
-        dtype: The precision in which it computes; averages are float32.
+        model: Loaded like the student, in float32, with its initial weights and trainable parameters; it becomes the
+            teacher's own.
+        spec: The requested scores.
+        decay: Weight of the old average in an update.
+        dtype: Compute precision; averages are float32.
         packed: As in `LocalTeacher`.
         device: As in `LocalTeacher`.
     """
@@ -49,7 +49,7 @@ class AverageTeacher(LocalTeacher):
         self._decay = decay
 
     def follow(self, weights: Mapping[str, Tensor]) -> None:
-        """Take in the student's trained weights after an update."""
+        """Update the averages from the student's weights."""
         if weights.keys() != self._averages.keys():
             raise RunError("the teacher self-ema has other weights than the student", got=len(weights))
         with torch.no_grad():
@@ -58,18 +58,18 @@ class AverageTeacher(LocalTeacher):
         self._publish()
 
     def tensors(self) -> dict[str, Tensor]:
-        """For a checkpoint."""
+        """Checkpoint tensors."""
         return {f"average/{name}": average for name, average in self._averages.items()}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Resume from what `tensors` gave."""
+        """Restore what `tensors` returned."""
         for name, average in self._averages.items():
             average.copy_(tensors[f"average/{name}"])
         self._publish()
 
     @torch.no_grad()
     def _publish(self) -> None:
-        """Compute with the averages, and make again what was made of the weights before."""
+        """Load the averages into the network, and refresh what depends on its weights."""
         for name, parameter in self._own.items():
             parameter.copy_(self._averages[name])
         self.prefix_cache = self.body.prefix_cache(self.spec.prefix)

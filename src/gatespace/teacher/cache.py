@@ -1,14 +1,14 @@
 """Teacher scores on disk, computed once: later steps, epochs, seeds and runs look them up.
 
 A score depends on the teacher, on how it is computed and on the tokens before it; its key is a hash of exactly these.
-An entry carries a checksum over key and payload, so that neither a damaged payload nor a sound one under another key
-can pass for a score.
+An entry has a checksum over key and payload, so that neither a damaged payload nor an intact one under another key is
+served as a score.
 
-The cache is one SQLite file that several processes share. It saves time and does nothing else, so trouble with it
-costs time and nothing else: a damaged entry is a miss, a damaged file is replaced by an empty one, a full or read-only
-disk ends the writing, and each is reported once. The file has a rollback journal instead of a write-ahead log because
-processes map the index of such a log into memory: the kernel ends (SIGBUS) a process that touches it after it was
-truncated. Here every access is a `read` or a `write`, whose failure is an error that can be handled.
+The cache is one SQLite file shared by several processes. It only saves time, so problems with it only cost time: a
+damaged entry is a miss, a damaged file is replaced by an empty one, a full or read-only disk stops writing, and each is
+reported once. The file has a rollback journal instead of a write-ahead log because the index of such a log is
+memory-mapped: the kernel kills (SIGBUS) a process that touches it after truncation. Here every access is a `read` or a
+`write`, whose failure can be handled.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from gatespace.files import Closing
 __all__ = ["FILE", "CacheStats", "ScoreCache", "prefix_keys"]
 
 FILE = "gatespace-scores-2.sqlite"
-"""The name has the version of the format, so that no version reads the file of another one."""
-_PERSON_KEY = b"gatespace.key.1"  # 16 bytes at most; to change it is to lose every stored score
+"""The name has the format version, so that no version reads another's file."""
+_PERSON_KEY = b"gatespace.key.1"  # at most 16 bytes; changing it loses every stored score
 _PERSON_ENTRY = b"gatespace.sum.2"
-_PAGE = 16384  # several hidden states of 1 to 4 KiB to a page
-_SELECT = 128  # keys of a query; always as many, so that SQLite compiles it once
-_SHARE = 8  # a transaction takes at most one page in this many
+_PAGE = 16384  # several hidden states of 1 to 4 KiB per page
+_SELECT = 128  # keys per query; fixed, so that SQLite compiles it once
+_SHARE = 8  # a transaction takes at most 1/8 of the pages
 _PATIENCE = 10.0  # seconds that a call waits for other processes
-_IMPATIENCE = 0.05  # after a call has waited in vain
-_ATTEMPTS = 3  # more than one, with the file that has taken the place of a damaged or deleted one
+_IMPATIENCE = 0.05  # after a call has timed out
+_ATTEMPTS = 3  # retries with the file that replaces a damaged or deleted one
 _QUERY = f"SELECT key, checksum, payload FROM scores WHERE key IN ({', '.join('?' * _SELECT)})"
-# synchronous=OFF: no fsync. A killed process loses nothing by it; after a power failure the file may be damaged, which
-# is found out like any other damage.
+# synchronous=OFF: no fsync. A killed process loses nothing; after a power failure the file may be damaged, which is
+# detected like any other damage.
 _PRAGMAS = (f"page_size={_PAGE}", "journal_mode=TRUNCATE", "synchronous=OFF", "mmap_size=0", "cell_size_check=ON")
 _TABLE = "CREATE TABLE scores (id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, checksum BLOB, payload BLOB)"
 _SCHEMA = [("scores", _TABLE), ("sqlite_autoindex_scores_1", None)]
-# What SQLite answers where the file may be sound but the system refuses; every other error means damage.
+# SQLite's errors where the file may be intact but the system refuses; every other error means damage.
 _REFUSALS = (
     sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_FULL,
@@ -68,7 +68,7 @@ class CacheStats:
     misses: int = 0
     """Keys that were not found; a damaged entry is a miss too."""
     damaged: int = 0
-    """Entries found damaged, each counted once, and one for each file that was deleted. None was served."""
+    """Entries found damaged, each counted once, and one for each deleted file. None was served."""
     written: int = 0
     evicted: int = 0
 
@@ -77,11 +77,11 @@ class ScoreCache(Closing):
     """Teacher scores on disk, shared by processes, on a local file system.
 
     Args:
-        folder: Made if it is not there; files of other names in it are left alone.
-        max_mb: Bound on the size of the file, in MiB; the oldest entries make room. Each process that shares a cache
-            keeps to its own bound.
-        report: Called with a message when something is wrong with the cache, once for each kind of trouble. `notes`
-            keeps these messages.
+        folder: Created if missing; other files in it are left alone.
+        max_mb: Size limit of the file, in MiB; the oldest entries are evicted. Each process that shares a cache applies
+            its own limit.
+        report: Called with a message when something is wrong with the cache, once per kind of problem. `notes` keeps
+            these messages.
     """
 
     def __init__(self, folder: Path, *, max_mb: int = 4096, report: Callable[[str], None] | None = None) -> None:
@@ -100,13 +100,13 @@ class ScoreCache(Closing):
         self._reading = self._writing = True
         self._closed = False
         self._database: sqlite3.Connection | None = None
-        self._opened: tuple[int, int | None] = (0, None)  # process and inode that belong to the connection
+        self._opened: tuple[int, int | None] = (0, None)  # process and inode of the connection
         self._patience = _PATIENCE
         with _LOCK:
             self._attempt(self._shrink, writes=True)
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """The payloads under `keys`, None where there is none or a damaged one."""
+        """The payloads under `keys`, None where missing or damaged."""
         with _LOCK:
             self._check_open()
             entries = self._attempt(lambda database: _select(database, keys), writes=False) or []
@@ -127,7 +127,7 @@ class ScoreCache(Closing):
     def put_many(self, items: Iterable[tuple[bytes, bytes]]) -> None:
         """Store payloads under keys.
 
-        A key that is there keeps its entry, so that all readers see one payload; a damaged entry is replaced.
+        An existing key keeps its entry, so that all readers see one payload; a damaged entry is replaced.
         """
         entries: dict[bytes, bytes] = {}
         for key, payload in items:
@@ -162,7 +162,7 @@ class ScoreCache(Closing):
             self.stats.evicted += evicted
 
     def _batches(self, entries: dict[bytes, bytes], limit: int) -> Iterator[tuple[dict[bytes, bytes], int]]:
-        """Entries that go into one transaction, and the pages that this takes at most."""
+        """Entries for one transaction, and the most pages that it takes."""
         batch: dict[bytes, bytes] = {}
         size = 0
         for key, payload in entries.items():
@@ -179,7 +179,7 @@ class ScoreCache(Closing):
             yield batch, size
 
     def _shrink(self, database: sqlite3.Connection) -> None:
-        """Keep to a bound that is smaller than the file."""
+        """Shrink a file that exceeds the limit."""
         limit = self._limit(database)
         if _pragma(database, "page_count") <= limit:
             return
@@ -195,7 +195,7 @@ class ScoreCache(Closing):
     # ------------------------------------------------------------------------------------------------ the file
 
     def _attempt(self, work: Callable[[sqlite3.Connection], T], *, writes: bool) -> T | None:
-        """What `work` returns; None where the cache cannot do it, which is noted."""
+        """What `work` returns; None if the cache cannot do it, which is noted."""
         for _ in range(_ATTEMPTS):
             if not (self._writing if writes else self._reading):
                 return None
@@ -210,7 +210,7 @@ class ScoreCache(Closing):
         return None
 
     def _recover(self, error: sqlite3.Error | UnicodeError | OSError, *, writes: bool) -> bool:
-        """Do what can be done about `error`; whether it is worth another attempt."""
+        """Recover from `error` if possible; returns whether to retry."""
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
         if code & 0xFF == sqlite3.SQLITE_BUSY:
             self._wait_for(_IMPATIENCE)
@@ -234,14 +234,14 @@ class ScoreCache(Closing):
         return False
 
     def _is_refusal(self, code: int) -> bool:
-        if code == sqlite3.SQLITE_IOERR_SHORT_READ:  # a file that was cut
+        if code == sqlite3.SQLITE_IOERR_SHORT_READ:  # a truncated file
             return False
-        if code == sqlite3.SQLITE_READONLY:  # the file itself can say so, wrongly
+        if code == sqlite3.SQLITE_READONLY:  # a damaged file may claim it
             return not (os.access(self.path, os.W_OK) and os.access(self.folder, os.W_OK))
         return code & 0xFF in _REFUSALS
 
     def _connect(self) -> sqlite3.Connection:
-        """The open file; opened again after a fork, and where another process has deleted or replaced it."""
+        """The open file, reopened after a fork or if another process has deleted or replaced it."""
         if self._database is not None and self._opened == (os.getpid(), _inode(self.path)):
             return self._database
         self._disconnect()
@@ -257,7 +257,7 @@ class ScoreCache(Closing):
         except BaseException:
             database.close()
             raise
-        database.text_factory = bytes  # a damaged entry may have a text, which need not be UTF-8
+        database.text_factory = bytes  # a damaged entry may hold text that is not UTF-8
         self._database = database
         return database
 
@@ -302,7 +302,7 @@ class ScoreCache(Closing):
 
 
 def _select(database: sqlite3.Connection, keys: Sequence[bytes]) -> list[tuple[bytes, bytes, bytes]]:
-    """(key, checksum, payload) of those that are there."""
+    """(key, checksum, payload) of the keys present."""
     entries: list[tuple[bytes, bytes, bytes]] = []
     for start in range(0, len(keys), _SELECT):
         some: list[bytes | None] = [*keys[start : start + _SELECT]]
@@ -311,7 +311,7 @@ def _select(database: sqlite3.Connection, keys: Sequence[bytes]) -> list[tuple[b
 
 
 def _evict(database: sqlite3.Connection, most: int) -> int:
-    """Delete the oldest entries until at most this many pages are used; returns how many entries went."""
+    """Delete the oldest entries until at most `most` pages are used; returns how many were deleted."""
     evicted = 0
     while _pragma(database, "page_count") - _pragma(database, "freelist_count") > most:
         ((first, last),) = database.execute("SELECT (SELECT min(id) FROM scores), (SELECT max(id) FROM scores)")
@@ -356,11 +356,11 @@ def prefix_keys(*, fingerprint: str, numerics: str, prompt: Sequence[int], respo
 
     Args:
         fingerprint: The teacher's weights and configuration (`Model.fingerprint`).
-        numerics: All else that can change a number: precision, canonical shape, payload, temperature.
-        prompt: Token ids of the prompt, prefill included.
+        numerics: All else that can change a number: precision, canonical shape, payload, hardware.
+        prompt: Token ids of the prompt, including the prefill.
         response: Token ids of the response.
     """
-    # Every part but the last has its length before it, so that no two different calls have one encoding.
+    # Every part but the last is length-prefixed, so that no two different calls have the same encoding.
     hasher = hashlib.blake2b(digest_size=32, person=_PERSON_KEY)
     for part in (fingerprint.encode(), numerics.encode(), _ids(prompt)):
         hasher.update(len(part).to_bytes(8, "little"))
@@ -368,7 +368,7 @@ def prefix_keys(*, fingerprint: str, numerics: str, prompt: Sequence[int], respo
     encoded = _ids(response)
     keys: list[bytes] = []
     for end in range(8, len(encoded) + 8, 8):
-        keys.append(hasher.digest())  # digest leaves the hasher as it is
+        keys.append(hasher.digest())  # digest does not change the hasher
         hasher.update(encoded[end - 8 : end])
     return keys
 

@@ -1,14 +1,13 @@
 """A teacher in this process.
 
-A score must not depend on which batch, worker or moment computed it, or no study could be repeated: in half precision
-the same row differs visibly from one batch shape to another. So rows that are not in the cache are scored in canonical
-shapes. Linear layers see one of a few numbers of tokens, made up by padding. A prompt attends at a length that depends
-on it alone; each response attends after it, at the length of the longest that may be asked. At such shapes the bits of
-a token depend on what stands before it in its row, and neither on other rows nor on how many there are; this is probed
-once per model. Where the number of tokens matters, all passes have the largest; where the model is not batch-invariant
-at all, every row has a forward pass of its own.
+A score must not depend on which batch, worker or moment computed it, or no study could be reproduced: in half precision
+the same row differs visibly between batch shapes. So rows that are not in the cache are scored in canonical shapes.
+Linear layers see one of a few token counts, reached by padding. A prompt attends at a length that depends on it alone;
+each response attends after it, at the length of the longest possible one. At such shapes the bits of a token depend on
+the tokens before it in its row, not on other rows or their number; this is probed once per model. Pass sizes at which
+the bits differ are not used; if the model is not batch-invariant at all, every row has its own forward pass.
 
-A prompt goes through the network once, however many responses it has, and so does what they begin with in common.
+A prompt is computed once, however many responses it has, and so are their common prefixes.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.scores import Form, RowScores, Scores, ScoreSpec, TeacherStats, check_questions
 
 _VERSION = 4
-"""Counts up when the same teacher would give other bits than before."""
+"""Incremented when the same teacher would give different bits."""
 _SIZES = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Tokens of a forward pass: the smallest that holds what is left to compute, so that few misses of a cache cost little.
+"""Tokens of a forward pass: the smallest size that holds what is left to compute, so that few cache misses cost little.
 """
 PASS = _SIZES[-1]
 """Passes are filled up to this size; longer rows take the next multiple of it."""
@@ -44,7 +43,7 @@ _STEP = 16
 _PADDING = 64
 """Padding is cut into rows of this length."""
 _batch_invariant: dict[tuple[object, ...], tuple[int, ...]] = {}
-"""The results of the probe, by all that it depends on: many runs of a process have one teacher."""
+"""Results of the probe, by all that they depend on: runs of a process often share a teacher."""
 
 
 _Ids = tuple[int, ...]
@@ -52,12 +51,12 @@ _Ids = tuple[int, ...]
 
 @dataclass
 class _Pass:
-    """A forward pass: prompts, and responses to prompts of this pass or of one before it."""
+    """A forward pass: prompts, and responses to prompts of this or an earlier pass."""
 
     size: int
-    """Tokens, with padding."""
+    """Tokens, incl. padding."""
     room: int
-    """Tokens that are free."""
+    """Free tokens."""
     prompts: list[_Ids] = field(default_factory=list)
     responses: list[tuple[_Ids, list[_Ids]]] = field(default_factory=list)
     """Responses by prompt, without their last tokens."""
@@ -68,10 +67,10 @@ class LocalTeacher:
 
     Args:
         model: The teacher; its weights must not change.
-        spec: What is asked. The prefix' keys and values are computed once.
+        spec: The requested scores. The KV cache of the prefix is computed once.
         cache: Scores computed before.
         packed: As in `body_of`.
-        device: Where scores go, and with them a copy of the head; None: they stay where the teacher is.
+        device: Where scores and a copy of the head go; None: they stay with the teacher.
     """
 
     def __init__(
@@ -130,15 +129,15 @@ class LocalTeacher:
         return rows.scores()
 
     def ask(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Callable[[], Scores]:
-        """The scores when they are needed: in one process nothing is gained by computing them earlier."""
+        """Compute scores only when needed: in one process, nothing is gained by computing them earlier."""
         return lambda: self.score(prompts, responses)
 
     def about(self) -> dict[str, str]:
-        """Nothing: a run's configuration and identity say it all."""
+        """Empty: a run's configuration and identity have it all."""
         return {}
 
     def close(self) -> None:
-        """Nothing is under way between two calls."""
+        """No-op: nothing runs between calls."""
 
     # ------------------------------------------------------------------ forward passes of canonical shapes
 
@@ -154,9 +153,9 @@ class LocalTeacher:
         return [tops[row] for row in rows]
 
     def _together(self, fed: Mapping[_Ids, set[_Ids]]) -> dict[tuple[_Ids, _Ids], Tensor]:
-        """Hidden states at a prompt's last token and at the tokens after it, by prompt and these tokens."""
+        """Hidden states at a prompt's last token and the response tokens, by prompt and response."""
         result: dict[tuple[_Ids, _Ids], Tensor] = {}
-        kept: dict[_Ids, KVCache] = {}  # of prompts that a later pass goes on from
+        kept: dict[_Ids, KVCache] = {}  # of prompts that a later pass continues
         passes = self._passes(fed)
         last = {prompt: number for number, one in enumerate(passes) for prompt, _ in one.responses}
         for number, one in enumerate(passes):
@@ -187,14 +186,14 @@ class LocalTeacher:
         return result
 
     def _passes(self, fed: Mapping[_Ids, set[_Ids]]) -> list[_Pass]:
-        """Which prompts and responses go through the network together.
+        """Pack prompts and responses into forward passes.
 
-        The longest prompt comes first, and each goes where it fits first; its responses go there too, or after it.
+        First fit, longest prompt first; the responses of a prompt go into the same pass or later ones.
         """
         passes: list[_Pass] = []
 
         def first(length: int, tokens: int, start: int = 0) -> int:
-            """The first pass for rows of such a length with room for so many tokens."""
+            """The first pass for rows of this length with room for `tokens` tokens."""
             size = -(-length // PASS) * PASS
             for at in range(start, len(passes)):
                 if passes[at].size == size and passes[at].room >= tokens:
@@ -221,12 +220,12 @@ class LocalTeacher:
         return passes
 
     def _alone(self, fed: Mapping[_Ids, set[_Ids]]) -> dict[tuple[_Ids, _Ids], Tensor]:
-        """As `_together`, every row in a pass of its own."""
+        """As `_together`, with every row in its own pass."""
         result: dict[tuple[_Ids, _Ids], Tensor] = {}
         longest, pad_id = self.spec.max_new_tokens - 1, self.model.pad_id
         for prompt, responses in fed.items():
             for response in responses:
-                # What stands after a row must not depend on its response either: it is padded to the longest one.
+                # What follows a row must not depend on its response either: it is padded to the longest one.
                 row = [*prompt, *response, *[pad_id] * (longest - len(response))]
                 size = -(-len(row) // PASS) * PASS if isinstance(self.body, PackedBody) else len(row)
                 _, (states,) = self._forward([row], [(_bucket(prompt) + longest, 0)], size)
@@ -258,9 +257,9 @@ class LocalTeacher:
         return forward, list(states[: len(rows)])
 
     def _top_k(self, hidden: Tensor, response: Sequence[int]) -> Tensor:
-        """(positions, 2k+1) ids and log-probabilities of the top k, log-probability of the token itself."""
+        """(positions, 2k+1) ids and log-probabilities of the top-k, log-probability of the token itself."""
         size, count, longest = self.vocab_size, hidden.shape[0], self.spec.max_new_tokens
-        # The product with the head has a canonical shape too.
+        # The matmul with the head has a canonical shape too.
         padded = torch.cat([hidden, hidden.new_zeros(longest - count, hidden.shape[1])])
         projection = Projection(padded, self.model.head, size)
         out = logits_buffer(padded, longest, size, projection.dtype)
@@ -273,9 +272,9 @@ class LocalTeacher:
     # ------------------------------------------------------------------ what the bits depend on
 
     def _invariant_sizes(self) -> tuple[int, ...]:
-        """The sizes of passes in which a row's bits are the same: alone, beside other rows, in any place of the batch.
+        """Pass sizes at which a row's bits are the same alone, with other rows, and at any place in the batch.
 
-        The largest, and those below it down to the first that differs; none where rows differ in the largest.
+        The largest, and smaller ones down to the first that differs; none if rows differ at the largest.
         """
         if not isinstance(self.body, PackedBody):
             return ()
@@ -284,7 +283,7 @@ class LocalTeacher:
             return ()
         sizes = [PASS]
         for turn, size in enumerate(reversed(_SIZES[:-1])):
-            # Full ones, with every row in many places.
+            # Full passes, with every row in many places.
             order = [*range(turn % 6, 6), *range(turn % 6)] * 4
             if not self._same_bits(size, order[:: 1 if turn % 2 else -1], seen):
                 break
@@ -292,12 +291,12 @@ class LocalTeacher:
         return tuple(reversed(sizes))
 
     def _same_bits(self, size: int, order: Sequence[int], seen: dict[tuple[int, bool], Tensor]) -> bool:
-        """Whether some prompts, each with a response after it, have the bits of `seen` in a pass.
+        """Whether some prompts, each followed by a response, have the bits of `seen` in a pass.
 
         Args:
             size: Tokens of the pass.
-            order: Of the prompts, as many as it holds; the last one is cut off where it ends.
-            seen: The states of prompts and of responses, to which new ones are added.
+            order: Of the prompts, as many as fit; the last one is truncated.
+            seen: Hidden states of prompts and responses, to which new ones are added.
         """
         longest, vocabulary = self.spec.max_new_tokens - 1, self.model.vocab_size
         names: list[tuple[int, bool]] = []
@@ -323,7 +322,7 @@ class LocalTeacher:
         return True
 
     def _describe(self) -> str:
-        """All that the bits of a score depend on beside weights and tokens."""
+        """What the bits of a score depend on besides weights and tokens."""
         device, spec = self.model.device, self.spec
         place = (
             f"cpu-{torch.backends.cpu.get_cpu_capability()}"
@@ -346,5 +345,5 @@ class LocalTeacher:
 
 
 def _bucket(prompt: Sequence[int]) -> int:
-    """The length at which a prompt attends and is attended to."""
+    """Padded length of a prompt in attention."""
     return -(-len(prompt) // _STEP) * _STEP

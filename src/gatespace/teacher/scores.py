@@ -1,6 +1,6 @@
-"""Scores of a teacher: what is asked, what comes back, and the cache between the two, wherever the teacher is.
+"""Teacher scores: request, result, and the cache in between, for local and remote teachers.
 
-A row's scores are one vector per response token: the hidden state, or ids and log-probabilities of the top k and the
+A row's scores are one vector per response token: the hidden state, or ids and log-probabilities of the top-k and the
 log-probability of the token itself. Caches hold these vectors.
 """
 
@@ -24,19 +24,19 @@ class Scores:
     """A teacher's scores of every response token, rows one after another (N tokens in all)."""
 
     payload: Tensor | TeacherTopK
-    """(1, N, H) hidden states at the positions that predict the tokens, or the teacher's top k there."""
+    """(1, N, H) hidden states at the positions that predict the tokens, or the teacher's top-k there."""
     head: Head | None
-    """Turns hidden states into logits; None for top k."""
+    """Turns hidden states into logits; None for top-k."""
 
     def part(self, tokens: slice) -> Scores:
-        """Those of some of the tokens."""
+        """The scores of some tokens."""
         payload = self.payload
         return Scores(payload[:, tokens] if isinstance(payload, Tensor) else payload.part(tokens), self.head)
 
 
 @dataclass(frozen=True)
 class ScoreSpec:
-    """What is asked of a teacher, the same for all rows of a run.
+    """The requested scores, the same for all rows of a run.
 
     Args:
         prefix: Ids that all prompts begin with.
@@ -59,7 +59,7 @@ class TeacherStats:
 
     rows: int = 0
     tokens: int = 0
-    """Response tokens that were asked for."""
+    """Requested response tokens."""
     computed_tokens: int = 0
     """Prompt and response tokens that went through the network."""
     passes: int = 0
@@ -67,12 +67,12 @@ class TeacherStats:
 
 
 class Teacher(Protocol):
-    """Scores responses to prompts; the same row has the same scores, to the bit."""
+    """Scores responses to prompts; the same row has the same scores, bit for bit."""
 
     fingerprint: str
     """Of its weights."""
     numerics: str
-    """All that the bits of a score depend on beside weights and tokens."""
+    """What the bits of a score depend on besides weights and tokens."""
     vocab_size: int
     """Ids from here on are padding, for teacher and student alike."""
 
@@ -84,18 +84,18 @@ class Teacher(Protocol):
         ...
 
     def ask(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Callable[[], Scores]:
-        """Ask without waiting: what is returned gives the scores. A remote teacher works on them meanwhile."""
+        """Request scores without waiting; returns a getter. A remote teacher computes them meanwhile."""
         ...
 
     def about(self) -> dict[str, str]:
-        """What a run records of a teacher that is not in this process: address, model, numerics. {} for a local one."""
+        """What a run records of a remote teacher: address, model, numerics. {} for a local one."""
         ...
 
     def close(self) -> None: ...
 
 
 class TeacherAwayError(RunError):
-    """A teacher does not reply. Nothing is wrong with the run itself, which can go on once the teacher is back."""
+    """A teacher does not reply. Nothing is wrong with the run itself, which can resume once the teacher is back."""
 
 
 def check_questions(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], longest: int) -> None:
@@ -118,13 +118,13 @@ def check_questions(prompts: Sequence[Sequence[int]], responses: Sequence[Sequen
 
 @dataclass(frozen=True)
 class Form:
-    """What the scores of a teacher look like, and what their keys in a cache are made of."""
+    """Format of a teacher's scores, and what their cache keys are made from."""
 
     fingerprint: str
     numerics: str
     payload: str
     k: int
-    """Tokens of the payload ``top_k``; without meaning for hidden states."""
+    """Tokens of the payload ``top_k``; unused for hidden states."""
     dtype: torch.dtype
     """Of a vector."""
     device: torch.device
@@ -132,8 +132,8 @@ class Form:
     head: Head | None = None
 
     def keys(self, prompt: Sequence[int], response: Sequence[int]) -> list[bytes]:
-        """A row's keys in a cache, one for each response token, the same wherever the teacher is."""
-        # The top k come with the log-probability of the token itself, on which the key then depends too.
+        """A row's cache keys, one per response token, the same for local and remote teachers."""
+        # top_k includes the log-probability of the token itself, so the key depends on it too.
         known = response if self.payload == "hidden" else [*response, 0]
         keys = prefix_keys(fingerprint=self.fingerprint, numerics=self.numerics, prompt=prompt, response=known)
         return keys if self.payload == "hidden" else keys[1:]
@@ -143,7 +143,7 @@ class RowScores:
     """The scores of some rows: looked up in a cache, the missing ones filled in by the teacher.
 
     Args:
-        form: What they look like.
+        form: Their format.
         cache: Scores computed before.
         prefix: What all prompts begin with.
         prompts: After the prefix.
@@ -166,7 +166,7 @@ class RowScores:
                 self._keys.append(form.keys([*prefix, *prompt], response))
             self._look_up(cache)
         self.missing = [row for row, scores in enumerate(self._rows) if scores is None]
-        """The rows that were not in the cache, whole: a token needs keys and values of those whose scores are there."""
+        """Rows not entirely in the cache, to be scored whole: a token needs the keys and values of those before it."""
 
     def _look_up(self, cache: ScoreCache) -> None:
         entries = iter(cache.get_many([key for keys in self._keys for key in keys]))
@@ -182,7 +182,7 @@ class RowScores:
             self._rows[row] = entry
 
     def scores(self) -> Scores:
-        """All rows, one after another; those that were missing go into the cache."""
+        """All rows, one after another; missing ones are added to the cache."""
         if self._cache is not None and self.missing:
             fresh = [scores for row in self.missing if (scores := self._rows[row]) is not None]
             vectors = torch.cat(fresh).cpu().contiguous()  # one copy from the device, not one per token

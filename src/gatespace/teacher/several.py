@@ -1,4 +1,4 @@
-"""Several teachers behind the port of one: every row is scored by the teacher that it names."""
+"""Several teachers as one `Teacher`: every row is scored by the teacher that it names."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Addressed(list[int]):
 
 
 class MixedScores(Scores):
-    """Scores of rows of several teachers, whose hidden states may differ in width: only parts of them can be used.
+    """Scores of rows of several teachers, whose hidden sizes may differ: only parts of one teacher can be used.
 
     Args:
-        runs: Tokens and scores of neighbouring rows that have the same teacher.
+        runs: Tokens and scores of adjacent rows with the same teacher.
     """
 
     runs: Sequence[tuple[slice, Scores]]
@@ -33,7 +33,7 @@ class MixedScores(Scores):
         object.__setattr__(self, "runs", runs)  # scores are frozen
 
     def part(self, tokens: slice) -> Scores:
-        """Those of some of the tokens, which have the same teacher."""
+        """The scores of some tokens, all of the same teacher."""
         for run, scores in self.runs:
             if run.start <= tokens.start and tokens.stop <= run.stop:
                 return scores.part(slice(tokens.start - run.start, tokens.stop - run.start))
@@ -44,7 +44,7 @@ class Teachers:
     """Scores every row with the teacher that its prompt is `Addressed` to.
 
     Args:
-        teachers: By name; all were asked for the same `ScoreSpec`. One may have several names.
+        teachers: By name, all with the same `ScoreSpec`. One may have several names.
     """
 
     def __init__(self, teachers: Mapping[str, Teacher]) -> None:
@@ -56,7 +56,7 @@ class Teachers:
 
     @property
     def stats(self) -> TeacherStats:
-        """The sums over all."""
+        """Sums over all."""
         return TeacherStats(*map(sum, zip(*(astuple(one.stats) for one in self._each), strict=True)))
 
     def score(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Scores:
@@ -76,7 +76,7 @@ class Teachers:
         return lambda: _in_order([(rows, asked()) for rows, asked in pending], [len(ids) for ids in responses])
 
     def about(self) -> dict[str, str]:
-        """Nothing of all together: a run records each of them."""
+        """Empty: a run records each teacher by itself."""
         return {}
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class Teachers:
             teacher.close()
 
     def _owner(self, prompt: Sequence[int]) -> int:
-        """The number of the teacher of a prompt."""
+        """Index of a prompt's teacher."""
         name = prompt.teacher if isinstance(prompt, Addressed) else ""
         if name not in self.teachers:
             raise UsageError("a prompt names no teacher of the run", got=repr(name), instead=", ".join(self.teachers))
@@ -93,12 +93,12 @@ class Teachers:
 
 
 def joint_fingerprint(fingerprints: Mapping[str, str]) -> str:
-    """One for several teachers by their names."""
+    """One fingerprint for all named teachers."""
     return hashlib.sha256(json.dumps(dict(fingerprints), sort_keys=True).encode()).hexdigest()
 
 
 def _in_order(found: Sequence[tuple[Sequence[int], Scores]], lengths: Sequence[int]) -> Scores:
-    """The scores of all rows in the order of the rows: of each teacher the numbers of its rows, and their scores."""
+    """The scores of all rows in row order; `found` has the row indices and scores of each teacher."""
     owner = {row: number for number, (rows, _) in enumerate(found) for row in rows}
     runs: list[tuple[slice, Scores]] = []
     used, token = [0] * len(found), 0

@@ -1,1 +1,1 @@
-"""Training: from a configuration to a student that has learned."""
+"""Training: from a configuration to a trained student."""

@@ -1,8 +1,8 @@
-"""Alarms: what the metrics of a run say when training collapses, and what usually helps.
+"""Alarms: signs of training collapse in a run's metrics, and what usually helps.
 
-They are a function of the logged records alone, so that a run that was killed and resumed raises the same ones. Each
-compares the last steps with a threshold, and with as many steps before them: a student that has yet to learn the form
-of an answer is beyond most thresholds, and no alarm is raised while it gets better.
+They depend on the logged records alone, so a resumed run raises the same ones. Each compares the last steps with a
+threshold and with as many steps before them: a student that has yet to learn the answer format is beyond most
+thresholds, and no alarm is raised while it improves.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from gatespace.config.sections import ALARMS
 from gatespace.errors import RunError
 
 CERTAIN = 0.05
-"""Nats. A teacher of less entropy knows the next token, and so may the student."""
+"""Nats. Below this entropy the teacher is certain, and so may the student be."""
 _SMALLER = "Usually a smaller learning rate helps, or warm-up steps"
 
 
 class AlarmError(RunError):
-    """A run has ended by an alarm of `alarms.stop_on`, with a checkpoint."""
+    """An alarm of `alarms.stop_on` ended the run, after a checkpoint."""
 
     exit_code = 3
 
 
 class Alarm(NamedTuple):
-    """An alarm that was raised, as alarms.jsonl has it."""
+    """A raised alarm, as in alarms.jsonl."""
 
     step: int
     alarm: str
@@ -43,11 +43,11 @@ class Alarm(NamedTuple):
 
 
 class Alarms:
-    """Sees the records of metrics.jsonl, one after the other.
+    """Checks the records of metrics.jsonl, one step at a time.
 
     Args:
-        config: The run: its thresholds, and how often it measures what is not in every record.
-        records: Of the steps that are done, whose alarms were raised then.
+        config: Has the thresholds, and how often metrics are measured that are not in every record.
+        records: Of steps already done, whose alarms were raised then.
     """
 
     def __init__(self, config: TrainConfig, records: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -59,12 +59,12 @@ class Alarms:
         self._first: list[Mapping[str, Any]] = []
         self._last: deque[Mapping[str, Any]] = deque(maxlen=2 * max(self._spans.values()))
         self.on: dict[str, Alarm] = {}
-        """Raised, and beyond the threshold since."""
+        """Raised and still beyond the threshold."""
         for record in records:
             self.see(record)
 
     def see(self, record: Mapping[str, Any]) -> list[Alarm]:
-        """The alarms that a step raises. One is raised again only after it was within its threshold."""
+        """Alarms raised by a step. One is raised again only after it was back within its threshold."""
         self._last.append(record)
         if len(self._first) < self._settings.window:
             self._first.append(record)
@@ -96,26 +96,26 @@ class Alarms:
 
 
 class _Window(NamedTuple):
-    """Some steps."""
+    """A span of steps."""
 
     records: Sequence[Mapping[str, Any]]
 
     def mean(self, name: str) -> float | None:
-        """Of a number, over the records that have it."""
+        """Mean of a metric over the records with it."""
         values = [record[name] for record in self.records if record.get(name) is not None]
         return fsum(values) / len(values) if values else None
 
 
 class _Rule(NamedTuple):
     value: Callable[[_Window, _Window], float | None]
-    """Of the steps in a window, beside the run's first steps; None where it is not known."""
+    """(Window, window of the run's first steps) → the value; None if unknown."""
     seen: Callable[[float, _Window, _Window], str]
-    """What is seen, in words, for the value of a window."""
+    """Describes the value of a window in words."""
     helps: str
     high: bool = True
-    """Whether it is large values that are wrong."""
+    """Whether large values are bad."""
     sampled: bool = False
-    """Whether it is measured in some steps only, every `trace.tokens_every`."""
+    """Whether it is measured only every `trace.tokens_every` steps."""
 
 
 def _percent(share: float) -> str:
@@ -123,13 +123,13 @@ def _percent(share: float) -> str:
 
 
 def _truncated(window: _Window, first: _Window) -> float | None:
-    """Of expected rollouts it is not known: what has left the tree has not ended in it."""
+    """None for expected rollouts: whether responses outside the tree end is unknown."""
     ended = window.mean("ended")
     return None if ended is None or window.mean("uncovered") is not None else 1 - ended
 
 
 def _length(window: _Window, first: _Window) -> float | None:
-    """How many times longer than at first, or shorter, unless most responses did not end then."""
+    """Factor by which responses are longer than at first, or shorter if most ended then."""
     now, before, ended = window.mean("response_length"), first.mean("response_length"), first.mean("ended")
     if not now or not before:
         return None

@@ -1,4 +1,4 @@
-"""Which rows a step learns from: a function of the seed and of the step's number alone."""
+"""The rows of each step, which depend on the seed and the step number alone."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Row:
     """A training example as token ids."""
 
     index: int
-    """Its place among the rows that are trained on."""
+    """Its place among the training rows."""
     example: AnyExample
     prompt: list[int]
     """The prompt after the shared prefix."""
     asked: list[int] | None = None
-    """The teacher's own prompt after its shared prefix; None: it is the student's."""
+    """The teacher's own prompt after its shared prefix; None: the student's."""
 
     @property
     def teacher_prompt(self) -> list[int]:
@@ -32,12 +32,12 @@ class Row:
 
     @property
     def teacher(self) -> str:
-        """The name of its teacher; "" where there is one for all rows."""
+        """The name of its teacher; "" if the run has only one."""
         return self.asked.teacher if isinstance(self.asked, Addressed) else ""
 
 
 class Batches:
-    """Endless passes over the rows, each in a random order of its own."""
+    """Endless epochs over the rows, each in its own random order."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Batches:
         self._orders: dict[int, list[int]] = {}
 
     def at(self, step: int) -> list[Row]:
-        """The rows of step number `step`, counted from 0. Those of a teacher stand together, from its first one on."""
+        """The rows of step `step` (from 0), grouped by teacher in order of first appearance."""
         places = (divmod(step * self._size + i, len(self._rows)) for i in range(self._size))
         rows = [self._rows[self._order(epoch)[place]] for epoch, place in places]
         names = {name: place for place, name in enumerate(dict.fromkeys(row.teacher for row in rows))}
@@ -74,21 +74,21 @@ class Batches:
 def micro_batches(
     rows: Sequence[Row], tokens: int, room: int, families: Sequence[int] | None = None
 ) -> list[list[Row]]:
-    """Consecutive rows of one teacher with at most `tokens` tokens together, `room` tokens of response for each.
+    """Split rows into parts of one teacher with at most `tokens` tokens, `room` response tokens for each row.
 
     Args:
         rows: In order.
-        tokens: Most tokens of a part, unless a single row has more.
+        tokens: Token limit of a part, unless a single row has more.
         room: The longest response.
-        families: Neighbours of the same number share the pass over their prompt, which is counted once; they are
-            divided only where they do not fit together. None: every row has a pass of its own.
+        families: Neighbours with the same number share the forward pass over their prompt, which is counted once;
+            they are split only if they do not fit together. None: every row has its own pass.
     """
     parts: list[list[Row]] = []
     used = 0
     for _, members in groupby(range(len(rows)), key=lambda i: i if families is None else families[i]):
         family = [rows[i] for i in members]
         prompt = len(family[0].prompt)
-        other = bool(parts) and parts[-1][-1].teacher != family[0].teacher  # whose head is another one
+        other = bool(parts) and parts[-1][-1].teacher != family[0].teacher  # which has another head
         if not parts or other or used + prompt + room * len(family) > tokens:
             parts.append([])
             used = 0

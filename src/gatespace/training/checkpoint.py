@@ -1,8 +1,8 @@
 """Checkpoints: what a killed run resumes from.
 
-A checkpoint is a folder that comes into being by one rename, after everything in it is on disk; an older one goes
-only after that. So at every moment at least one whole checkpoint is there. Damage that happens later is found by
-checksum, and the checkpoint before is used. Tensors are safetensors and the rest is JSON: reading one runs no code.
+A checkpoint folder is created by one rename, after everything in it is on disk; older ones are removed only after
+that. So at least one complete checkpoint exists at any time. Later damage is detected by checksum, and the previous
+checkpoint is used. Tensors are safetensors and the rest is JSON: loading runs no code.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Checkpoint:
     """On the CPU."""
     state: dict[str, Any]
     best: Path
-    """The tensors of an earlier checkpoint that are kept with this one, or its own."""
+    """Tensors of an earlier checkpoint kept with this one, or its own."""
 
 
 def save(
@@ -54,16 +54,16 @@ def save(
     keep: int = 1,
     best: Path | None = None,
 ) -> Path:
-    """Write the checkpoint of `step`, and then remove what is no longer needed.
+    """Write the checkpoint of `step`, then remove those no longer needed.
 
     Args:
         folder: The folder of all checkpoints of a run.
         step: Steps done.
         tensors: By name, on any device.
-        state: What JSON can hold; floats come back exactly.
-        keep: How many of the latest are left, this one included. Those of later steps go too: they belong to a
-            course of the run that was given up.
-        best: The tensors of an earlier checkpoint, to be kept with this one.
+        state: JSON data; floats round-trip exactly.
+        keep: How many of the latest to keep, including this one. Those of later steps are removed too: they belong
+            to an abandoned continuation.
+        best: Tensors of an earlier checkpoint to keep with this one.
 
     Returns:
         The checkpoint's own folder.
@@ -99,7 +99,7 @@ def save(
             instead="free some disk space; the same command resumes from the checkpoint before",
         ) from error
     finally:
-        shutil.rmtree(new, ignore_errors=True)  # only after an error is it still there; a full disk gets its room back
+        shutil.rmtree(new, ignore_errors=True)  # exists only after an error; frees space on a full disk
     return final
 
 
@@ -109,16 +109,16 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
 
 
 def tensors_file(folder: Path, step: int, *, best: bool = False) -> Path:
-    """Where the checkpoint of `step` has its tensors, or those of an earlier one that are kept with it."""
+    """Path of the tensors of the checkpoint of `step`, or of an earlier one's kept with it."""
     return Path(folder) / f"step-{step:06d}" / (_BEST if best else _TENSORS)
 
 
 def latest(folder: Path, *, report: Callable[[str], None] | None = None) -> Checkpoint | None:
-    """The latest whole checkpoint; None where there is none.
+    """The latest intact checkpoint; None if there is none.
 
     Args:
         folder: The folder of all checkpoints of a run.
-        report: Called with a message for each checkpoint that is damaged and left out.
+        report: Called with a message for each damaged checkpoint, which is skipped.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -142,7 +142,7 @@ class _Damaged(Exception):
 
 
 def _all(folder: Path) -> list[tuple[int, Path]]:
-    """Latest first; one that was moved aside comes after the one that replaced it."""
+    """Latest first; one moved aside comes after the one that replaced it."""
     found = []
     if folder.is_dir():
         for path in folder.iterdir():
@@ -152,7 +152,7 @@ def _all(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _remove(path: Path) -> None:
-    """Take a checkpoint out by one rename first: a half removed one would look damaged."""
+    """Rename a checkpoint before deleting it: a half-deleted one would look damaged."""
     if path.exists():
         gone = path.with_name(f".{path.name}.gone")
         _erase(gone)
@@ -161,7 +161,7 @@ def _remove(path: Path) -> None:
 
 
 def _erase(path: Path) -> None:
-    """Whatever it is: something else may have put a file in the place of a folder."""
+    """Delete a file or folder: a foreign file may be where a folder belongs."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -169,7 +169,7 @@ def _erase(path: Path) -> None:
 
 
 def _tidy(folder: Path, current: Path, keep: int) -> None:
-    """Later ones are damaged or belong to an abandoned continuation; moved aside ones have been replaced."""
+    """Remove old, later (damaged or abandoned) and moved-aside (replaced) checkpoints."""
     paths = [path for _, path in _all(folder)]
     place = paths.index(current)
     rest = [current, *(path for path in paths[place + 1 :] if not path.suffix)]
@@ -204,7 +204,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _link(source: Path, path: Path) -> None:
-    """Another name of the same file; a copy where the file system has no such thing."""
+    """Hard-link a file; copy it if the file system has no hard links."""
     try:
         os.link(source, path)
     except OSError:

@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Time per activity of a step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 
 class Clock:
-    """Seconds of wall time and of processor time by the name of the activity.
+    """Wall and CPU seconds by activity.
 
-    A device computes asynchronously, so an activity ends with one synchronisation, however many tokens it had.
+    Devices compute asynchronously, so each activity ends with one synchronisation.
     """
 
     def __init__(self, device: str = "cpu") -> None:

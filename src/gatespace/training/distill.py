@@ -1,4 +1,4 @@
-"""On-policy distillation: a student, its teacher, and the loss by which the one learns from the other."""
+"""On-policy distillation: a student, its teacher, and the loss."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class Distillation(Job):
             open_member,
             pair,
             "student",
-            # of what is quantised there are no float32 weights to round later
+            # quantised models have no float32 weights to round later
             dtype=self.place.dtype if pair.student_quantization else torch.float32,
             lora=pair.lora,
             seed=config.seed,
             **options,
         )
         self._locals: dict[str, Model] = {}
-        """Setting of a teacher below `pair` → its model, of those in this process; each model is loaded once."""
+        """Teacher setting below `pair` → model, for teachers in this process; each model is loaded once."""
         with processes.in_turn():
             # Teachers first: they are most often missing.
             opened: dict[Any, Model] = {}
@@ -95,7 +95,7 @@ class Distillation(Job):
         self.cache = _open_cache(config, progress)
         if self.cache is not None:
             stack.enter_context(self.cache)
-        _ = self.teacher_encoder  # what is wrong with its prompts is said before the folder is this run's
+        _ = self.teacher_encoder  # errors in its prompts are raised before the run begins
         self.vocab_size = self.model.vocab_size
         for scorer, local in self._locals.items():
             with nullcontext() if pair.teachers is None else in_setting(f"pair.{scorer}"):
@@ -117,7 +117,7 @@ class Distillation(Job):
         }
 
     def check_pair(self, teacher: Model) -> int:
-        """Raise unless the pair can be compared; the number of ids that count as tokens."""
+        """Raise unless the pair is compatible; returns the size of the shared vocabulary."""
         report = check_pair(self.model, teacher)
         for note in report.notes:
             self.progress.note(note)
@@ -125,11 +125,11 @@ class Distillation(Job):
 
     @property
     def _local(self) -> Model | None:
-        """The only teacher, where it is in this process."""
+        """The only teacher, if it is in this process."""
         return self._locals.get("teacher")
 
     def _teacher_content(self) -> str:
-        """What the teachers are, for the run's identity; and what environment.json says of each."""
+        """The teachers' part of the run's identity; also sets their entries of environment.json."""
         found: dict[str, str] = {}
         about: dict[str, dict[str, str]] = {}
         for scorer, where in self.config.pair.scorers().items():
@@ -147,7 +147,7 @@ class Distillation(Job):
         return joint_fingerprint(found)
 
     def score_spec(self) -> ScoreSpec:
-        """What is asked of the teacher."""
+        """The scores to request."""
         config = self.config
         return ScoreSpec(
             tuple(self.teacher_encoder.prefix),
@@ -159,11 +159,11 @@ class Distillation(Job):
 
     @cached_property
     def teacher_encoder(self) -> Encoder:
-        """The prompts that the teacher reads, in tokens: those of the student, unless it has its own."""
+        """Encoder of the teacher's prompts: the student's, unless it has its own."""
         return teacher_encoder_for(self.config, self.data, self.model, self._locals) or self.encoder
 
     def _asked(self) -> Callable[[Any], list[int]] | None:
-        """What a row's teacher reads, with its name where there are several; None: the student's prompt."""
+        """Row → its teacher's prompt, with the teacher's name if several; None: the student's prompt."""
         encoder, several = self.teacher_encoder, self.config.pair.teachers is not None
         if encoder.prompt is self.data.prompt and not several:
             return None
@@ -203,14 +203,14 @@ class Distillation(Job):
             teacher: Teacher = provider("teachers", parse_address(where).scheme)(
                 config, self.model, spec, place=self.place, cache=self.cache, report=self.progress.note
             )
-        except UsageError as error:  # which says pair.teacher
+        except UsageError as error:  # it says pair.teacher
             error.what = error.what.replace("pair.teacher: ", f"pair.{scorer}: ", 1)
             raise
         self.stack.callback(teacher.close)
         return teacher
 
     def prepare(self) -> None:
-        """Make what training needs beside the models."""
+        """Create what training needs besides the models."""
         super().prepare()
         config = self.config
         self.sampler = None
@@ -245,7 +245,7 @@ class Distillation(Job):
             "sampler": self.sampler,
             "processes": self.processes,
             "share": config.engine.share_prompt,
-            # a permutation is over all tokens of the step, and so is a choice of some
+            # permutation and selection are over the tokens of every sample
             "merge": not (config.objective.shuffle or self.objective.selects()),
         }
         self.rollouts = self.open_rollouts(**options)
@@ -254,7 +254,7 @@ class Distillation(Job):
         self.optimizer.followers = list({id(one): one for one in every if isinstance(one, AverageTeacher)}.values())
 
     def open_rollouts(self, **options: Any) -> OnPolicy:
-        """Where responses come from."""
+        """The source of responses."""
         rollout = self.config.rollout
         expected = rollout.expected is not None
         if self.processes.sharded or rollout.staleness > 0:
@@ -265,14 +265,14 @@ class Distillation(Job):
 
     @contextmanager
     def micro_batches(self, step: int, clock: Clock) -> Iterator[Iterator[MicroBatch]]:
-        """The scored rollouts of a step; once they are all learned from, gradient has reached the shared prefix too."""
+        """The scored rollouts of a step; on exit, gradient also flows back through the shared prefix."""
         batches = self.rollouts.begin(step, clock)
         most = max(map(len, self.rollouts.split(step))) if self.processes.sharded else len(batches)
         with self.processes.update(self.body, len(batches), most):
             ids = self.encoder.prefix
             with clock("update"):
-                # One micro-batch has the shared prefix in its own forward pass. Several share the KV cache of one
-                # pass, whose gradient is gathered and goes back once; a sharded model gathers its layers at their
+                # A single micro-batch has the shared prefix in its forward pass. Several share the KV cache of one
+                # pass, whose accumulated gradient goes back once; not if sharded: layers are gathered at their
                 # outputs only.
                 root = self.body.prefix_cache(ids) if len(batches) > 1 and not self.processes.sharded else None
             leaves = None if root is None else root.leaves()
@@ -282,7 +282,7 @@ class Distillation(Job):
                     root.backward(leaves)
 
     def loss(self, step: int, batch: MicroBatch) -> LossOutput:
-        """The sum of the losses of all response tokens; the optimizer divides it by the tokens of the whole step."""
+        """Summed loss of all response tokens; the optimizer divides it by the tokens of the whole step."""
         hidden = response_states(self.body, batch.prompts, batch.families, prefix=batch.prefix, forward=batch.forward)
         if not bool(torch.isfinite(hidden).all()):
             raise RunError("the student's hidden states are not finite", instead="a smaller learning rate, or fp32")
@@ -308,7 +308,7 @@ class Distillation(Job):
 
     def _loss_inputs(self, step: int, batch: MicroBatch, device: torch.device) -> LossInputs:
         rollout, settings, responses = self.config.rollout, self.config.objective, batch.rollout.responses
-        # Responses of the student as it is, drawn from its own distribution, need no importance weights.
+        # Responses drawn from the current student's own distribution need no importance weights.
         on_policy = (
             (rollout.temperature, rollout.top_p, rollout.staleness) == (1, 1, 0)
             and set(batch.sources) == {"student"}
@@ -316,7 +316,7 @@ class Distillation(Job):
         )
         drawn = [value for row in batch.rollout.log_probs for value in row]
         order = None
-        if settings.shuffle:  # within the micro-batch: λ of the others is not known before their turn
+        if settings.shuffle:  # within the micro-batch: λ of later ones is not known yet
             order = torch.tensor(permutation(len(drawn), self.config.seed, "shuffle", step, batch.places[0]))
         weights = None if batch.weights is None else [[weight for row in batch.weights for weight in row]]
         noise = from_teacher = None
@@ -342,28 +342,28 @@ class Distillation(Job):
             noise=noise,
         )
 
-    # ------------------------------------------------------------------ beside the steps
+    # ------------------------------------------------------------------ outside the steps
 
     def evaluation_writer(self) -> Any:
-        """The sampler, where it evaluates too; it is given the weights first."""
+        """The sampler with current weights, if it evaluates too."""
         if self.sampler is None or self.config.evaluation.engine == "native":
             return None
         self.sampler.sync()
         return self.sampler
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside tensors."""
+        """Checkpoint state besides tensors."""
         moving = self.objective.state()
         return {**self.trace.state(), **self.rollouts.state(), **({"objective": moving} if moving else {})}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume from what `state` gave."""
+        """Restore what `state` returned."""
         rest = dict(state)
         self.objective.restore(rest.pop("objective", {}))
         self.trace.restore(self.rollouts.restore(rest))
 
     def evidence(self) -> dict[str, Any]:
-        """What a step that failed had seen, for its record."""
+        """What a failed step saw, for its record."""
         return self.trace.evidence(self.rollouts.current)
 
     def summary(self) -> dict[str, Any]:

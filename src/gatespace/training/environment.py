@@ -1,4 +1,4 @@
-"""The environment of a run (versions, machine): recorded beside it, and no part of its identity."""
+"""The environment of a run (versions, machine): recorded, but not part of its identity."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of gatespace's own source, where it is used from a checkout; marked where files were changed."""
+    """The commit of gatespace's source if run from a checkout, marked if files were changed."""
     source = Path(gatespace.__file__).parent
     command = ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

@@ -1,4 +1,4 @@
-"""Expected rollouts in training: the likeliest part of every prompt's tree of responses, in place of samples."""
+"""Expected rollouts in training: the likeliest part of every prompt's tree of responses, instead of samples."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from gatespace.training.rollouts import Ahead, MicroBatch, OnPolicy
 
 @dataclass
 class Expected(OnPolicy):
-    """Paths of the student's trees, each token with the probability of what stands before it as weight."""
+    """Paths of the student's response trees; a token's weight is the probability of its prefix."""
 
     def _respond(self, step: int, batch: MicroBatch, forward: Forward) -> None:
-        """Make every prompt's row the paths of its tree."""
+        """Replace each prompt's row by the paths of its tree."""
         settings, expected = self.settings, self.settings.expected
         assert expected is not None
         draws = [generator(self.seed, "rollout", step, place).random for place in batch.places]
@@ -31,7 +31,7 @@ class Expected(OnPolicy):
         )
         paths = [(prompt, path) for prompt, tree in enumerate(trees) for path in range(len(tree.responses))]
         batch.rows = [batch.rows[prompt] for prompt, _ in paths]
-        # A tree has no more paths than nodes, and a sampled one.
+        # A tree has at most as many paths as nodes, plus a sampled one.
         batch.places = [batch.places[prompt] * (expected.max_nodes + 1) + path for prompt, path in paths]
         batch.parents, batch.samples = [prompt for prompt, _ in paths], list(range(len(paths)))
         batch.sources = ["student"] * len(paths)
@@ -43,11 +43,11 @@ class Expected(OnPolicy):
         )
 
     def _merge(self, batch: MicroBatch) -> None:
-        """No two paths are equal. Where prompts are not shared, every path has a pass of its own."""
+        """Merge nothing: paths are distinct. If prompts are not shared, every path has its own pass."""
         if not self.share:
             batch.parents, batch.forward = list(range(len(batch.rows))), None
 
 
 @dataclass
 class ExpectedAhead(Expected, Ahead):
-    """The same before the update begins, where the student is sharded."""
+    """`Expected` before the update begins, for a sharded student."""

@@ -1,6 +1,6 @@
-"""Whether a run fits its models: K into the vocabulary, prompts and responses into the context window.
+"""Checks that a run fits its models: K within the vocabulary, prompt and response within the context window.
 
-Checked before the first step: of a run by `train` and `teach`, of a whole study before any of its runs.
+Made before the first step of `train` and `teach`, and for a whole study before any of its runs.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from gatespace.tasks.data import AnyExample
 from gatespace.training.setup import Material
 
 _MUCH = 16
-"""A limit on new tokens that is this many times the longest right response is worth a note."""
+"""A limit on new tokens above this many times the longest gold response gets a note."""
 
 
 class Demand(NamedTuple):
-    """The longest that some texts and the responses to them become."""
+    """The most tokens that some prompts and their responses need."""
 
     setting: str
-    """Where the length of the responses is set; "" where it is that of the right ones."""
+    """The setting that limits responses; "" if they are the gold ones."""
     rows: Sequence[AnyExample]
     new_tokens: int
     models: dict[str, Model]
-    """Setting → model whose context window has to hold both."""
+    """Setting → model whose context window must hold both."""
 
 
 def check_fit(config: TrainConfig | TeachConfig, data: Material, encoder: Encoder, **models: Model) -> list[str]:
-    """Raise where a run cannot work; returns notes for the user.
+    """Raise if a run cannot work; returns notes for the user.
 
     Args:
         config: The run.
         data: Its task.
-        encoder: The task in the tokens of the model that learns.
-        models: By setting: `model`, or `student` and, of those in this process, `teacher` or `teachers.NAME`.
+        encoder: The task in the trained model's tokens.
+        models: By setting: `model`, or `student` and any `teacher` or `teachers.NAME` in this process.
     """
     notes = check_teachers(config, data)
     learner = models.get("model") or models["student"]
@@ -72,7 +72,7 @@ def check_fit(config: TrainConfig | TeachConfig, data: Material, encoder: Encode
 
 
 def check_teachers(config: TrainConfig | TeachConfig, data: Material) -> list[str]:
-    """Raise where a row names none of several teachers; returns notes about teachers that no row names."""
+    """Raise if a row names none of several teachers; returns notes about teachers that no row names."""
     if not isinstance(config, TrainConfig) or (teachers := config.pair.teachers) is None:
         return []
     for number, row in enumerate(data.rows, start=1):
@@ -87,7 +87,7 @@ def check_teachers(config: TrainConfig | TeachConfig, data: Material) -> list[st
 
 
 def check_top_k(objective: ObjectiveConfig, vocab_size: int, where: str = "objective") -> None:
-    """Raise where a K is larger than the vocabulary."""
+    """Raise if a K is larger than the vocabulary."""
     for name, k in (("top_k", objective.top_k), ("support_k", objective.support_k)):
         _check_k(f"{where}.{name}", k, vocab_size)
     _check_k(f"{where}.params.top_k", objective.params.get("top_k"), vocab_size)

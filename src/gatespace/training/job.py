@@ -1,4 +1,4 @@
-"""What the training loop needs of a job: `Distillation` (`gatespace train`) and `Supervised` (`gatespace teach`)."""
+"""Interface of the training loop's jobs: `Distillation` (`gatespace train`) and `Supervised` (`gatespace teach`)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Loss(Protocol):
 
 
 class StepTrace(Protocol):
-    """The numbers of a step."""
+    """Metrics of a step."""
 
     tokens: float
     """Response tokens of this process in the step so far, or the sum of their weights."""
@@ -49,34 +49,34 @@ class StepTrace(Protocol):
     def begin(self, step: int) -> None: ...
     def add(self, batch: Any, out: Any) -> None: ...
     def record(self, update: Update, clock: Clock) -> dict[str, list[dict[str, Any]]]:
-        """Log → its new lines: metrics, timings, tokens."""
+        """New lines by log: metrics, timings, tokens."""
         ...
 
 
 class Job(ABC):
-    """A run in the making: opened with its models, then begun, then prepared for its steps.
+    """A run: opened with its models, then begun, then prepared for its steps.
 
     Args:
         config: All settings.
         run: Its folder.
-        processes: Those that do it.
-        progress: Follows it.
+        processes: Its processes.
+        progress: Follows the run.
         stack: Closes what the job opens.
     """
 
     model: Model
-    """The one that is trained."""
+    """The trained model."""
     data: Material
     encoder: Encoder
     body: Body
     optimizer: Optimizer
     trace: StepTrace
     content: dict[str, str]
-    """What was found where the settings pointed; part of the run's identity."""
+    """What the settings resolved to; part of the run's identity."""
     sizes: Sizes
-    """Of the model that is trained."""
+    """Of the trained model."""
     about: dict[str, Any]
-    """What environment.json says beside versions and machine."""
+    """Entries of environment.json besides versions and machine."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Job(ABC):
         self.splits = (*config.evaluation.final, config.evaluation.split)
 
     def check(self, **models: Model) -> None:
-        """Raise where the run does not fit its models, or its devices."""
+        """Raise if the run does not fit its models or its devices."""
         if getattr(self.model.network, "is_quantized", False) and not hasattr(self.model.network, "peft_config"):
             raise UsageError(
                 "quantised weights are not trained",
@@ -106,14 +106,14 @@ class Job(ABC):
         learner, place = models.get("model") or models["student"], self.place
         teachers = list({id(model): model for model in models.values() if model is not learner}.values())
         self.sizes = sizes_of(learner)
-        here = torch.empty(0, device=place.device).device  # with its number
+        here = torch.empty(0, device=place.device).device  # with its index
         with self.processes.together():
             if free_bytes(here) is not None:
                 right = self.encoder.longest_gold(self.data.rows, learner.turn_end)
                 work = Work.of(self.config, self.encoder, self.data.rows, right)
                 plan = Plan(self.config, place.dtype, here.type, self.sizes, None, learner.vocab_size, work)
                 if teachers:
-                    item = place.dtype.itemsize  # in which they compute, unless they are quantised
+                    item = place.dtype.itemsize  # compute precision, unless they are quantised
                     every = [p for one in teachers for p in one.network.parameters()]
                     weights = [p.numel() * min(p.itemsize, item) for p in every]
                     largest = max(map(sizes_of, teachers), key=lambda one: one.all)
@@ -126,17 +126,17 @@ class Job(ABC):
 
     @property
     def teacher_encoder(self) -> Encoder:
-        """The prompts that a teacher reads, in tokens."""
+        """Encoder of a teacher's prompts."""
         return self.encoder
 
     def fingerprint(self) -> str:
-        """Of the model that is trained; where this process has no weights of it, the first one says it."""
+        """Fingerprint of the trained model; from the first process if this one has no weights."""
         own = None if self.model.device.type == "meta" else self.model.fingerprint()
         first: str = self.processes.gather(own)[0]
         return own or first
 
     def begin(self) -> dict[str, Any] | None:
-        """Begin the run in its folder, or check that the folder is this run's; the summary if the run is done."""
+        """Begin the run in its folder, or check that it is this run's; returns the summary if the run is done."""
         config, processes = self.config, self.processes
         content = {**self.content, **processes.content}
         if config.plugins:
@@ -163,7 +163,7 @@ class Job(ABC):
         return first
 
     def prepare(self) -> None:
-        """Make what training needs beside the models."""
+        """Create what training needs besides the models."""
         config, place = self.config, self.place
         self.model = self.processes.prepare(self.model, dtype=place.dtype, packed=config.engine.packed)
         self.optimizer = Optimizer(
@@ -171,7 +171,7 @@ class Job(ABC):
         )
         again = config.engine.activation_checkpointing
         if again is None and self.processes.sharded:
-            again = False  # layers are gathered by all together, and only some may have long texts
+            again = False  # all processes gather layers together, and only some may have long texts
         self.body = body_of(  # after the optimizer, which rounds the network to its precision
             self.model, packed=config.engine.packed, checkpointing=again
         )
@@ -182,32 +182,32 @@ class Job(ABC):
 
     @abstractmethod
     def loss(self, step: int, batch: Any) -> Loss:
-        """The sum of the losses of a micro-batch's tokens."""
+        """Loss of a micro-batch, summed over tokens."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside tensors."""
+        """Checkpoint state besides tensors."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume from what `state` gave."""
+        """Restore what `state` returned."""
         return
 
     @abstractmethod
     def evidence(self) -> dict[str, Any]:
-        """What a step that failed had seen, for its record."""
+        """What a failed step saw, for its record."""
 
     def summary(self) -> dict[str, Any]:
-        """What the run's summary says of its steps."""
+        """Entries of the summary about the steps."""
         return {}
 
     # ------------------------------------------------------------------ evaluation and end
 
     def evaluation_writer(self) -> Any:
-        """Generates in place of the model; None: the model does."""
+        """Generates instead of the model; None: the model does."""
         return None
 
     def evaluate(self, split: str, *, probabilities: bool = False) -> Evaluation:
-        """Greedy responses to a split, and the probabilities of labels where wanted, by all processes together."""
+        """Evaluate on a split with greedy decoding, and label probabilities if wanted, in all processes."""
         settings, processes = self.config.evaluation, self.processes
 
         def share(texts: Sequence[str], answered: Callable[[Sequence[str]], list[Answer]]) -> list[Answer]:
@@ -234,7 +234,7 @@ class Job(ABC):
             )
 
     def save_model(self) -> dict[str, Any]:
-        """Write the model with its float32 weights, if it is wanted; what the summary says of it."""
+        """Save the model with float32 weights if wanted; returns its entries of the summary."""
         processes, run, wanted = self.processes, self.run, self.config.checkpoint.model
         self.optimizer.widen()
         whole = self.model.gathered(here=processes.first)
@@ -247,6 +247,6 @@ class Job(ABC):
                 remove_leftovers(run.model)
                 if wanted:
                     whole.save(run.model)
-                else:  # this very run may have written it, and been killed before it was done
+                else:  # this run may have been killed after writing it
                     shutil.rmtree(run.model, ignore_errors=True)
         return {"model": run.model.name if wanted else None, "fingerprint": fingerprint}

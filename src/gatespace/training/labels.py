@@ -1,8 +1,8 @@
-"""Distillation over labels: what a student and a teacher hold of each label of a text, as a whole response.
+"""Distillation over labels: student and teacher score each label of a text as a whole response.
 
-Nothing is sampled. Both models score every label of the task, each in its own tokens, so that the two need not have the
-same tokenizer; normalised over the labels, the log-probabilities are the logits of one position with as many outcomes.
-Gate, signals and divergences are those of tokens, and h = u: a text has one position.
+Nothing is sampled. Both models score every label of the task, each in its own tokens, so their tokenizers may differ;
+normalised over the labels, the log-probabilities are the logits of one position with as many outcomes. Gate, signals
+and divergences are those of tokens, and h = u: a text has one position.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from gatespace.training.trace import agreement, kappa_share, kappa_squares
 
 @dataclass
 class LabelBatch(MicroBatch):
-    """Texts whose labels are scored. A row's response is its likeliest label, as a number among the outcomes."""
+    """Texts whose labels are scored. A row's response is its likeliest label, as an index into the outcomes."""
 
     teacher: Tensor | None = None
     """(B, L) the teacher's logits of the outcomes."""
@@ -50,18 +50,18 @@ class LabelDistillation(Distillation):
     """The job of `gatespace train` where `objective.support` is labels."""
 
     def check_pair(self, teacher: Model) -> int:
-        """Any two models fit: each has its own tokens for a label."""
+        """Accept any two models: each scores labels in its own tokens."""
         try:
             super().check_pair(teacher)
         except UsageError:
-            if self.config.pair.teachers is not None:  # which are asked in the student's tokens
+            if self.config.pair.teachers is not None:  # which score in the student's tokens
                 raise
             self.progress.note(f"{self.model.name} and {teacher.name} have different tokens; each scores in its own")
         return self.model.vocab_size
 
     @cached_property
     def teacher_encoder(self) -> Encoder:
-        """The task in the teacher's tokens; a teacher elsewhere has those of the student."""
+        """The task in the teacher's tokens; a remote teacher has the student's tokens."""
         if self._local is None or self.config.teacher.prompt is not None:
             return super().teacher_encoder
         return encoder_for(self.data, self._local, self.splits, share=self.config.engine.share_prefix)
@@ -91,28 +91,28 @@ class LabelDistillation(Distillation):
         return ScoreSpec(tuple(self.teacher_encoder.prefix), max(map(len, self.teacher_labels)), size)
 
     def prepare(self) -> None:
-        """Make what training needs beside the models."""
+        """Create what training needs besides the models."""
         super().prepare()
         self.trace = _LabelTrace(self)
 
     def open_rollouts(self, **options: object) -> OnPolicy:
-        """All labels of every text, in place of samples."""
+        """All labels of every text, instead of samples."""
         room = len(tree_of(self.labels).tokens)
-        settings = self.config.rollout.model_copy(update={"max_new_tokens": room})  # what a text takes in the update
+        settings = self.config.rollout.model_copy(update={"max_new_tokens": room})  # tokens per text in the update
         rows = _LabelRows(**{**options, "settings": settings})  # type: ignore[arg-type]
         rows.job = self
         return rows
 
     def logits(self, log_probs: Tensor) -> Tensor:
-        """(B, L) of the outcomes from the log-probabilities of the labels."""
+        """(B, L) logits of the outcomes from the labels' log-probabilities."""
         if len(self.outcomes) == log_probs.shape[-1]:
             return log_probs
-        known = log_probs.logsumexp(-1, keepdim=True).clamp(max=-1e-6)  # rounding may leave nothing to the rest
+        known = log_probs.logsumexp(-1, keepdim=True).clamp(max=-1e-6)  # rounding may leave nothing for the rest
         return torch.cat([log_probs, torch.log(-torch.expm1(known))], -1)
 
     @torch.no_grad()
     def teacher_logits(self, rows: Sequence[Row]) -> Tensor:
-        """(B, L) of the outcomes by the teacher, whose states are in its score cache."""
+        """(B, L) the teacher's logits of the outcomes, through its score cache."""
         labels, encoder = self.teacher_labels, self.teacher_encoder
         prompts = [row.asked or encoder.suffix(encoder.prompt.text(row.example)) for row in rows for _ in labels]
         scores = self.teacher.score(prompts, labels * len(rows))
@@ -126,7 +126,7 @@ class LabelDistillation(Distillation):
         return self.logits(torch.stack([part.sum(-1) for part in found.split([len(ids) for ids in labels], 1)], 1))
 
     def loss(self, step: int, batch: MicroBatch) -> LossOutput:
-        """The sum of the losses of all texts; the optimizer divides it by the texts of the whole step."""
+        """Summed loss of all texts; the optimizer divides it by the texts of the whole step."""
         assert isinstance(batch, LabelBatch)
         assert batch.teacher is not None
         found = label_log_probs(self.body, batch.prompts, self.labels, prefix=batch.prefix, vocab_size=self.vocab_size)
@@ -174,7 +174,7 @@ class _LabelRows(OnPolicy):
 
 
 class _LabelTrace(DistillationTrace):
-    """The numbers of steps, with the labels of single texts."""
+    """Metrics of steps, with the labels of single texts."""
 
     _job: LabelDistillation
 

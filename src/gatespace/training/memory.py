@@ -1,8 +1,8 @@
-"""The memory of a run on its devices, by purpose: counted from shapes and settings before anything is computed.
+"""Device memory of a run by purpose, estimated from shapes and settings before anything is computed.
 
-What lasts (weights, masters, optimizer states, a teacher) and gradients, which are there from the first backward pass
-of a step to its end, are arithmetic. What comes and goes is counted by phase, of which the largest adds to that;
-`benchmarks/memory.py` holds it against real runs.
+Persistent memory (weights, masters, optimizer states, a teacher) and gradients, which live from the first backward pass
+of a step to its end, are arithmetic. Temporary memory is estimated by phase, and the largest adds to that;
+`benchmarks/memory.py` compares it with real runs.
 """
 
 from __future__ import annotations
@@ -25,49 +25,49 @@ from gatespace.teacher.local import PASS
 from gatespace.training.processes import Processes
 
 TELEMETRY = 64 << 20
-"""Bytes of one model's logits that a record of single tokens looks at together."""
+"""Bytes of one model's logits that token records process at a time."""
 _TELEMETRY_COPIES = 21
-"""Tensors of that size that are alive then; measured, with a gate through which gradient flows."""
+"""Tensors of that size alive at once; measured, with gradient through the gate."""
 _CHUNK_MB = {"cpu": 60, "other": 512}
-"""Logit buffers of the fused loss. A CPU has them in its cache. A GPU does 150 to 300 products in the time in which it
-reads two bytes of weights; at a vocabulary of 152k, 60 MB are 48 tokens to a weight, and 512 MB are 416."""
+"""Logit buffers of the fused loss. On a CPU they fit into the cache. A GPU does 150 to 300 multiplications in the time
+to read two bytes of weights; at a vocabulary of 152k, 60 MB are 48 tokens per weight, and 512 MB are 416."""
 _SLICES = {"cpu": 8 << 20, "other": 8 << 26}
 """Eight slices of the vocabulary that the fused loss works on at once."""
 _DRAWN = 28
-"""Bytes of a logit from which a token is drawn: float32 once, float64 three times."""
+"""Bytes per logit in sampling: float32 once, float64 three times."""
 _QUANTISED = {"int8": 1.0, "nf4": 0.5 + 4 / 64}
-"""Bytes of a weight that is quantised, with its scales."""
+"""Bytes per quantised weight, with its scales."""
 _SPARE = 0.05
-"""Share of a device that is left for its context, and for what the allocator loses between blocks."""
+"""Share of a device reserved for its context and for allocator fragmentation."""
 _CERTAIN = 0.8
-"""Share of what comes and goes that is needed for certain; the rest of it is an estimate."""
+"""Share of temporary memory that is certainly needed; the rest is an estimate."""
 _UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
 _CARDS = (1, 2, 8)
 
 
 @dataclass(frozen=True)
 class Work:
-    """The texts of a step, in tokens."""
+    """Token counts of a step."""
 
     prefix: int
     mean: float
-    """Of a prompt after the prefix."""
+    """Prompt length after the prefix."""
     longest: int
     new: int
     """The longest response."""
     rows: int
     """Responses of a step."""
     shared: int = 1
-    """Responses that share the pass over their prompt."""
+    """Responses that share a prompt's forward pass."""
 
     @property
     def row(self) -> float:
-        """Tokens of a response and of its share of the prompt."""
+        """Tokens of a response and its share of the prompt."""
         return self.mean / self.shared + self.new
 
     @classmethod
     def of(cls, config: TrainConfig | TeachConfig, encoder: Encoder, data: Sequence[AnyExample], right: int) -> Work:
-        """That of a run on the rows `data`, whose longest right response has `right` tokens."""
+        """Work of a run on the rows `data`, whose longest gold response has `right` tokens."""
         lengths = encoder.lengths(data)
         rows, new, shared = config.batch_size, right, 1
         if isinstance(config, TrainConfig):
@@ -82,27 +82,27 @@ class Memory:
 
     lasting: dict[str, int]
     gradients: int
-    """From the first update of a step on: not in a rollout or an evaluation."""
+    """From a step's first update on: not during rollout or evaluation."""
     phases: dict[str, dict[str, int]]
     """Phase → purpose → bytes. Phases do not overlap."""
     loading: int
     """While models are loaded, before there are gradients."""
     teacher: dict[str, int]
-    """On the teacher's own device; empty where it has none."""
+    """On the teacher's own device; empty if it has none."""
 
     @property
     def phase(self) -> str:
-        """The one that needs most."""
+        """The phase that needs most."""
         return max(self.phases, key=lambda name: sum(self.during(name).values()))
 
     @property
     def passing(self) -> int:
-        """What comes and goes in that phase."""
+        """Temporary memory of that phase."""
         return sum(self.phases[self.phase].values())
 
     @property
     def all(self) -> int:
-        """The most at any moment."""
+        """Peak memory."""
         return max(sum(self.by_purpose().values()), self.loading)
 
     def during(self, phase: str) -> dict[str, int]:
@@ -111,23 +111,23 @@ class Memory:
         return {name: size for name, size in (self.lasting | gradients | self.phases[phase]).items() if size}
 
     def by_purpose(self) -> dict[str, int]:
-        """In the phase that needs most."""
+        """`during` the phase that needs most."""
         return self.during(self.phase)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run of which the memory is asked.
+    """A run whose memory is estimated.
 
     Args:
         config: Its settings.
-        dtype: The precision in which networks compute.
-        device: The kind of device.
-        student: The model that is trained.
-        teacher: None where there is none, or it is a service.
-        vocab_size: Tokens that both have.
-        work: The texts of a step.
-        read: Those that a teacher with a prompt of its own reads; None: the same.
+        dtype: Compute precision of the networks.
+        device: Device type.
+        student: The trained model.
+        teacher: None if there is none, or it is a service.
+        vocab_size: Size of the shared vocabulary.
+        work: Token counts of a step.
+        read: Those of a teacher with its own prompt; None: the same.
     """
 
     config: TrainConfig | TeachConfig
@@ -138,39 +138,39 @@ class Plan:
     vocab_size: int
     work: Work
     teacher_bytes: int | None = None
-    """Of its weights, where they are known; None: by its shapes and `pair.teacher_quantization`."""
+    """Of its weights, if known; None: from its shapes and `pair.teacher_quantization`."""
     read: Work | None = None
 
     @property
     def limit(self) -> int:
-        """Most tokens of a micro-batch."""
+        """Token limit of a micro-batch."""
         return micro_tokens(self.student, self.config.engine, self.work.prefix)
 
     def micro_batches(self, processes: int = 1) -> int:
-        """Of a step in each process."""
+        """Per step and process."""
         each = max(1, int(self.limit // self.work.row))
         teachers = len(self.config.pair.scorers()) if isinstance(self.config, TrainConfig) else 1  # each has its own
         return -(-self.work.rows // (processes * each)) + teachers - 1
 
     def reuses(self, processes: int = 1) -> bool:
-        """Whether the update goes back through the forward pass that the rollout began with."""
+        """Whether the update reuses the forward pass that the rollout started from."""
         config = self.config
         assert isinstance(config, TrainConfig)
         return config.engine.reuse_rollout and config.rollout.staleness == 0 and self.micro_batches(processes) == 1
 
     def memory(self, processes: int = 1, *, sharded: bool = False, teacher_beside: bool = True) -> Memory:
-        """What each of some processes needs.
+        """Memory of each process.
 
         Args:
-            processes: Those that train together, each on a device of its own.
-            sharded: By FSDP; otherwise each has a whole copy.
+            processes: World size; each process has its own device.
+            sharded: By FSDP; otherwise each has a full copy.
             teacher_beside: Whether a teacher in this process is on the student's device.
         """
         ours, theirs, item = self.student, self.teacher, self.dtype.itemsize
         mixed, parts = item < 4, processes if sharded else 1
         states = 8 if self.config.optimizer.states == "fp32" else 2 + 8 / 256
         lasting = {
-            # The shards of FSDP are the masters.
+            # FSDP's shards are the masters.
             "weights": ours.all * 4 // parts if sharded else self.weights_of(ours, "student"),
             "master_weights": ours.trained * 4 if mixed and not sharded else 0,
             "optimizer": int(ours.trained * states) // parts,
@@ -180,14 +180,14 @@ class Plan:
         phases = {"update": self._update(rows, processes, sharded)}
         if isinstance(self.config, TrainConfig):
             phases["rollout"] = self._rollout(rows)
-            if self.reuses(processes) and not sharded:  # its forward pass has begun
+            if self.reuses(processes) and not sharded:  # one forward pass for both
                 phases["rollout"]["activations"] = phases["update"]["activations"]
             if self.config.trace.tokens_every:
                 logits = min(rows, self.config.trace.rollouts) * self.work.new * self.vocab_size * 4
                 phases["telemetry"] = {"telemetry": min(logits, TELEMETRY) * _TELEMETRY_COPIES}
         phases["evaluation"] = self._evaluation()
         if self.config.optimizer.states == "8bit" and self.device == "cpu":
-            # Not compiled: float32 copies of what is updated.
+            # Not compiled: float32 copies while updating.
             phases["step"] = {"optimizer_step": ours.largest * 4 * 8}
         if sharded:
             for name in ("rollout", "evaluation"):
@@ -227,7 +227,7 @@ class Plan:
             "activations": int(kept * item),
             "attention": int(tokens * ours.attention(keys, checkpointing=again) * item),
             "backward": int((tokens + work.prefix) * layer * item),
-            # Of the head, and where it is the embedding of that too: folded into the masters when it is whole.
+            # Of the head, and of the embedding if tied: folded into the masters only when complete.
             "head_gradient": whole * (2 if ours.tied else 1),
         }
         if isinstance(config, TrainConfig) and config.engine.fused:
@@ -257,7 +257,7 @@ class Plan:
         return self._decoding(rows, settings.max_new_tokens) | {"sampling": rows * self.vocab_size * 8}
 
     def _decoding(self, rows: int, new: int) -> dict[str, int]:
-        """Keys and values, once of the pass over the prompts and once where decoding writes into."""
+        """KV cache of the forward pass over the prompts, plus the buffers that decoding writes to."""
         ours, work, item = self.student, self.work, self.dtype.itemsize
         passed = int(rows * work.mean) + work.prefix
         buffers = rows * (work.prefix + work.longest + new)
@@ -270,7 +270,7 @@ class Plan:
         return self.weights_of(theirs) + self.average_bytes() if self.teacher_bytes is None else self.teacher_bytes
 
     def weights_of(self, sizes: Sizes, role: str = "teacher") -> int:
-        """Bytes of a model's weights by its shapes and how its role is quantised."""
+        """Bytes of a model's weights, from its shapes and its role's quantisation."""
         item = self.dtype.itemsize
         each = _QUANTISED.get(self._quantization(role) or "", item)
         return int(sizes.body * each) + (sizes.all - sizes.body) * item
@@ -279,7 +279,7 @@ class Plan:
         return self.config.pair.quantization(role) if isinstance(self.config, TrainConfig) else None
 
     def average_bytes(self) -> int:
-        """Bytes of a teacher self-ema beside the weights that it computes with: averages in float32."""
+        """Bytes of a self-ema teacher besides its compute weights: float32 averages."""
         moving = isinstance(self.config, TrainConfig) and SELF_EMA in self.config.pair.scorers().values()
         return 4 * self.student.trained if moving and self.dtype.itemsize < 4 else 0
 
@@ -301,10 +301,10 @@ def chunk_mb(config: TrainConfig, device: str) -> float:
 
 
 def micro_tokens(sizes: Sizes, engine: TeachEngineConfig, prefix: int = 0) -> int:
-    """Most tokens in a micro-batch.
+    """Token limit of a micro-batch.
 
-    A function of model, settings and the shared prefix alone, not of the memory that happens to be free: how a batch
-    is divided shows in the last bits of a run.
+    Depends on model, settings and shared prefix alone, not on free memory: how a batch is divided changes the last
+    bits of a run.
     """
     if engine.micro_tokens is not None:
         return engine.micro_tokens
@@ -315,7 +315,7 @@ def micro_tokens(sizes: Sizes, engine: TeachEngineConfig, prefix: int = 0) -> in
 
 
 def device_bytes(text: str, setting: str = "--device-memory") -> int:
-    """A size such as 80GB, 24GiB or 80e9 in bytes.
+    """A size such as 80GB or 24GiB in bytes.
 
     Examples:
         >>> device_bytes("80GB"), device_bytes("24 GiB"), device_bytes("1.5TB")
@@ -332,7 +332,7 @@ def device_bytes(text: str, setting: str = "--device-memory") -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What this process can still have of a device, with what its allocator holds; None where nobody knows."""
+    """Bytes of a device available to this process, with its allocator's reserve; None if unknown."""
     module: Any = None if device.type == "cpu" else torch.get_device_module(device)
     if not hasattr(module, "mem_get_info"):
         return None
@@ -342,17 +342,17 @@ def free_bytes(device: torch.device) -> int | None:
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to place a run on some cards of one size."""
+    """One way to place a run on cards of equal size."""
 
     cards: int
     parallel: str
     """ddp, fsdp, or "" for one process."""
     teacher: str
-    """beside, own card, or "" where this run has none to place."""
+    """beside, own card, or "" if there is none to place."""
     memory: Memory
 
     def worst(self) -> int:
-        """What the fullest card needs."""
+        """Bytes on the fullest card."""
         return max(self.memory.all, sum(self.memory.teacher.values()))
 
     def verdict(self, size: int) -> str:
@@ -368,7 +368,7 @@ def layouts(plan: Plan, processes: int = 1) -> Iterator[Layout]:
     for cards in sorted({*_CARDS, processes}):
         for place in places:
             students = cards - 1 if place == "own card" else cards
-            # Neither adapters nor states in 8 bit are sharded.
+            # Neither adapters nor 8-bit states are sharded.
             shards = plan.student.trained == plan.student.all and plan.config.optimizer.states == "fp32"
             for parallel in [""] if students == 1 else ["ddp", "fsdp"] if shards else ["ddp"]:
                 if students:
@@ -377,13 +377,13 @@ def layouts(plan: Plan, processes: int = 1) -> Iterator[Layout]:
 
 
 def check_devices(plan: Plan, processes: Processes, student: torch.device, teacher: torch.device | None) -> list[str]:
-    """Raise where a run cannot fit into what is free on its devices; notes where it may not.
+    """Raise if a run cannot fit into its devices' free memory; returns notes if it may not.
 
     Args:
         plan: The run.
-        processes: Those that do it.
-        student: The device of the model that is trained.
-        teacher: That of a teacher in this process.
+        processes: Its processes.
+        student: Device of the trained model.
+        teacher: Device of a teacher in this process.
     """
     beside = teacher is None or teacher == student
     memory = plan.memory(processes.size, sharded=processes.sharded, teacher_beside=beside)

@@ -1,4 +1,4 @@
-"""AdamW over float32 weights, whatever the precision in which the network computes."""
+"""AdamW over float32 master weights, whatever precision the network computes in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gatespace.training.processes import ONE, Processes
 
 @dataclass(frozen=True)
 class Update:
-    """What an update did."""
+    """Result of an update."""
 
     grad_norm: float
     """Norm of the gradient of the mean loss, before clipping."""
@@ -28,7 +28,7 @@ class Update:
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """The rate of update number `step` of `steps`, counted from 0."""
+    """Learning rate of update `step` (from 0) of `steps`."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
@@ -39,7 +39,7 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 class Follower(Protocol):
-    """What changes with the weights: a teacher that averages them."""
+    """Tracks the weights, e.g. a teacher that averages them."""
 
     def follow(self, weights: Mapping[str, Tensor]) -> None: ...
     def tensors(self) -> dict[str, Tensor]: ...
@@ -47,16 +47,16 @@ class Follower(Protocol):
 
 
 class Optimizer:
-    """Takes gradients of a sum of losses over tokens from a network, and updates it.
+    """Updates a network from the gradients of a sum of token losses.
 
-    In bfloat16 the network holds rounded copies of the weights that are kept here in float32. Several processes sum
-    their gradients and make the same update each; of a sharded network each process updates its shard.
+    In bfloat16 the network holds rounded copies of the float32 master weights kept here. Several processes sum their
+    gradients and each make the same update; if the network is sharded, each updates its shard.
 
     Args:
         network: Loaded in float32; its parameters that require gradient are trained.
-        config: The settings of AdamW and of the learning rate.
-        steps: How many updates there will be.
-        dtype: The precision in which the network computes from now on. A sharded network sees to that itself.
+        config: AdamW and learning rate settings.
+        steps: Total number of updates.
+        dtype: Compute precision of the network from now on. A sharded network handles that itself.
         processes: The processes that train it.
     """
 
@@ -80,7 +80,7 @@ class Optimizer:
         matrices = [p for p in self.masters.values() if p.dim() > 1]
         vectors = [p for p in self.masters.values() if p.dim() <= 1]
         self._device = next(iter(self.masters.values())).device.type
-        # Norms and biases are not shrunk.
+        # No weight decay on norms and biases.
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
         self._eight = config.states == "8bit"
@@ -91,11 +91,11 @@ class Optimizer:
         self._adam.zero_grad()
 
     def step(self, number: int, tokens: float) -> Update:
-        """Update with the mean over the tokens of the losses that backward was called on since the last update.
+        """Update with the mean token loss of all backward passes since the last update.
 
         Args:
-            number: The step's number from 0.
-            tokens: Of this process, or the sum of their weights; the mean is over those of all.
+            number: The step, from 0.
+            tokens: Those of this process, or the sum of their weights; the mean is over all processes.
         """
         tokens = self._processes.total(tokens)
         gradients = self._gradients()
@@ -113,7 +113,7 @@ class Optimizer:
         # torchao compiles its step, which on a CPU would need a C++ compiler.
         with set_stance("force_eager") if self._eight and self._device == "cpu" else nullcontext():
             self._adam.step()
-        # Fused AdamW changes weights without counting it, which a memoised fingerprint relies on.
+        # Fused AdamW does not bump the version counters that memoised fingerprints rely on.
         torch.autograd.graph.increment_version(list(self.masters.values()))
         self._adam.zero_grad()
         self._publish()
@@ -122,12 +122,12 @@ class Optimizer:
         return Update(total, lr)
 
     def discard(self) -> None:
-        """Forget the gradients collected so far."""
+        """Drop the gradients accumulated so far."""
         self._adam.zero_grad()
         self._network.zero_grad()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that the next update depends on; of a sharded network in the first process only."""
+        """Everything the next update depends on; if sharded, whole in the first process only."""
         found = {f"weight/{name}": p.detach() for name, p in self.masters.items()}
         for name, p in self.masters.items():
             for key, value in self._adam.state.get(p, {}).items():
@@ -137,7 +137,7 @@ class Optimizer:
         return self._processes.gather_tensors(found)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Resume from what `tensors` gave."""
+        """Restore what `tensors` returned."""
         with torch.no_grad():
             for name, p in self.masters.items():
                 p.copy_(self._processes.shard_like(p, tensors[f"weight/{name}"]))
@@ -159,7 +159,7 @@ class Optimizer:
             follower.restore(tensors)
 
     def widen(self) -> None:
-        """Give the network its float32 weights, to be saved; no update can follow."""
+        """Give the network its float32 weights for saving; no update can follow."""
         if self._mixed:
             for hook in self._folding:
                 hook.remove()
@@ -169,7 +169,7 @@ class Optimizer:
                     p.copy_(self.masters[name])
 
     def _gradients(self) -> list[Tensor]:
-        """The gradients of the sum over all processes."""
+        """Gradients, summed over all processes."""
         self._processes.sum_gradients(self.masters.values())
         return [p.grad for p in self.masters.values() if p.grad is not None]
 
@@ -184,7 +184,7 @@ class Optimizer:
 
 
 def _fold_into(master: Tensor) -> Callable[[Tensor], None]:
-    """Adds a parameter's gradient to its master's as soon as it is there: both are never whole in memory at once."""
+    """Hook that moves a parameter's gradient into its master's at once, so that the two sets never coexist."""
 
     def fold(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -198,7 +198,7 @@ def _fold_into(master: Tensor) -> Callable[[Tensor], None]:
 
 
 def eight_bit(processes: Processes) -> Any:
-    """AdamW with states of 8 bits; an error where there is none."""
+    """AdamW with 8-bit states; raises if it is not available."""
     if processes.sharded:
         raise UsageError(
             "optimizer.states: 8bit and engine.parallel: fsdp do not go together",
@@ -212,16 +212,16 @@ def eight_bit(processes: Processes) -> Any:
 
 
 def _parts(state: Any) -> dict[str, Tensor]:
-    """The plain tensors of a state: codes, scales and their map where it is quantised."""
-    sharded = hasattr(state, "full_tensor")  # its parts are of this process alone
+    """Plain tensors of an optimizer state: codes, scales and their map if quantised."""
+    sharded = hasattr(state, "full_tensor")  # its parts are this process's alone
     names = state.__tensor_flatten__()[0] if hasattr(state, "__tensor_flatten__") and not sharded else ()
     return {f".{name}": getattr(state, name) for name in names} or {"": state}
 
 
 @torch.no_grad()
 def _convert(network: nn.Module, dtype: torch.dtype) -> None:
-    """Not buffers, as `network.to(dtype)` would: rounded frequencies of a rotary embedding are other positions. Nor
-    what is quantised."""
+    """Convert floating-point parameters, but no buffers as `network.to(dtype)` would: rounded rotary frequencies encode
+    other positions."""
     for parameter in network.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)

@@ -1,7 +1,7 @@
-"""The processes that do one run: here a single one; `gatespace.addons.parallel` has several behind the same methods.
+"""The processes of a run: here a single one; `gatespace.addons.parallel` has several behind the same methods.
 
-Every process has the rows of the whole batch and does its own share of them; random numbers are named by a row's place
-in the whole batch, so the same rows get the same numbers in however many processes.
+Every process has the rows of the whole batch and works on its share; random streams are named by a row's place in the
+whole batch, so that they do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def launched() -> tuple[int, int] | None:
-    """(rank, world size) by the variables that torchrun, `accelerate launch` and `--processes` set, or None."""
+    """(rank, world size) from the variables set by torchrun, `accelerate launch` and `--processes`, or None."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1 or "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
         return None
@@ -38,18 +38,18 @@ def is_first() -> bool:
 
 
 class Processes:
-    """One process that does a run alone."""
+    """The single process of a run."""
 
     rank: int = 0
-    """The number of this process; the first one writes the run's files."""
+    """Rank of this process; rank 0 writes the run's files."""
     size: int = 1
     """World size."""
     sharded: bool = False
     """Whether each process holds a shard of the student's weights (FSDP2) and not a whole copy."""
     device: str | None = None
-    """Where this process computes; None: as the configuration says."""
+    """Device of this process; None: as configured."""
     content: Mapping[str, str] = {}
-    """What of this enters the run's identity."""
+    """What becomes part of the run's identity."""
 
     @property
     def first(self) -> bool:
@@ -59,7 +59,7 @@ class Processes:
     # ------------------------------------------------------------------ rows
 
     def shares(self, count: int) -> list[range]:
-        """The rows of each process, of `count` rows: neighbours together, nearly as many for each."""
+        """Divide `count` rows into contiguous ranges of nearly equal size, one per process."""
         return [range(*ends) for ends in pairwise(count * rank // self.size for rank in range(self.size + 1))]
 
     def share(self, count: int) -> range:
@@ -67,7 +67,7 @@ class Processes:
         return self.shares(count)[self.rank]
 
     def divide(self, items: Sequence[Any], work: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
-        """`work` on all items, each process on its share; the results of all, in order."""
+        """Run `work` on this process's share of the items; returns all results in order."""
         return work(items)
 
     # ------------------------------------------------------------------ messages
@@ -85,41 +85,41 @@ class Processes:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Work without messages between processes: an error of one is raised in all, so that none waits for it."""
+        """A section without communication: an error in one process is raised in all, so that none waits for it."""
         yield
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """The first process alone, then all others: what the first one downloads or builds is there for them."""
+        """Run in the first process, then in all others, which find what the first downloaded or built."""
         yield
 
     # ------------------------------------------------------------------ the student's weights
 
     def loads_on(self, device: str) -> str:
-        """Where the weights of the model that is trained are read to; ``meta``: this process reads none."""
+        """Device to load the trained model's weights on; ``meta``: this process loads none."""
         return device
 
     def prepare(self, model: Model, *, dtype: torch.dtype, packed: bool | None) -> Model:
-        """The model as it is trained: whole, or this process's shard of it."""
+        """The model to train: whole, or this process's shard of it."""
         return model
 
     def update(self, body: Body, done: int, most: int) -> AbstractContextManager[None]:
-        """Forward and backward passes over `done` micro-batches, where the process with most of them has `most`."""
+        """Context of the passes over this process's `done` micro-batches; `most` is the maximum of all processes."""
         return nullcontext()
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Replace each gradient by its sum over all processes."""
 
     def gather_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors, in the first process, where each process holds shards."""
+        """Whole tensors from the shards of all processes, in the first process."""
         return tensors
 
     def full(self, tensor: Tensor) -> Tensor:
-        """A whole tensor, where each process holds a shard."""
+        """The whole tensor from the shards of all."""
         return tensor
 
     def shard_like(self, parameter: Tensor, value: Tensor) -> Tensor:
-        """A whole tensor, sharded as `parameter` is."""
+        """A whole tensor, sharded like `parameter`."""
         return value
 
 
@@ -127,7 +127,7 @@ ONE = Processes()
 
 
 def join(config: TrainConfig | TeachConfig) -> Processes:
-    """The processes of this run: those that a launcher has started, or this one alone."""
+    """The processes of this run: those started by a launcher, or this one alone."""
     processes: Processes = ONE if launched() is None else provider("processes", "distributed")(config)
     rows = config.batch_size * (config.rollout.per_prompt if hasattr(config, "rollout") else 1)
     with processes.together():

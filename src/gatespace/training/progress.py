@@ -1,4 +1,4 @@
-"""Progress of a run, as the command line or a study follows it."""
+"""Progress of a run, for the command line or a study."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from gatespace.evaluation import Evaluation
 
 
 class Progress(Protocol):
-    """Called during a run."""
+    """Callbacks of a run."""
 
     def note(self, text: str) -> None:
-        """Something that a user should know."""
+        """Information for the user."""
 
     def warn(self, text: str) -> None:
         """Something is wrong with the run."""
@@ -28,7 +28,7 @@ class Progress(Protocol):
 
 
 class Silent:
-    """Progress that is not shown."""
+    """Ignores all progress."""
 
     def note(self, text: str) -> None: ...
     def warn(self, text: str) -> None: ...

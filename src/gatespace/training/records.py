@@ -23,22 +23,22 @@ from gatespace.training.trackers import Trackers, open_trackers
 
 
 class Records:
-    """The records of a run, from the step that it starts or resumes at. The first process alone writes."""
+    """The records of a run, from the step it starts or resumes at. Only the first process writes."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._writes = job.processes.first
         self._logs: dict[str, JsonLines] = {}
         self._marks: dict[str, Mark] = {}
-        """Where the logs were at the checkpoint."""
+        """Log positions at the checkpoint."""
         self._trackers: Trackers
         self._alarms: Alarms | None = None
         self._evaluations: list[dict[str, Any]] = []
-        """Those on the way."""
+        """During training."""
         self._best: Path | None = None
-        """The tensors after the step of the best of them, as the last checkpoint has them."""
+        """Tensors of the step with the best evaluation, as kept by the last checkpoint."""
         self.start = self._saved = self._restore()
-        """How many steps are done."""
+        """Steps already done."""
 
     def __enter__(self) -> Self:
         job, config = self._job, self._job.config
@@ -63,7 +63,7 @@ class Records:
             log.close()
 
     def log(self, done: int, lines: Mapping[str, list[dict[str, Any]]]) -> None:
-        """Write what a step leaves behind: log → lines."""
+        """Log a finished step; `lines`: log → lines."""
         for name, records in lines.items():
             for record in records:
                 self._append(name, record)
@@ -76,20 +76,20 @@ class Records:
 
     @property
     def best(self) -> int | None:
-        """The step of the best evaluation on the way, the first of equals; None where there was none."""
+        """Step of the best evaluation during training, the first on ties; None if there was none."""
         best = max(self._evaluations, key=lambda record: metric_of(record)[1], default=None)
         return None if best is None else int(best["step"])
 
     @property
     def out_of_patience(self) -> bool:
-        """Whether the run ends here, because evaluations have not become better for long enough."""
+        """Whether to stop early: the last `evaluation.patience` evaluations did not improve."""
         patience, best = self._job.config.evaluation.patience, self.best
         if patience is None or best is None:
             return False
         return sum(1 for record in self._evaluations if record["step"] > best) >= patience
 
     def evaluate(self, done: int) -> None:
-        """Evaluate during training, unless a run that resumes has done so."""
+        """Evaluate during training, unless done before the run resumed."""
         if any(record["step"] == done for record in self._evaluations):
             return
         evaluation = self._job.evaluate(self._job.config.evaluation.split)
@@ -107,7 +107,7 @@ class Records:
         self._job.progress.evaluated(done, evaluation)
 
     def stop_on_alarm(self, done: int) -> None:
-        """End the run, with a checkpoint, where an alarm is on that does so."""
+        """Checkpoint and end the run if an alarm of `alarms.stop_on` is on."""
         job = self._job
         if not isinstance(job.config, TrainConfig) or not job.config.alarms.stop_on:
             return
@@ -153,7 +153,7 @@ class Records:
 
     @contextmanager
     def failures(self, step: int) -> Iterator[None]:
-        """Where step `step` (from 0) fails: keep what is done if the teacher is away, else record what it had seen."""
+        """If step `step` (from 0) fails: save a checkpoint if the teacher is away, else record what the step saw."""
         job = self._job
         try:
             yield
@@ -172,7 +172,7 @@ class Records:
         except GatespaceError as error:
             rank = job.processes.rank
             if error.raised_by not in (None, rank):
-                raise  # the process in which it arose records it
+                raise  # the process that raised it records it
             evidence = {"error": str(error), **job.evidence()}
             saved = job.run.failed_step(step + 1, evidence, rank=rank if job.processes.size > 1 else None)
             failed = RunError(
@@ -227,7 +227,7 @@ class Records:
         return summary
 
     def _choose(self, done: int) -> int:
-        """Give the model the weights that the run ends with; the step that they are from."""
+        """Load the weights that the run ends with; returns the step they are from."""
         job, best = self._job, self.best
         if job.config.checkpoint.select == "last" or best is None or best == done:
             return done
@@ -242,7 +242,7 @@ class Records:
             self._logs[name].append(record)
 
     def _restore(self) -> int:
-        """Resume from the latest checkpoint; how many steps it has."""
+        """Resume from the latest checkpoint; returns its step."""
         job = self._job
         found = checkpoint.latest(job.run.checkpoints, report=job.progress.note)
         start = 0 if found is None else found.step
@@ -264,7 +264,7 @@ class Records:
 
 
 def _of_labels(metrics: Metrics) -> dict[str, Any]:
-    """What evaluations.jsonl says of predicted labels."""
+    """Label metrics, as in evaluations.jsonl."""
     return {
         "count": metrics.count,
         "accuracy": metrics.accuracy,

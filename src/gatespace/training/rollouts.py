@@ -1,11 +1,11 @@
 """The responses of a step and their teacher scores, micro-batch by micro-batch.
 
-`OnPolicy` samples a step's responses with the student as it is. Where the update is one micro-batch, it goes back
-through the very forward pass over the prompts that sampling began with. Where it is several, the whole step is sampled
-and scored first: a decoding step costs little more for many rows than for few. The responses of a prompt share its
-pass, and equal ones are one row that counts as often. `Ahead` samples before the update
-begins: the responses of the same step where the student is sharded, or those of the next step where the run is one step
-off policy (`rollout.staleness: 1`), so that a remote teacher scores them while the student updates.
+`OnPolicy` samples a step's responses from the current student. If the update is a single micro-batch, it backpropagates
+through the same forward pass over the prompts that sampling started from. If there are several, the whole step is
+sampled and scored first: a decoding step costs little more for many rows than for few. Responses to a prompt share its
+forward pass, and equal ones are merged into one weighted row. `Ahead` samples before the update: the responses of the
+same step if the student is sharded, or those of the next step if the run is one step off policy
+(`rollout.staleness: 1`), so that a remote teacher scores them while the student updates.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from gatespace.training.processes import ONE, Processes
 
 @dataclass
 class MicroBatch:
-    """Rows on their way through a step; filled in from left to right.
+    """Rows of a step; fields are filled in from first to last.
 
-    A row is a prompt with a response. Until there are responses it is a sample; then equal ones of a prompt are merged.
+    A row is a prompt with a response: one sample each, until equal responses to a prompt are merged.
     """
 
     rows: list[Row]
-    """Those of the same prompt stand together."""
+    """Rows of the same prompt are adjacent."""
     places: list[int]
-    """Where in the step's batch its samples stand; every sample's random numbers are named by its place."""
+    """Places of its samples in the step's batch; a sample's random stream is named by its place."""
     parents: list[int] = field(default_factory=list)
-    """The number of every row's prompt among `prompts`, from 0 in order; by default each row has a pass of its own."""
+    """Index of each row's prompt in `prompts`, from 0 in order; by default each row has its own forward pass."""
     rollout: Rollout = field(default_factory=Rollout)
     sources: list[str] = field(default_factory=list)
-    """Where each response is from: student, teacher or gold."""
+    """Source of each response: student, teacher or gold."""
     samples: list[int] = field(default_factory=list)
     """The row of every sample; rows are in the order of their first samples."""
     weights: list[list[float]] | None = None
-    """How often each token of each row counts; 0: not at all. None: once each."""
+    """Weight of each token of each row. None: 1 each."""
     trees: list[Expansion] = field(default_factory=list)
-    """Of expected rollouts, what was found of every prompt's tree; its paths are the prompt's rows."""
+    """Expanded tree of each prompt for expected rollouts; its paths are the prompt's rows."""
     scores: Scores | None = None
     forward: Forward | None = None
-    """The student's forward pass over the prompts, with gradient; None: the update makes one of its own."""
+    """The student's forward pass over the prompts, with gradient; None: the update runs its own."""
     prefix: KVCache | Sequence[int] | None = None
     """The shared prefix: its KV cache, or its ids to be part of the forward pass."""
     hidden: Tensor | None = None
@@ -68,17 +68,17 @@ class MicroBatch:
 
     @property
     def prompts(self) -> list[list[int]]:
-        """Each that goes through the student once."""
+        """Prompts, each computed once by the student."""
         return list({parent: row.prompt for parent, row in zip(self.parents, self.rows, strict=True)}.values())
 
     @property
     def teacher_prompts(self) -> list[list[int]]:
-        """Those of the teacher, in the same order."""
+        """The teacher's prompts, in the same order."""
         return list({parent: row.teacher_prompt for parent, row in zip(self.parents, self.rows, strict=True)}.values())
 
     @property
     def families(self) -> list[list[list[int]]]:
-        """The responses of every prompt."""
+        """Responses grouped by prompt."""
         found: dict[int, list[list[int]]] = {}
         for parent, response in zip(self.parents, self.rollout.responses, strict=True):
             found.setdefault(parent, []).append(response)
@@ -92,12 +92,12 @@ class MicroBatch:
 
     @property
     def numbers(self) -> Tensor:
-        """(N,) the place of the first sample of every response token's row: a number of the row within the step."""
+        """(N,) the place of the first sample of each response token's row: identifies the row within the step."""
         firsts = dict(zip(reversed(self.samples), reversed(self.places), strict=True))
         return torch.tensor([firsts[row] for row in range(len(self.rows))])[self.segments]
 
     def take(self, whole: MicroBatch, prompts: range) -> None:
-        """Fill in the responses of the prompts that have these numbers in `whole`."""
+        """Fill in the responses to the prompts with these indices in `whole`."""
         rows = [row for row, parent in enumerate(whole.parents) if parent in prompts]
         self.rows, self.places = [whole.rows[i] for i in rows], [whole.places[i] for i in rows]
         self.parents, self.samples = [whole.parents[i] - prompts.start for i in rows], list(range(len(rows)))
@@ -106,7 +106,7 @@ class MicroBatch:
         self.trees = whole.trees[prompts.start : prompts.stop]
 
     def merge(self) -> None:
-        """Make equal responses of a prompt one row that counts as often as it was sampled."""
+        """Merge equal responses to a prompt into one row, weighted by their number."""
         known: dict[Any, int] = {}
         keys = zip(self.parents, self.sources, map(tuple, self.rollout.responses), self.rollout.ended, strict=True)
         samples = [known.setdefault(key, len(known)) for key in keys]
@@ -119,7 +119,7 @@ class MicroBatch:
         self.weights = [[float(counts[row])] * len(ids) for row, ids in enumerate(self.rollout.responses)]
 
     def leave_out(self, ids: Set[int]) -> None:
-        """Let response tokens with these ids count for nothing."""
+        """Set the weight of response tokens with these ids to 0."""
         weights = self.weights or [[1.0] * len(response) for response in self.rollout.responses]
         self.weights = [
             [0.0 if token in ids else weight for token, weight in zip(response, row, strict=True)]
@@ -129,7 +129,7 @@ class MicroBatch:
 
 @dataclass
 class OnPolicy:
-    """Responses of the student as it is, one micro-batch after the other.
+    """Samples and scores responses of the current student, by micro-batch.
 
     Args:
         student: Samples, unless there is a `sampler`.
@@ -139,13 +139,13 @@ class OnPolicy:
         settings: The section `rollout`.
         vocab_size: Ids from here on are padding.
         seed: Of the run.
-        micro_tokens: Most tokens in a micro-batch of the update.
-        rollout_tokens: Most tokens that are sampled together.
-        reuse: Whether the update goes back through the forward pass that sampling began with.
-        sampler: Samples with a copy of the student's weights, in place of the student.
-        processes: Those that do the step together; each has a share of its rows.
-        share: Whether the responses of a prompt share the student's pass over it.
-        merge: Whether equal responses of a prompt that share its pass are one row.
+        micro_tokens: Token limit of a micro-batch of the update.
+        rollout_tokens: Token limit of a batch in sampling.
+        reuse: Whether the update backpropagates through the forward pass that sampling started from.
+        sampler: Samples instead of the student, with a copy of its weights.
+        processes: Those of the run; each has a share of the step's rows.
+        share: Whether responses to a prompt share the student's forward pass over it.
+        merge: Whether equal responses that share a prompt's pass are one row.
     """
 
     student: Body
@@ -163,12 +163,12 @@ class OnPolicy:
     share: bool = True
     merge: bool = True
     current: MicroBatch | None = None
-    """The micro-batch that is being worked on, for the record of a step that fails."""
+    """The micro-batch in progress, for the record of a failed step."""
 
     # ------------------------------------------------------------------ a step
 
     def split(self, step: int) -> list[list[MicroBatch]]:
-        """The micro-batches of every process; a function of the rows of all alone."""
+        """The micro-batches of every process; depends on the step's rows alone."""
         each, room = self.settings.per_prompt, self.settings.room
         rows = [row for row in self.batches.at(step) for _ in range(each)]
         families = [place // each if self.share else place for place in range(len(rows))]
@@ -189,7 +189,7 @@ class OnPolicy:
     def scored(
         self, step: int, batches: list[MicroBatch], prefix: KVCache | Sequence[int], clock: Clock
     ) -> Iterator[MicroBatch]:
-        """Each micro-batch with its responses and scores."""
+        """Yield each micro-batch with responses and scores."""
         if len(batches) > 1 or not self.reuse:
             yield from self._one_by_one(batches, self._sample_all(step, batches, prefix, clock), prefix, clock)
             return
@@ -207,11 +207,11 @@ class OnPolicy:
             batch.forward = None  # its graph is freed by the backward pass
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Checkpoint state."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Resume from what `state` gave; the rest of `state` is returned."""
+        """Restore from a checkpoint's `state`; returns the rest of it."""
         return dict(state)
 
     # ------------------------------------------------------------------ responses
@@ -220,7 +220,7 @@ class OnPolicy:
     def _sample_all(
         self, step: int, batches: list[MicroBatch], prefix: KVCache | Sequence[int] | None, clock: Clock
     ) -> list[Callable[[], Scores]]:
-        """Fill in the responses of all micro-batches; how each one's scores are had, which the teacher is asked for."""
+        """Fill in the responses of all micro-batches and request their scores; returns a getter for each."""
         self._sync(clock)
         found: list[Callable[[], Scores]] = []
         sizes = [sum(self._size(row) for row in batch.rows) for batch in batches]
@@ -248,7 +248,7 @@ class OnPolicy:
             batch.merge()
 
     def _size(self, row: Row) -> int:
-        """Most tokens of a sample while it is decoded, when it has the keys and values of its prompt to itself."""
+        """Most tokens of a sample during decoding, with its own copy of the prompt's KV cache."""
         return len(row.prompt) + self.settings.room
 
     def _one_by_one(
@@ -290,14 +290,14 @@ class OnPolicy:
                 batch.rollout.ended[i] = ended
 
     def _stop(self, body: Body) -> Callable[[list[int]], bool]:
-        """Whether a response that `body` writes is at its end."""
+        """Stop condition for the responses of `body`."""
         ends = set(body.model.end_ids)
         closed = self.encoder.closed if self._until_closed else lambda ids: False
         return lambda ids: ids[-1] in ends or closed(ids)
 
     @property
     def _until_closed(self) -> bool:
-        """Whether a response ends where the prompt calls it closed; stop strings of free text always end it."""
+        """Whether a response ends once the prompt says it is closed; stop strings of free text always end it."""
         return self.settings.stop == "json" or not self.encoder.prompt.closes
 
     def _gold(self, golds: list[str]) -> Rollout:
@@ -351,7 +351,7 @@ class OnPolicy:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """The responses of a step, and the scores that the teacher was asked for."""
+    """The responses of a step, and getters of their requested scores."""
 
     step: int
     batches: list[MicroBatch]
@@ -360,21 +360,21 @@ class _Sampled:
 
 @dataclass
 class Ahead(OnPolicy):
-    """Responses of a whole step, sampled before any of them is learned from.
+    """Samples the responses of a whole step before the update.
 
-    One step off policy, step n begins by sampling the responses of step n+1; then it updates on those of step n, which
-    the student sampled before update n-1. What was sampled ahead is part of a checkpoint: the student that sampled it
-    is gone by then. Its scores are asked for again, and are the same.
+    One step off policy, step n first samples the responses of step n+1, then updates on those of step n, which the
+    student sampled before update n-1. Responses sampled ahead are part of a checkpoint: the weights that sampled them
+    are gone by then. Their scores are requested again, and are the same.
     """
 
     steps: int = 0
-    """How many steps the run has; nothing is sampled for one that will not come."""
+    """Steps of the run; nothing is sampled beyond the last."""
     _now: _Sampled | None = None
     _next: _Sampled | None = None
     _following: _Sampled | None = None
 
     def begin(self, step: int, clock: Clock) -> list[MicroBatch]:
-        """This process's micro-batches of a step. If it fails, `state` is what it was before."""
+        """This process's micro-batches of a step. On failure, `state` is unchanged."""
         if self.settings.staleness == 0:
             now = self._sample_step(step, clock)
         else:
@@ -385,7 +385,7 @@ class Ahead(OnPolicy):
             now = self._next
             self._following = self._sample_step(step + 1, clock) if step + 1 < self.steps else None
         self._now = now
-        if self.processes.sharded:  # none may fail between the passes, where others wait for it
+        if self.processes.sharded:  # none may fail between passes, where the others would wait
             with self.processes.together(), clock("score"):
                 known = [scores() for scores in now.scores]
             self._now = _Sampled(step, now.batches, [lambda scores=scores: scores for scores in known])  # type: ignore[misc]
@@ -394,7 +394,7 @@ class Ahead(OnPolicy):
     def scored(
         self, step: int, batches: list[MicroBatch], prefix: KVCache | Sequence[int], clock: Clock
     ) -> Iterator[MicroBatch]:
-        """Each micro-batch with the scores that were asked for."""
+        """Yield each micro-batch with its requested scores."""
         assert self._now is not None
         yield from self._one_by_one(batches, self._now.scores, prefix, clock)
         if self.settings.staleness:
@@ -409,7 +409,7 @@ class Ahead(OnPolicy):
         return _Sampled(step, batches, scores)
 
     def state(self) -> dict[str, Any]:
-        """What was sampled ahead by all processes."""
+        """Responses of all processes sampled ahead."""
         if self._next is None:
             return {}
         batches = self._next.batches
@@ -424,7 +424,7 @@ class Ahead(OnPolicy):
         return {"ahead": {"number": self._next.step, **whole}}
 
     def restore(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Resume from what `state` gave; the rest of `state` is returned."""
+        """Restore from a checkpoint's `state`; returns the rest of it."""
         rest = {name: value for name, value in state.items() if name != "ahead"}
         self._next = None
         if "ahead" in state:
@@ -441,7 +441,7 @@ class Ahead(OnPolicy):
 
 
 def _together(sizes: Sequence[int], most: int) -> Iterator[slice]:
-    """Neighbours whose sizes are at most `most` together, or one alone."""
+    """Spans of items with a total size of at most `most`, or one item."""
     start = used = 0
     for i, size in enumerate(sizes):
         if i > start and used + size > most:
@@ -452,7 +452,7 @@ def _together(sizes: Sequence[int], most: int) -> Iterator[slice]:
 
 
 def _joined(batches: Sequence[MicroBatch]) -> MicroBatch:
-    """Micro-batches that have no responses yet as one."""
+    """Join micro-batches without responses into one."""
     parents: list[int] = []
     for batch in batches:
         before = parents[-1] + 1 if parents else 0

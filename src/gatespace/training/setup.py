@@ -1,4 +1,4 @@
-"""What a run needs first: device, precision, models, and the task in their tokens."""
+"""Setup of a run: device, precision, models, and the task in their tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gatespace.training.processes import ONE, Processes
 
 @dataclass(frozen=True)
 class Placement:
-    """Where and in what precision networks compute."""
+    """Device and compute precision of networks."""
 
     device: str
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class Material:
 
 
 def placement(engine: TeachEngineConfig, processes: Processes = ONE) -> Placement:
-    """Resolve ``auto``, and give torch its threads."""
+    """Resolve ``auto``, and set torch's threads."""
     if engine.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA reads it once, when it starts
     if engine.threads is not None:
@@ -60,9 +60,9 @@ def placement(engine: TeachEngineConfig, processes: Processes = ONE) -> Placemen
 
 @contextmanager
 def deterministic(engine: TeachEngineConfig, place: Placement) -> Iterator[None]:
-    """Have torch choose algorithms that give the same bits every time, where `engine.deterministic` asks for it.
+    """Use torch's deterministic algorithms if `engine.deterministic` is set.
 
-    Not on a CPU, where the usual ones do; what has no such algorithm raises.
+    Not on a CPU, where the default ones are deterministic; operations without one raise.
     """
     if not engine.deterministic or place.device == "cpu":
         yield
@@ -71,7 +71,7 @@ def deterministic(engine: TeachEngineConfig, place: Placement) -> Iterator[None]
     memory: Any = torch.utils.deterministic
     filled = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = False  # all that is read was written
+    memory.fill_uninitialized_memory = False  # nothing unwritten is read
     try:
         yield
     finally:
@@ -80,11 +80,11 @@ def deterministic(engine: TeachEngineConfig, place: Placement) -> Iterator[None]
 
 
 def usable(device: str, setting: str) -> str:
-    """A device on which networks run and responses are drawn, with ``auto`` resolved; an error where it cannot."""
+    """Resolve ``auto``, and raise if networks cannot run or sample on the device."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(1, dtype=torch.float64, device=device)  # some devices have none
+        torch.empty(1, dtype=torch.float64, device=device)  # sampling needs it
     except (RuntimeError, AssertionError, TypeError) as error:
         raise UsageError(
             f"{setting}: this device cannot be used", got=device, why=str(error).splitlines()[0], instead="auto, or cpu"
@@ -97,7 +97,7 @@ def _fast_bf16(device: str) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device != "cpu":
         return False
-    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # torch has no public question for this
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # torch has no public API for this
     return any(getattr(torch.cpu, name, lambda: False)() for name in probes)
 
 
@@ -122,7 +122,7 @@ def open_model(
     seed: int = 0,
     report: Callable[[str], None] | None = None,
 ) -> Model:
-    """A model by name; ``tiny`` is built for the task, in the size of its `role` (student or teacher)."""
+    """Load a model by name; ``tiny`` is built for the task, in the size of its `role` (student, teacher)."""
     with in_setting(setting):
         if is_address(name):
             raise UsageError(
@@ -166,9 +166,9 @@ def open_member(
     seed: int = 0,
     setting: str = "",
 ) -> Model:
-    """The ``student`` or the ``teacher`` of a pair as it is before training; with `lora`, ready to learn in it.
+    """Load the ``student`` or ``teacher`` of a pair as before training, with adapters if `lora` is given.
 
-    `setting` is what names the model, where that is not `pair.ROLE`.
+    `setting` is the setting that names the model, if not `pair.ROLE`.
     """
     name, revision, whose = pair.model(role)
     return open_model(
@@ -198,7 +198,7 @@ def outline_model(
     weights: bool = True,
     report: Callable[[str], None] | None = None,
 ) -> Model:
-    """A model by name without its weights: shapes and tokenizer. `weights`: whether a folder must have them."""
+    """Load a model without weights: shapes and tokenizer. `weights`: whether a folder must have them."""
     try:
         import transformers
     except ImportError as error:
@@ -217,7 +217,7 @@ def outline_model(
 
 
 def _built(name: str, role: str, task: AnyTask) -> str:
-    """The folder of a tiny model, built for the task in the size of its role; any other name as it is."""
+    """The folder of a tiny model, built for the task in the size of its role; any other name unchanged."""
     if name not in TINY:
         return name
     return str(getattr(build_tiny(task), name.removeprefix("tiny-") if name != "tiny" else role))
@@ -234,9 +234,9 @@ def encoder_for(material: Material, model: Model, splits: tuple[str, ...], *, sh
 def teacher_encoder_for(
     config: TrainConfig, material: Material, student: Model, teachers: Mapping[str, Model]
 ) -> Encoder | None:
-    """The prompts that the teacher reads, in tokens; None: those of the student.
+    """Encoder of the teacher's own prompts; None: it has those of the student.
 
-    `teachers` are those in this process by setting: in their context windows prompt and response have to fit.
+    `teachers`: those in this process by setting; prompt and response must fit into their context windows.
     """
     prompt = teacher_prompt(config.teacher.prompt, material.prompt)
     if prompt is material.prompt:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on gold responses: how a teacher is made."""
+"""Supervised fine-tuning of a teacher on gold responses."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class SupervisedOutput:
     """The loss of a micro-batch."""
 
     loss: Tensor
-    """The sum of the cross-entropies of its response tokens, in nats."""
+    """Summed cross-entropy of its response tokens, in nats."""
     tokens: int
     right: int
-    """Tokens that the model would have chosen itself."""
+    """Tokens that are the model's argmax."""
 
 
 class SupervisedTrace:
@@ -55,7 +55,7 @@ class SupervisedTrace:
         self._right += out.right
 
     def record(self, update: Update, clock: Clock) -> dict[str, list[dict[str, Any]]]:
-        """Log → its new lines."""
+        """New lines by log."""
         total = self._processes.total
         tokens, right = int(total(self.tokens)), int(total(self._right))
         metrics = {
@@ -103,7 +103,7 @@ class Supervised(Job):
         }
 
     def prepare(self) -> None:
-        """Make what training needs beside the model."""
+        """Create what training needs besides the model."""
         super().prepare()
         config = self.config
         self._batches = Batches(self.data.rows, self.encoder, batch_size=config.batch_size, seed=config.seed)
@@ -114,7 +114,7 @@ class Supervised(Job):
 
     @contextmanager
     def micro_batches(self, step: int, clock: Clock) -> Iterator[Iterator[list[Row]]]:
-        """The rows of this process, divided."""
+        """This process's rows, divided."""
         self._rows = rows = self._batches.at(step)
         shares = [[rows[i] for i in share] for share in self.processes.shares(len(rows))]
         parts = [micro_batches(share, self._micro_tokens, self._longest) for share in shares]

@@ -1,4 +1,4 @@
-"""What is logged of a step of distillation: its metrics, single tokens on some steps, and where time went."""
+"""Logs of a distillation step: metrics, timings, and on some steps single tokens."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 _MEANS = ("nodes", "uncovered", "repeated_ngrams", "legal_answers")
 """Numbers per response, or per prompt with expected rollouts, whose mean is logged."""
 _MAYBE = ("repeated_ngrams", "legal_answers", "student_entropy_nats", "teacher_entropy_nats", "top_k_overlap")
-"""Logged in every step; None where they were not measured."""
+"""Logged every step; None where not measured."""
 
 
 class DistillationTrace:
-    """The numbers of a distillation's steps, over all its processes."""
+    """Metrics of the steps of a distillation, over all processes."""
 
     def __init__(self, job: Distillation) -> None:
         self._job = job
         self._gate = build_gate(job.config.objective)
         self._trace = Trace()
         self._teachers: dict[str, dict[str, float]] = {}
-        """Of several teachers, the sums of the run by name."""
+        """Sums of the run by teacher, if there are several."""
         self.begin(0)
 
     def begin(self, step: int) -> None:
@@ -49,7 +49,7 @@ class DistillationTrace:
         self._seen: list[MicroBatch] = []
         self._losses: list[float] = []
         self._scored: list[list[Any]] = []
-        """Of several teachers, the name of each micro-batch's and its sums."""
+        """[teacher, sums] per micro-batch, if there are several teachers."""
         self._sample: list[dict[str, Any]] = []
         self._kappa: float | None = None
         self._agreement: dict[str, float] = {}
@@ -57,20 +57,20 @@ class DistillationTrace:
         self._before = self._counts()
 
     def add(self, batch: MicroBatch, out: LossOutput) -> None:
-        """Take in a micro-batch."""
+        """Add a micro-batch."""
         self.tokens += out.tokens
         weights = None if batch.weights is None else [weight for row in batch.weights for weight in row]
         self._trace.add(out, rows=batch.numbers, weights=weights)
-        if name := batch.rows[0].teacher:  # a micro-batch has one
+        if name := batch.rows[0].teacher:  # one per micro-batch
             self._scored.append([name, {"rows": len(batch.trees or batch.samples), **_sums(out, weights)}])
         if batch.places[0] == 0 and due(self._step, every=self._job.config.trace.tokens_every):
             self._look_closely(batch)
         self._seen.append(batch)
         self._losses.append(float(out.loss.detach()))
-        batch.hidden = batch.scores = None  # tensors of a whole step need not stay
+        batch.hidden = batch.scores = None  # do not hold a whole step's tensors
 
     def record(self, update: Update, clock: Clock) -> dict[str, list[dict[str, Any]]]:
-        """Log → its new lines, when the step is done in all processes."""
+        """New lines by log, once the step is done in all processes."""
         samples = [(batch, row) for batch in self._seen for row in batch.samples]
         own: dict[str, list[Any]] = {
             "lengths": [len(batch.rollout.responses[row]) for batch, row in samples],
@@ -80,7 +80,7 @@ class DistillationTrace:
             ],
         }
         trees = [tree for batch in self._seen for tree in batch.trees]
-        if trees:  # a prompt is one response in the mean
+        if trees:  # a prompt counts as one response
             own = {
                 "lengths": [math.fsum(weight for row in tree.weights for weight in row) for tree in trees],
                 "ended": [tree.finished for tree in trees],
@@ -124,7 +124,7 @@ class DistillationTrace:
         return {"tokens": self._sample, "metrics": [metrics], "timings": [timing]}
 
     def evidence(self, current: MicroBatch | None) -> dict[str, Any]:
-        """What a step that failed had seen; `current` is the micro-batch that it was at."""
+        """What a failed step saw; `current` is the micro-batch it failed at."""
         batches = self._seen if current is None or current in self._seen else [*self._seen, current]
         return {
             "rows": [
@@ -132,7 +132,7 @@ class DistillationTrace:
                     "index": batch.rows[row].index,
                     "text": batch.rows[row].example.text,
                     "gold": batch.rows[row].example.gold,
-                    # The last micro-batch may not have got as far as responses.
+                    # The last micro-batch may have no responses yet.
                     "response": self._text(batch.rollout.responses[row] if batch.rollout.responses else []),
                 }
                 for batch in batches
@@ -146,11 +146,11 @@ class DistillationTrace:
         return {**self._trace.state(), **({"teachers": self._teachers} if self._teachers else {})}
 
     def summary(self) -> dict[str, Any]:
-        """The run so far: tokens, E[λ] over them, saturation; of several teachers also by teacher."""
+        """The run so far: tokens, E[λ] over them, saturation; also by teacher if several."""
         return {**self._trace.summary(), **({"teachers": _by_token(self._teachers)} if self._teachers else {})}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume from what `state` gave."""
+        """Restore what `state` returned."""
         rest = dict(state)
         self._teachers = {name: dict(sums) for name, sums in rest.pop("teachers", {}).items()}
         self._trace.restore(rest)
@@ -162,7 +162,7 @@ class DistillationTrace:
         job, responses = self._job, batch.rollout.responses
         settings, gate = job.config.objective, self._gate
         samples = batch.samples[: job.config.trace.rollouts]
-        rows = range(max(samples) + 1)  # which are in the order of their first samples
+        rows = range(max(samples) + 1)  # rows are ordered by their first samples
         values = [self._trace.row(batch.places[batch.samples.index(row)]) for row in rows]
         if batch.trees:
             _complete(values, batch)
@@ -173,7 +173,7 @@ class DistillationTrace:
         squares: tuple[list[float], ...] = ([], [])
         near: dict[str, list[float]] = {}
         at_once = max(1, TELEMETRY // (4 * job.vocab_size))
-        for start in range(0, len(sampled), at_once):  # the logits of all would take gigabytes
+        for start in range(0, len(sampled), at_once):  # all logits would take gigabytes
             span = slice(start, min(start + at_once, len(sampled)))
             student, teacher = self._logits(batch, span)
             student_top += top_tokens(student)
@@ -188,7 +188,7 @@ class DistillationTrace:
                     sampled=torch.tensor([sampled[span]], device=student.device),
                     u=torch.tensor([u[span]], device=student.device),
                     segment_ids=batch.segments[None, span].to(student.device) if job.objective.ahead() else None,
-                    total_tokens=1.0,  # as for all of the tokens, however they are divided
+                    total_tokens=1.0,  # the same for any division of the tokens
                 )
                 parts = kappa_squares(
                     student, teacher, gate, inputs=inputs, support=settings.support, support_k=settings.support_k
@@ -196,13 +196,13 @@ class DistillationTrace:
                 for all_of, some in zip(squares, parts, strict=True):
                     all_of += some
         often = [1.0] * len(sampled)
-        if batch.trees and batch.weights is not None:  # as often as each is met in the mean
+        if batch.trees and batch.weights is not None:  # weighted by expected count
             often = [weight for row in rows for weight in batch.weights[row]]
             squares = tuple([one * weight for one, weight in zip(some, often, strict=False)] for some in squares)
         starts = [0, *accumulate(len(responses[row]) for row in rows)]
         spans = [slice(starts[row], starts[row + 1]) for row in samples]
         self._agreement = _means(near, often, spans)
-        if gate is not None:  # 0 where λ is shuffled, and so a constant
+        if gate is not None:  # 0 if λ is shuffled and thus constant
             self._kappa = kappa_share([(squares[0][span], squares[1][span]) for span in spans])
         for sample, (row, span) in enumerate(zip(samples, spans, strict=True)):
             top = (student_top[span], teacher_top[span])
@@ -210,7 +210,7 @@ class DistillationTrace:
 
     @torch.no_grad()
     def _logits(self, batch: MicroBatch, span: slice) -> tuple[Tensor, Tensor | TeacherTopK]:
-        """(N, V) of both models for some of the tokens, or the teacher's top k."""
+        """(N, V) logits of both models for some tokens, or the teacher's top-k."""
         assert batch.hidden is not None
         assert batch.scores is not None
         scores, size = batch.scores.part(span), self._job.vocab_size
@@ -269,7 +269,7 @@ class DistillationTrace:
 
 
 def _sums(out: LossOutput, weights: Sequence[float] | None) -> dict[str, float]:
-    """Tokens and the sums of λ and of both divergences over them, each token as often as it counts."""
+    """Number of tokens, and weighted sums of λ and both divergences over them."""
     columns = {"lam_mean": out.lam, "forward_kl": out.forward_kl, "reverse_kl": out.reverse_kl}
     known = {name: column.reshape(-1).tolist() for name, column in columns.items() if column is not None}
     often = [1.0] * out.per_token.numel() if weights is None else weights
@@ -283,7 +283,7 @@ def _add(sums: dict[str, float], more: Mapping[str, float]) -> None:
 
 
 def _by_token(teachers: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Of every teacher rows and tokens, and the means of all else over its tokens; in the order of names."""
+    """Rows, tokens, and per-token means of all else, for every teacher by name."""
     return {
         name: {key: value if key in ("rows", "tokens") else value / sums["tokens"] for key, value in sums.items()}
         for name, sums in sorted(teachers.items())
@@ -292,7 +292,7 @@ def _by_token(teachers: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str
 
 
 def _means(values: Mapping[str, Sequence[float]], often: Sequence[float], spans: Sequence[slice]) -> dict[str, float]:
-    """The mean of each column over the tokens of the spans, each as often as it counts; none where there are none."""
+    """Weighted mean of each column over the tokens of the spans; empty if their weights sum to 0."""
     count = math.fsum(weight for span in spans for weight in often[span])
     return {
         name: math.fsum(
@@ -305,7 +305,7 @@ def _means(values: Mapping[str, Sequence[float]], often: Sequence[float], spans:
 
 
 def _complete(values: Sequence[dict[str, list[float]]], batch: MicroBatch) -> None:
-    """Give the tokens of a tree's paths that count in an earlier path the numbers that they have there."""
+    """Copy the values of tokens that a path shares with an earlier path, where they are counted."""
     assert batch.weights is not None
     first: dict[tuple[int, ...], tuple[int, int]] = {}
     for row, columns in enumerate(values):

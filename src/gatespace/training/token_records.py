@@ -1,4 +1,4 @@
-"""Single responses token by token, for later viewing: what was sampled, top tokens of both models, λ and signals."""
+"""Records of single responses by token, for viewing: sampled tokens, top tokens of both models, λ and signals."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from gatespace.gating.tokens import TeacherTopK
 __all__ = ["due", "token_record", "top_tokens"]
 
 DIGITS = 6
-"""Significant digits of the numbers here: they are for viewing, and nothing is computed from them."""
+"""Significant digits of the numbers, which are for viewing only."""
 _VALUES = ("loss", "lam", "h", "u", "gap", "forward_kl", "reverse_kl", "tail_mass", "weight")
 
 
 def due(step: int, *, every: int) -> bool:
-    """Whether the step is one of those whose tokens are recorded: the first, and every `every`-th after it.
+    """Whether the step's tokens are recorded: the first step, and every `every`-th after it.
 
     Examples:
         >>> [step for step in range(1, 30) if due(step, every=10)]
@@ -49,11 +49,11 @@ def token_record(
         row: The row within the step.
         text: The text that was classified.
         gold: Its label in the data.
-        label: The label that was read from the response; None where none could be.
+        label: The label parsed from the response; None if there is none.
         response: Ids of the T response tokens.
         ended: Whether the response ended by itself.
-        values: Numbers per token, as `Trace.row` gives them; others than the known ones are recorded too.
-        student_top: For every token the student's top tokens there with their probabilities, see `top_tokens`.
+        values: Numbers per token, as returned by `Trace.row`; unknown names are recorded too.
+        student_top: The student's top tokens at each token with their probabilities, see `top_tokens`.
         teacher_top: The teacher's.
         token_text: The text of an id.
         more: Further entries, e.g. where the response came from.
@@ -81,7 +81,7 @@ def token_record(
 
 
 def top_tokens(logits: Tensor | TeacherTopK, top: int = 5) -> list[list[tuple[int, float]]]:
-    """The top tokens at each position with their probabilities, likeliest first, equal ones by id.
+    """The top tokens at each position with their probabilities, likeliest first, ties by id.
 
     Args:
         logits: (T, V), or a `TeacherTopK` of (T, K).
@@ -98,7 +98,7 @@ def top_tokens(logits: Tensor | TeacherTopK, top: int = 5) -> list[list[tuple[in
         return [_first(one, p, top) for one, p in zip(ids.tolist(), probabilities.tolist(), strict=True)]
     found = []
     for row in logits.detach().float().softmax(-1):
-        # topk leaves open which of equals it takes: everything at or above the last one's value is a candidate.
+        # topk breaks ties arbitrarily: everything at or above the last one's value is a candidate.
         least = row.topk(min(top, row.numel())).values[-1]
         where = (row >= least).nonzero()[:, 0]
         found.append(_first(where.tolist(), row[where].tolist(), top))

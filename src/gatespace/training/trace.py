@@ -1,8 +1,8 @@
-"""What a step was made of: the numbers of its tokens, gathered over micro-batches, as one record.
+"""The metrics record of a step, collected from its tokens over micro-batches.
 
-Every number of a record is a function of the step's tokens alone. Sums are exactly rounded (`math.fsum`), so that
-neither the order of the tokens nor their division into micro-batches shows in them. What depends on the machine or the
-moment (seconds, cache hits) has no place here.
+A record depends on the step's tokens alone. Sums are exactly rounded (`math.fsum`), so neither the order of the tokens
+nor their division into micro-batches changes them. What depends on machine or time (seconds, cache hits) does not
+belong here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["BINS", "NGRAM", "Trace", "agreement", "kappa_share", "kappa_squares"
 BINS = 20
 """Bins of the λ histograms, of equal width over [0, 1]."""
 NGRAM = 4
-"""Tokens of the n-grams whose repetition is counted."""
+"""Length of the n-grams whose repetition is counted."""
 _COLUMNS = ("weight", "forward_kl", "reverse_kl", "h", "u", "gap", "tail_mass")
 _SPREAD = ("lam", "h", "u", "gap")
 _RUN = {
@@ -44,10 +44,9 @@ _RUN = {
 
 
 class Trace:
-    """Gathers one step at a time, and keeps the sums of the whole run.
+    """Collects the metrics of one step at a time, and sums over the run.
 
-    For every step: `begin`, `rollout` once, `add` per micro-batch, `row` for single rows where they are wanted,
-    `record`.
+    For every step: `begin`, `rollout` once, `add` per micro-batch, optionally `row` for single rows, `record`.
 
     Examples:
         >>> from gatespace import Gate, gated_kl
@@ -74,7 +73,7 @@ class Trace:
     # ------------------------------------------------------------------ one step
 
     def begin(self, step: int) -> None:
-        """Start step `step`; what was gathered before is forgotten."""
+        """Start step `step`, discarding what was collected before."""
         self._step = step
         self._clear()
 
@@ -85,11 +84,11 @@ class Trace:
         ended: Sequence[float],
         log_probs: Sequence[Sequence[float] | None] | None = None,
     ) -> None:
-        """The step's responses, all rows in order.
+        """Set the step's responses, all rows in order.
 
         Args:
-            lengths: Tokens of each response, or its mean number where it is an expectation.
-            ended: Whether it ended by itself, and not by the cap; or the probability that it does.
+            lengths: Tokens of each response, or their expected number.
+            ended: Whether it ended by itself and not at the cap, or the probability of that.
             log_probs: Of the sampled tokens under the sampler; None for a row that was not sampled from the student.
         """
         if len(lengths) != len(ended) or (log_probs is not None and len(log_probs) != len(lengths)):
@@ -107,14 +106,14 @@ class Trace:
         weights: Tensor | Sequence[float] | None = None,
         more: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """The tokens of one micro-batch.
+        """Add the tokens of a micro-batch.
 
         Args:
-            out: Of the loss. Packed tokens are of shape (1, N).
+            out: Of the loss. Packed tokens have shape (1, N).
             rows: The row of each token within the step, in the shape of `out`'s tokens or flat. A row's tokens come
                 in the order of its response and in one micro-batch.
             mask: The mask that the loss was given.
-            weights: Those that the loss was given: every number is that of tokens repeated as often. None: once each.
+            weights: Those that the loss was given: a token counts as if repeated that often. None: once each.
             more: Further numbers per token whose mean is recorded, e.g. ``{"student_entropy": …}``.
         """
         if self._step is None:
@@ -137,11 +136,11 @@ class Trace:
                 raise UsageError(f"{name} is known for a part of the step's tokens only")
 
     def tokens(self) -> dict[str, Any]:
-        """What was added in this step, for the trace of another process to `take`."""
+        """The step's tokens so far, for the trace of another process to `take`."""
         return {"rows": self._rows, "weights": self._weights, "values": self._values}
 
     def take(self, tokens: Mapping[str, Any]) -> None:
-        """Add what another process has added: the tokens of other rows of the step."""
+        """Add the step's tokens from another process, which has other rows."""
         if set(tokens["values"]) != set(self._values):
             raise UsageError("two processes know different numbers of a step's tokens", got=sorted(tokens["values"]))
         self._rows.extend(tokens["rows"])
@@ -150,21 +149,22 @@ class Trace:
             column.extend(tokens["values"][name])
 
     def row(self, row: int) -> dict[str, list[float]]:
-        """The numbers of one row's tokens by name (loss, lam, h, …), until the next `begin`."""
+        """Per-token values of one row by name (loss, lam, h, …), until the next `begin`."""
         where = [place for place, one in enumerate(self._rows) if one == row]
         return {name: [column[place] for place in where] for name, column in self._values.items()}
 
     def record(
         self, *, grad_norm: float | None = None, lr: float | None = None, kappa_share: float | None = None, **more: Any
     ) -> dict[str, Any]:
-        """The step's line of metrics.jsonl. None stands where a number does not exist, e.g. λ of an objective that
-        mixes nothing. The step enters the sums of the run, once.
+        """Return the step's line of metrics.jsonl, and add the step to the run's sums.
+
+        A number that does not exist is None, e.g. λ of an objective that has none.
 
         Args:
             grad_norm: Before clipping.
             lr: Learning rate of the step.
-            kappa_share: See `kappa_share`; None where it was not measured.
-            more: Further entries. Numbers that differ between two runs of the same configuration do not belong here.
+            kappa_share: See `kappa_share`; None if it was not measured.
+            more: Further entries; they must not differ between two runs of the same configuration.
         """
         if self._step is None:
             raise UsageError("Trace.record before Trace.begin, or twice for a step")
@@ -201,10 +201,10 @@ class Trace:
     # ------------------------------------------------------------------ the whole run
 
     def summary(self) -> dict[str, Any]:
-        """The run so far: steps, rows, tokens, and λ over all tokens, each token counting alike.
+        """The run so far: steps, rows, tokens, and statistics of λ over all tokens.
 
-        lam_rkl_mean is the one where a token counts by its reverse KL: Σ λ·RKL / Σ RKL, the constant λ that would have
-        given reverse KL the same total. None where Σ RKL is not a positive number.
+        lam_rkl_mean weights each token by its reverse KL: Σ λ·RKL / Σ RKL, the constant λ that would have given reverse
+        KL the same total. None unless Σ RKL is positive and finite.
         """
         run = self._run
         tokens = run["lam_tokens"]
@@ -221,11 +221,11 @@ class Trace:
         }
 
     def state(self) -> dict[str, Any]:
-        """The sums of the run for a checkpoint; to be taken between `record` and the next `begin`."""
+        """Sums of the run, for a checkpoint; call it between `record` and the next `begin`."""
         return {**self._run, "lam_hist": list(self._run["lam_hist"])}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Restore what `state` returned."""
         if set(state) != set(self._run) or len(state["lam_hist"]) != BINS:
             raise UsageError(
                 "this is not the state of a trace that this gatespace can resume from",
@@ -252,9 +252,9 @@ class Trace:
             run["lam_hist"] = [old + new for old, new in zip(run["lam_hist"], _histogram(lam, weights), strict=True)]
 
     def _count_spread(self, lam: list[float], count: float) -> None:
-        """Join the step's mean and squares to the run's: Σλ² - (Σλ)²/N would lose the digits of a small spread."""
+        """Merge the step's mean and squares into the run's: Σλ² - (Σλ)²/N would lose the digits of a small spread."""
         run, before, weights = self._run, self._run["lam_tokens"], self._weights
-        # around the least λ a constant one has a spread of exactly 0, and the order of tokens does not show
+        # relative to the smallest λ, a constant λ has spread exactly 0, and token order does not matter
         least = min(_counting(lam, weights))
         centre = least + _weighted([one - least for one in lam], weights) / count
         apart, share = centre - run["lam_centre"], count / (before + count)
@@ -271,13 +271,13 @@ class Trace:
 
 
 def kappa_share(parts: Iterable[tuple[Sequence[float], Sequence[float]]]) -> float:
-    """How much of the gradient at the logits flows through the gate: ‖g - g_stop‖ / ‖g‖ over tokens.
+    """Share of the gradient at the logits that flows through the gate: ‖g - g_stop‖ / ‖g‖ over tokens.
 
-    g is the gradient of the gated loss, and g_stop the one in which λ is a constant. 0 where the gate reads nothing of
-    the student (d = 0). It may exceed 1: the two parts of g can point against each other.
+    g is the gradient of the gated loss, g_stop the one with λ held constant. 0 if the gate does not depend on the
+    student (d = 0). It may exceed 1: the two parts of g can oppose each other.
 
     Args:
-        parts: What `kappa_squares` gave for the tokens, in any division.
+        parts: Outputs of `kappa_squares`, for any division of the tokens.
     """
     through: list[float] = []
     whole: list[float] = []
@@ -302,8 +302,8 @@ def kappa_squares(
     Args:
         student_logits: (N, V) of a few tokens.
         teacher_logits: (N, V), or a `TeacherTopK` of (1, N, K).
-        gate: The point.
-        inputs: What else the loss needs; its tensors are of shape (1, N), and `total_tokens` the same in all parts.
+        gate: The gate.
+        inputs: What else the loss needs; its tensors have shape (1, N), `total_tokens` is the same in all parts.
         support: As in `Gated`.
         support_k: As in `Gated`.
     """
@@ -321,7 +321,7 @@ def kappa_squares(
         return torch.autograd.grad(out.loss, logits)[0][0]
 
     def squares(rows: Tensor) -> list[float]:
-        # A row is summed by one thread and the rows exactly, so that the number of threads does not show.
+        # A row is summed by one thread and the rows exactly, so the number of threads does not matter.
         found: list[float] = rows.double().square().sum(-1).tolist()
         return found
 
@@ -332,14 +332,14 @@ def kappa_squares(
 
 @torch.no_grad()
 def agreement(student_logits: Tensor, teacher_logits: Tensor | TeacherTopK, top_k: int) -> dict[str, list[float]]:
-    """How sure both models are at each of N tokens, and how many of their likeliest tokens they have in common.
+    """Entropies of both models at each of N tokens, and the overlap of their top-k tokens.
 
-    Entropies are in nats, at temperature 1. That of a `TeacherTopK` has one outcome for all that it does not name.
+    Entropies are in nats, at temperature 1; for a `TeacherTopK`, all tokens outside its top-k are one outcome.
 
     Args:
         student_logits: (N, V).
         teacher_logits: (N, V), or a `TeacherTopK` of (…, N, K).
-        top_k: The likeliest k tokens of each are compared, or as many as are known.
+        top_k: How many top tokens are compared, or as many as are known.
 
     Examples:
         >>> found = agreement(torch.tensor([[0.0, 0.0, -99.0]]), torch.tensor([[0.0, -99.0, 0.0]]), 2)
@@ -363,7 +363,7 @@ def agreement(student_logits: Tensor, teacher_logits: Tensor | TeacherTopK, top_
 
 
 def repeated(response: Sequence[int], n: int = NGRAM) -> float:
-    """The share of a response's n-grams that stand in it before; 0 of one that is shorter than n.
+    """Share of a response's n-grams that occurred earlier in it; 0 if it is shorter than n.
 
     Examples:
         >>> repeated([1, 2, 3, 4, 5]), repeated([7] * 7)
@@ -377,7 +377,7 @@ def repeated(response: Sequence[int], n: int = NGRAM) -> float:
 
 
 def _entropy(probabilities: Tensor) -> list[float]:
-    """Of every row."""
+    """Entropy of each row."""
     found: list[float] = torch.special.entr(probabilities).sum(-1, dtype=torch.float64).tolist()
     return found
 
@@ -391,7 +391,7 @@ def _numbers(values: Tensor, keep: Tensor | None, dtype: torch.dtype) -> list[An
 def _sum(values: Sequence[float]) -> float:
     try:
         return math.fsum(values)
-    except (OverflowError, ValueError):  # too large, or +inf beside -inf
+    except (OverflowError, ValueError):  # overflow, or both +inf and -inf
         return math.nan
 
 
@@ -405,7 +405,7 @@ def _counting(values: Iterable[float] | None, weights: Iterable[float]) -> list[
 
 
 def _whole(number: float) -> int | float:
-    """A number of tokens as it is written: whole, unless one counts by a fraction."""
+    """A token count as logged: an integer unless weights are fractional."""
     return int(number) if float(number).is_integer() else number
 
 
@@ -416,7 +416,7 @@ def _mean(values: Sequence[float] | None, weights: Sequence[float] | None = None
 
 
 def _sd(values: Sequence[float] | None, weights: Sequence[float]) -> float | None:
-    """Of the tokens themselves, not an estimate for others: divided by N."""
+    """Population standard deviation: divided by N."""
     mean = _mean(values, weights)
     if values is None or mean is None:
         return None

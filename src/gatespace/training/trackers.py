@@ -1,8 +1,8 @@
-"""Metrics of a run for trackers, beside the files of its folder.
+"""Metrics of a run for trackers, besides the files of its folder.
 
-The files are the record; a tracker shows it. So a tracker that is configured and cannot be opened is an error before
-anything is trained, and one that fails later is closed with a note while the run continues. A resumed run continues in
-the same place; the steps after its checkpoint, which it does again, have the same numbers again.
+The files are the record; a tracker displays it. So a configured tracker that cannot be opened is an error before
+training, and one that fails later is closed with a note while the run continues. A resumed run continues in the same
+place; the steps that it repeats after its checkpoint log the same numbers again.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from gatespace.plugins import provider
 
 
 class Tracker(Protocol):
-    """Takes the metrics of a run. The entry points of `gatespace.trackers` open one."""
+    """Receives the metrics of a run. Entry points of `gatespace.trackers` open one."""
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Take the numbers of a step."""
+        """Log the numbers of a step."""
 
     def close(self) -> None:
         """Finish."""
 
 
 class Trackers(Closing):
-    """All open trackers of a run; none is fine."""
+    """All open trackers of a run, possibly none."""
 
     def __init__(self, opened: Mapping[str, Tracker], report: Callable[[str], None] | None = None) -> None:
         self._open = dict(opened)
@@ -84,9 +84,9 @@ def open_trackers(
     """Open the trackers of a run, before anything is trained.
 
     Args:
-        names: Of entry points, e.g. tensorboard, wandb, trackio.
-        folder: That of the run.
-        settings: The run's configuration, as JSON holds it.
+        names: Entry points, e.g. tensorboard, wandb, trackio.
+        folder: The run's folder.
+        settings: The run's configuration as JSON data.
         step: The step of the checkpoint that the run resumes from.
         report: Called with a message when a tracker is closed because it failed.
     """
@@ -94,7 +94,7 @@ def open_trackers(
     opened: dict[str, Tracker] = {}
     for name, opener in openers.items():
         try:
-            with redirect_stdout(sys.stderr):  # the command's own output stays its own
+            with redirect_stdout(sys.stderr):  # keeps the command's stdout clean
                 opened[name] = opener(Path(folder).absolute(), dict(settings), step=step)
         except Exception as error:
             Trackers(opened).close()

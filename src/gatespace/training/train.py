@@ -20,27 +20,27 @@ from gatespace.training.supervised import Supervised
 
 
 def train(config: TrainConfig, progress: Progress = SILENT, *, until: int | None = None) -> dict[str, Any]:
-    """Distil a teacher into a student, and return the run's summary. A run that was killed resumes.
+    """Distil a teacher into a student, and return the run's summary. A killed run resumes.
 
     Args:
         config: All settings.
         progress: Follows the run.
-        until: Pause after so many steps, with a checkpoint and an evaluation, which is what is returned; a later call
-            goes on from there, and the run ends as if it had not paused. None: all steps are done.
+        until: Pause after this many steps, with a checkpoint and an evaluation, which is returned; a later call resumes
+            from there, and the run ends as if it had not paused. None: run all steps.
     """
     with opened(config, progress) as job:
         return _run(job, until)
 
 
 def teach(config: TeachConfig, progress: Progress = SILENT) -> dict[str, Any]:
-    """Fine-tune a model on a task's gold labels, and return the run's summary. A run that was killed resumes."""
+    """Fine-tune a model on a task's gold labels, and return the run's summary. A killed run resumes."""
     with opened(config, progress) as job:
         return _run(job)
 
 
 def _run(job: Job, until: int | None = None) -> dict[str, Any]:
-    """The loop of a run. `Distillation` and `Supervised` say what a micro-batch is, and what its loss is."""
-    if (summary := job.begin()) is not None:  # it was done before
+    """The loop of a run. `Distillation` and `Supervised` define micro-batches and their loss."""
+    if (summary := job.begin()) is not None:  # already done
         return summary
     job.prepare()
     config, optimizer, trace = job.config, job.optimizer, job.trace
@@ -49,7 +49,7 @@ def _run(job: Job, until: int | None = None) -> dict[str, Any]:
         if records.start == 0 and config.evaluation.every:
             records.evaluate(0)
         done, best = records.start, config.checkpoint.select == "best"
-        if best and done == 0:  # the model as it is may stay the best
+        if best and done == 0:  # the initial model may stay the best
             records.checkpoint(0)
         while done < goal and not records.out_of_patience:
             records.stop_on_alarm(done)
@@ -84,7 +84,7 @@ def _due(every: int, done: int) -> bool:
 
 @contextmanager
 def opened(config: TrainConfig | TeachConfig, progress: Progress = SILENT) -> Iterator[Job]:
-    """The job with its folder claimed and its models loaded; all that it opens is closed."""
+    """The job with its folder claimed and models loaded; closes on exit what it opened."""
     kind: Callable[..., Job] = Supervised
     if isinstance(config, TrainConfig):
         kind = LabelDistillation if config.objective.over_labels else Distillation
