@@ -1,4 +1,4 @@
-"""The sections that say how a run is computed: models, rollout, teacher, optimizer, engine, what is recorded."""
+"""The sections on how a run is computed: models, rollout, teacher, optimizer, engine, evaluation, logging."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _device(value: str) -> str:
 
 
 def sampler_name(value: str) -> str:
-    """The name of a sampler that is installed."""
+    """Validate the name of an installed sampler."""
     return _installed(value, "samplers", ["native"])
 
 
@@ -83,7 +83,7 @@ TeacherOptions = Annotated[dict[str, Option | dict[str, Option]], BeforeValidato
 
 
 class LoraConfig(Section):
-    """Train low-rank additions to the weights (LoRA) instead of the weights."""
+    """Train low-rank adapters (LoRA) instead of the weights."""
 
     r: Count = 16
     """The rank of the adapters."""
@@ -96,11 +96,11 @@ class LoraConfig(Section):
 
 
 SELF, SELF_EMA = "self", "self-ema"
-"""As a teacher: the student's weights before training; a moving average of them as they are trained."""
+"""Teacher names: the student's weights before training; an exponential moving average of them during training."""
 
 
 class PairConfig(Section):
-    """Student and teacher: two models with the same tokens."""
+    """Student and teacher, with the same tokenizer unless `objective.support` is over labels."""
 
     student: Name = "smollm2"
     """The model that learns: a folder, smollm2 (fetched and converted once), tiny (built for the task), or the name of
@@ -144,18 +144,18 @@ class PairConfig(Section):
     """LoRA adapters of the student; null: all its weights are trained."""
 
     def model(self, role: str) -> tuple[str, str | None, str]:
-        """Name and revision of the ``student`` or the ``teacher``, and whose it is: student where that is `SELF`."""
+        """Name and revision of the ``student`` or the ``teacher``, and its role: student for a self-teacher."""
         role = "student" if role == "teacher" and self.teacher in (SELF, SELF_EMA) else role
         return getattr(self, role), getattr(self, f"{role}_revision"), role
 
     def scorers(self) -> dict[str, str]:
-        """Setting below `pair` → model or address: ``{"teacher": …}``, or ``{"teachers.NAME": …}`` of several."""
+        """Setting below `pair` → model or address: ``{"teacher": …}``, or ``{"teachers.NAME": …}`` for several."""
         if self.teachers is None:
             return {} if self.teacher is None else {"teacher": self.teacher}
         return {f"teachers.{name}": model for name, model in self.teachers.items()}
 
     def alone(self, scorer: str) -> PairConfig:
-        """The pair with one of its `scorers` as its only teacher."""
+        """The same pair with one of its `scorers` as the only teacher."""
         return self.model_copy(update={"teacher": self.scorers()[scorer], "teachers": None})
 
     @model_validator(mode="after")
@@ -174,7 +174,7 @@ class PairConfig(Section):
         return self
 
     def quantization(self, role: str) -> str | None:
-        """How the ``student`` or the ``teacher`` is quantised when it is loaded."""
+        """How the ``student`` or the ``teacher`` is quantised on loading."""
         found: str | None = getattr(self, f"{role}_quantization")
         return found or (self.student_quantization if self.model(role)[2] == "student" else None)
 
@@ -186,7 +186,7 @@ class PairConfig(Section):
 
     @model_validator(mode="after")
     def _addresses(self) -> PairConfig:
-        """Only a teacher can be a service, and the service has chosen its model."""
+        """Only a teacher can be a service, whose model is already loaded."""
         if is_address(self.student):
             raise Fault("student", "only a teacher can be a service", instead="a folder, or the name of a model")
         addresses = {setting: model for setting, model in self.scorers().items() if is_address(model)}
@@ -200,7 +200,7 @@ class PairConfig(Section):
 
 
 class SourceConfig(Section):
-    """Whose responses are learned from. A source that is not named gives none; the shares sum to 1."""
+    """Sources of the responses trained on. A source not listed has share 0; the shares sum to 1."""
 
     student: Share = 0.0
     """The share of responses that the student samples: 1 is on-policy distillation."""
@@ -219,13 +219,13 @@ class SourceConfig(Section):
         return self
 
     def shares(self) -> dict[str, float]:
-        """Source → share in a fixed order; a share of 0 is no source."""
+        """Source → share in a fixed order, without shares of 0."""
         given = (("student", self.student), ("teacher", self.teacher), ("gold", self.gold))
         return {name: share for name, share in given if share > 0}
 
 
 class ExpectedConfig(Section):
-    """The tree of responses that the student can write to a prompt, as far as it is looked at."""
+    """The part of the tree of the student's possible responses to a prompt that is searched."""
 
     mass: Annotated[float, Strict(), AllowInfNan(False), Field(gt=0, le=1)] = 0.99
     """A prompt's tree is searched, likeliest first, until finished responses of this total probability were found."""
@@ -278,7 +278,7 @@ class RolloutConfig(Section):
 
     @property
     def room(self) -> int:
-        """Most response tokens that a prompt is followed by, for each of `per_prompt`."""
+        """Maximum number of response tokens after a prompt, for each of `per_prompt`."""
         if self.expected is None:
             return self.max_new_tokens
         return self.expected.max_nodes + (self.max_new_tokens if self.expected.rest == "sample" else 0)
@@ -303,7 +303,7 @@ class RolloutConfig(Section):
 
 
 class ShotConfig(Section):
-    """An example of a prompt with its response."""
+    """An example prompt with its response."""
 
     user: Name
     """The prompt."""
@@ -313,7 +313,7 @@ class ShotConfig(Section):
 
 
 class TeacherPromptConfig(Section):
-    """What the teacher is shown before a response of the student, in place of the student's prompt."""
+    """The teacher's own prompt before the student's response, in place of the student's prompt."""
 
     prompt: Name | None = None
     """The user's turn, with columns in braces; they may hold what the student does not see: the right response, a
@@ -334,7 +334,7 @@ class TeacherPromptConfig(Section):
 
 
 class TeacherConfig(Section):
-    """What the teacher sends of its distribution, and where its scores are kept."""
+    """What the teacher sends of its distribution, and where its scores are cached."""
 
     payload: Literal["hidden", "top_k"] = "hidden"
     """hidden: the last hidden state of a position, from which the full distribution follows exactly. top_k: the k most
@@ -492,7 +492,7 @@ class EvaluationConfig(Section):
     all steps. The one before training counts. Needs evaluation.every, and a split other than test."""
 
     def limit_of(self, split: str) -> int | None:
-        """Only the first so many rows of the split are evaluated on; None: all of them."""
+        """Number of rows of the split to evaluate on, from the start; None: all."""
         return self.limit.get(cast("Split", split)) if isinstance(self.limit, dict) else self.limit
 
 
@@ -522,7 +522,7 @@ class CheckpointConfig(Section):
 
 
 def choose_on_validation(evaluation: EvaluationConfig, checkpoint: CheckpointConfig) -> None:
-    """Raise where a run is to choose by evaluations on the way that it does not have, or must not choose by."""
+    """Raise if a run would select by evaluations that it does not make, or that are on the test split."""
     best = checkpoint.select == "best"
     if evaluation.patience is None and not best:
         return
@@ -542,8 +542,8 @@ ALARMS: tuple[str, ...] = get_args(AlarmName)
 
 
 class AlarmsConfig(Section):
-    """When a run warns that training collapses: each alarm's threshold; null switches it off. An alarm is raised where
-    the last steps are beyond the threshold, and no better than as many steps before them."""
+    """When a run warns that training collapses: each alarm's threshold; null disables it. An alarm is raised if the
+    last steps are beyond the threshold and no better than the same number of steps before them."""
 
     window: Count = 10
     """Steps averaged; at least trace.tokens_every for what is measured only on those steps."""
@@ -586,7 +586,7 @@ class TeachTraceConfig(Section):
 
 
 class TraceConfig(TeachTraceConfig):
-    """What is recorded during training, down to single tokens."""
+    """What is recorded during training, down to individual tokens."""
 
     tokens_every: CountOrZero = 10
     """Steps between two records of single tokens (λ, signals, divergences); 0: none."""
