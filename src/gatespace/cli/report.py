@@ -1,4 +1,4 @@
-"""`gatespace report`: what a study found, as tables, figures and one page."""
+"""`gatespace report`: a study's findings as tables, figures and one page."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def report(
 
 
 def write_report(folder: Path, output: Path | None = None, *, png: bool = True, quiet: bool = False) -> ReportFiles:
-    """Write the report of the study in `folder`, and print its findings and where it is."""
+    """Write the report of the study in `folder`, and print its findings and paths."""
     from gatespace.report.page import build_report
 
     written = build_report(folder, output, png=png)
