@@ -1,4 +1,4 @@
-"""`gatespace pack` and `gatespace merge`: results of a study as one file, and of several machines as one study."""
+"""`gatespace pack` and `gatespace merge`: a study's results as one file, and several machines' as one study."""
 
 from __future__ import annotations
 
