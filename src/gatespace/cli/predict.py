@@ -98,7 +98,7 @@ def predict(
     A model of a text task (task.text) responds: FILE has the columns of its
     prompt template, or its conversations; lines of text are prompts where the
     template has one column. Prints one response per line, with its own line
-    breaks as spaces; JSON has it as it is.
+    breaks as spaces; JSON keeps them.
 
     With --output a stopped command loses nothing: what is done is in a file
     next to the output, and the same command resumes.

@@ -36,9 +36,9 @@ def report(
 ) -> None:
     """Write the report of a study: report.html, tables/ and figures/.
 
-    Nothing is trained. A study that is not complete gives a report of
-    what is there, which says so. An archive of `gatespace pack` gives the
-    same tables as the folder; its report goes to NAME-report beside it.
+    Nothing is trained. An incomplete study gives a partial report, marked
+    as such. An archive of `gatespace pack` gives the same tables as the
+    folder; its report goes to NAME-report next to it.
 
     \b
     gatespace report studies/demo

@@ -96,7 +96,7 @@ class ObjectiveConfig(Section):
     different tokenizers. labels+rest: with all other responses as one more outcome."""
 
     support_k: Count | None = None
-    """K of a support other than full; null: the teacher's K where it sends a top-K, else top_k."""
+    """K of a support other than full; null: the teacher's K if it sends a top-K, else top_k."""
 
     entropy: Literal["top_k", "full", "bucket"] = "top_k"
     """How h and u are computed: over the teacher's top-K renormalised (the family's definition), the whole vocabulary,

@@ -117,8 +117,7 @@ class PairConfig(Section):
     Each training row names its own in the column `teacher_column` of task.text or task.table."""
 
     ema_decay: Beta = 0.95
-    """For the teacher self-ema: the share of itself that it keeps at every step; the rest is the student's. 0.95 is
-    that of SDPO (arXiv:2601.20802)."""
+    """For the teacher self-ema: decay of the moving average per step. 0.95 is that of SDPO (arXiv:2601.20802)."""
 
     student_revision: Name | None = None
     """Branch, tag or commit of a student from the Hub; null: its main branch."""
@@ -243,7 +242,7 @@ class RolloutConfig(Section):
     """How responses are obtained."""
 
     source: SourceConfig = Field(default=SourceConfig(student=1.0), validation_alias="from", serialization_alias="from")
-    """Whose responses are learned from."""
+    """Sources of the responses trained on."""
 
     temperature: NotNegative = 1.0
     """Sampling temperature. 1 is the student's own distribution, which the divergences assume; 0 takes the likeliest
@@ -341,7 +340,7 @@ class TeacherConfig(Section):
     probable tokens only; needs an objective with a support other than full."""
 
     k: Count = 64
-    """How many tokens the payload top_k holds per position."""
+    """Number of tokens per position in the payload top_k."""
 
     cache: Name | None = "auto"
     """The folder that keeps scores over steps, seeds and runs: a path, auto (in the user's cache), or null for none."""
@@ -364,7 +363,7 @@ class OptimizerConfig(Section):
     """Learning rate."""
 
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """AdamW's decay rates: of the gradient's mean, of its square."""
+    """AdamW's betas: decay rates of the first and second moment."""
 
     eps: Positive = 1e-8
     """AdamW's epsilon."""
@@ -374,11 +373,11 @@ class OptimizerConfig(Section):
     weight by two millionths, and with 0 only the loss moves the weights."""
 
     states: Literal["fp32", "8bit"] = "fp32"
-    """AdamW's mean and square of the gradient: fp32, 8 bytes of a weight; or 8bit, 2 bytes, quantised in blocks of 256
-    (torchao), which changes the numbers. Not with engine.parallel: fsdp."""
+    """AdamW's moments: fp32, 8 bytes per weight; or 8bit, 2 bytes, quantised in blocks of 256 (torchao), which changes
+    the numbers. Not with engine.parallel: fsdp."""
 
     clip: Positive | None = 1.0
-    """The largest norm of the gradient over all weights; null: not clipped."""
+    """Maximum gradient norm over all weights; null: no clipping."""
 
     warmup_steps: CountOrZero = 0
     """Steps over which the learning rate rises from 0."""
@@ -387,7 +386,7 @@ class OptimizerConfig(Section):
     """Learning rate schedule after the warm-up."""
 
     min_lr_ratio: Share = 0.0
-    """Where the schedules linear and cosine end, as a share of lr."""
+    """Final learning rate of the schedules linear and cosine, as a fraction of lr."""
 
 
 class TeachOptimizerConfig(OptimizerConfig):
@@ -511,7 +510,7 @@ class CheckpointConfig(Section):
     """Steps between two checkpoints; 0: none, a killed run starts again."""
 
     keep: Count = 1
-    """How many of the latest checkpoints are kept."""
+    """Number of latest checkpoints to keep."""
 
     model: Switch = True
     """Write the trained model at the end; false: only its records."""
@@ -549,22 +548,22 @@ class AlarmsConfig(Section):
     """Steps averaged; at least trace.tokens_every for what is measured only on those steps."""
 
     truncated: Share | None = 0.5
-    """The share of responses that do not end before rollout.max_new_tokens: at least this much."""
+    """Minimum share of responses that do not end before rollout.max_new_tokens."""
 
     length: Annotated[float, Strict(), AllowInfNan(False), Field(gt=1)] | None = 4.0
-    """The mean length of a response: this many times that of the first steps or more, or that many times less."""
+    """Minimum factor by which the mean response length is above or below that of the first steps."""
 
     entropy: Share | None = 0.1
-    """The student's mean entropy as a share of the teacher's at the same tokens: at most this much."""
+    """Maximum ratio of the student's mean entropy to the teacher's at the same tokens."""
 
     overlap: Share | None = 0.3
-    """The share of objective.top_k likeliest tokens that student and teacher have in common: at most this much."""
+    """Maximum share of the objective.top_k most probable tokens that student and teacher have in common."""
 
     repeated: Share | None = 0.3
-    """The share of a response's 4-grams that occurred in it before: at least this much."""
+    """Minimum share of a response's 4-grams that are repeated."""
 
     legal: Share | None = 0.3
-    """The share of responses that have a legal answer: at most this much. Tasks with labels only."""
+    """Maximum share of responses with a legal answer. Tasks with labels only."""
 
     stop_on: Annotated[tuple[AlarmName, ...], AfterValidator(_once)] = ()
     """Alarms that end the run, with a checkpoint and exit code 3. Remove them here, and the same command resumes it."""
@@ -589,7 +588,7 @@ class TraceConfig(TeachTraceConfig):
     """What is recorded during training, down to individual tokens."""
 
     tokens_every: CountOrZero = 10
-    """Steps between two records of single tokens (λ, signals, divergences); 0: none."""
+    """Steps between two records of individual tokens (λ, signals, divergences); 0: none."""
 
     rollouts: Count = 8
-    """How many responses such a record holds."""
+    """Number of responses in such a record."""

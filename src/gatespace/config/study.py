@@ -103,7 +103,7 @@ class IsolationConfig(Section):
     """Whose E[λ]: that of the dynamic run with the same seed, or, as in the paper, of the first seed for all."""
 
     decimals: Annotated[int, Field(ge=1, le=15)] | None = None
-    """Round the constant to this many decimals (the paper: 3); null: as it is."""
+    """Round the constant to this many decimals (the paper: 3); null: no rounding."""
 
     points: Literal["all"] | Labels = "all"
     """The dynamic points that get a twin: all points of the task, or a list of labels."""

@@ -54,8 +54,8 @@ def export(
     """Write a run's model as a normal model folder, with a model card.
 
     transformers and vLLM load it; adapters are merged into the weights.
-    The card says how the model was made, what it was measured at and, of
-    a run of a study, what the study's evidence supports about its point.
+    The card says how the model was trained, how well it does and, for a
+    run of a study, what the study's evidence supports about its point.
 
     \b
     gatespace export runs/train --output emotion-student

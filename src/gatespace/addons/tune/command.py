@@ -59,7 +59,7 @@ def tune(
 
     Constant λ, named gates, published methods and gates that Optuna
     proposes compete by successive halving. The best gate is then trained
-    at seeds that had no part in the choice, beside its static twin,
+    at seeds that had no part in the choice, along with its static twin,
     λ = 0.5, the best constant and the best published method, and compared
     on test, which nothing else reads. A search that was stopped or killed
     resumes with the same command, and ends with the same verdict.
