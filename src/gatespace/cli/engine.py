@@ -35,7 +35,7 @@ Address = Annotated[
 
 
 def engine_opener(engine: str, address: str | None) -> Callable[[EngineSpec], Engine]:
-    """The function that opens the engine of this name."""
+    """The opener of the engine of this name."""
     if engine != "local":
         found: Callable[[EngineSpec], Engine] = provider("engines", engine, kind="engine", known=["local"])
         return found

@@ -1,4 +1,4 @@
-"""`gatespace plan`: show the runs and comparisons of a study."""
+"""`gatespace plan`: a study's runs and comparisons."""
 
 from __future__ import annotations
 

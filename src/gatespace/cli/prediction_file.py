@@ -106,7 +106,7 @@ class PredictionFile(Closing):
         sync_folder(self.output.parent)
 
     def close(self) -> None:
-        """Close the file and release its lock."""
+        """Close the file."""
         self._file.close()
 
 

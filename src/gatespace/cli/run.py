@@ -102,7 +102,7 @@ def run(
 
 
 def _check_report() -> None:
-    """Raise now if a package is missing that the report at the end needs."""
+    """Raise now if the report's packages are missing."""
     for module in ("jinja2", "matplotlib", "scipy", "statsmodels"):
         if importlib.util.find_spec(module) is None:
             raise missing_extra("the report of a study", module=module, extra="study")

@@ -103,7 +103,7 @@ class _Check:
         }
 
     def losses(self) -> Found:
-        """Compare the fused loss and its gradient on every support."""
+        """Compare every support's fused loss and gradient."""
         worst, where = 0.0, "loss"
         for support in SUPPORTS:
             there, here = (_loss(support, device) for device in (self._place.device, "cpu"))
@@ -126,7 +126,7 @@ class _Check:
         return self._same(self._train("again"))
 
     def resume(self) -> Found:
-        """Kill the run after its second step, resume it, and compare."""
+        """Kill the run after step 2, resume it, and compare."""
         try:
             self._train("killed", until=2)
         except _Killed:

@@ -127,7 +127,7 @@ def _check_size(runs: int, about: str = "") -> None:
 
 
 def support(plan: Plan) -> Reach:
-    """The claims that a study could support, regardless of its results."""
+    """The claims that a study could support at best."""
     from gatespace.evidence.reach import reach
 
     return reach(plan.comparisons, plan.config.choosing_seed)
@@ -150,7 +150,7 @@ def study_folder(config: StudyConfig, study: str, output: Path | None) -> StudyF
 
 
 def _with_plugins(config: StudyConfig, named: Sequence[str], *, trusted: bool) -> StudyConfig:
-    """Import the plugins of the study and of the command line, and return the study with all of them."""
+    """The study with its own and the command line's plugins, imported."""
     from gatespace.plugins import load_plugins, plugin_hash
 
     own = {plugin_hash(plugin): plugin for plugin in config.plugins}

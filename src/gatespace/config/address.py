@@ -28,7 +28,7 @@ class Address(NamedTuple):
 
     @property
     def tcp(self) -> str:
-        """The address as a socket endpoint."""
+        """As a socket endpoint."""
         return f"tcp://{self.host}:{self.port}"
 
 
@@ -38,7 +38,7 @@ def is_address(name: str) -> bool:
 
 
 def parse_address(name: str, field: str = "") -> Address:
-    """Parse the address in `name`; raises a `Fault` in `field` if it is invalid.
+    """Parse an address; raises a `Fault` in `field` if invalid.
 
     Examples:
         >>> parse_address("zmq://127.0.0.1:5555").tcp

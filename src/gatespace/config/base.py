@@ -110,7 +110,7 @@ def is_optional(annotation: Any) -> bool:
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union, or the annotation itself if it is not one."""
+    """The members of a union, else the annotation itself."""
     if get_origin(annotation) in (Union, types.UnionType):
         return get_args(annotation)
     return (annotation,)

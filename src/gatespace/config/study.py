@@ -79,7 +79,7 @@ class PublishedConfig(Section):
 
 
 def _flat(settings: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]:
-    """Flatten nested settings to (dotted path, value) pairs."""
+    """Flatten settings to (dotted path, value)."""
     found: list[tuple[str, Any]] = []
     for name, value in settings.items():
         found += _flat(value, f"{before}{name}.") if isinstance(value, Mapping) else [(f"{before}{name}", value)]
@@ -263,7 +263,7 @@ class StudyConfig(Section):
     """Runs at once, each in its own process with its share of the cores. Memory must hold this many pairs."""
 
     resources: ResourcesConfig = ResourcesConfig()
-    """Resources that each run requests from an engine such as a Ray cluster."""
+    """Resources per run, for engines such as a Ray cluster."""
 
     keep_models: Switch = False
     """Keep the trained weights of every run, as large as the student each; false: predictions and records only."""

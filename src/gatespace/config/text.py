@@ -24,7 +24,7 @@ _CORE: tuple[tuple[str, str, list[str]], ...] = (
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Safe loader for the YAML 1.2 core schema that rejects duplicate keys."""
+    """Safe YAML 1.2 core loader; no duplicate keys."""
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012
 
@@ -91,7 +91,7 @@ def read_yaml(text: str, *, where: str) -> Any:
 
 
 def write_yaml(value: Any) -> str:
-    """Serialize to YAML that `read_yaml` reads back as an equal value."""
+    """Write YAML that `read_yaml` reads back as an equal value."""
     text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
     return text
 

@@ -212,7 +212,7 @@ class RunFolder(Folder):
             raise self._damaged("summary.json", "it is missing") from None
 
     def baseline(self) -> dict[str, Any]:
-        """What a baseline evaluates: model, task, digest and source."""
+        """The model and task of a baseline."""
         return self._json("baseline.json")
 
     def log(self, name: str) -> list[dict[str, Any]]:
@@ -275,7 +275,7 @@ class RunFolder(Folder):
         self._write("summary.json", summary)
 
     def mark_done(self) -> None:
-        """Write the `done` file, a run's last, and remove its checkpoints."""
+        """Write `done`, always last; remove checkpoints."""
         self.check_claim()
         atomic_write(self.done_file, "")
         shutil.rmtree(self.checkpoints, ignore_errors=True)
@@ -303,7 +303,7 @@ class RunFolder(Folder):
         return path
 
     def set_remote_step(self, step: int | None) -> None:
-        """Record the current step of a run whose records are on another machine; None once they are here."""
+        """Set the step of a run whose records are on another machine; None once they are here."""
         path = self.path / "progress.json"
         if step is None:
             path.unlink(missing_ok=True)

@@ -78,14 +78,14 @@ class Results(Protocol):
         """Function with which a worker runs a job; None: it works in the study's folder."""
 
     def publish(self) -> None:
-        """Upload what another machine needs to resume the study; called when the study starts."""
+        """Upload at the start what another machine needs to resume the study."""
 
     def through(self, engine: Engine) -> Engine:
-        """Wrap an engine so that it reports an outcome only once the results are in the study's folder."""
+        """Wrap an engine to report outcomes once results are in the study's folder."""
 
 
 class SharedFolder:
-    """Results of workers that all see the study's folder and write to it directly."""
+    """Workers all see the study's folder and write to it."""
 
     threads: int | None = None
     perform: Perform | None = None
@@ -108,8 +108,8 @@ class _Worker:
 
 
 class LocalEngine:
-    """Worker processes on this machine, each with its share of the cores. If one dies, only its job is affected, and
-    another worker resumes it from its last checkpoint.
+    """Worker processes on this machine, each with its share of the cores. If one dies, another resumes
+    its job from the last checkpoint, up to `retries` times.
 
     Args:
         workers: Number of processes.
@@ -243,7 +243,7 @@ def _death(code: int | None) -> str:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Temporarily set environment variables of this process."""
+    """Temporarily set environment variables."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -95,7 +95,7 @@ class Reads:
     def step(self, step: int, steps: int, record: Mapping[str, Any], timing: Mapping[str, Any]) -> None: ...
 
     def evaluating(self, split: str, done: int, total: int) -> None:
-        """Record the read when the first responses of an evaluation arrive."""
+        """Record a read at an evaluation's first responses."""
         if self._split != split:
             self._split = split
             self.record(split, total)

@@ -26,7 +26,7 @@ Job = dict[str, Any]
 """A piece of work as plain data: what to do, and a complete configuration. Executed by `gatespace.study.jobs`."""
 
 _SAME_FAILURES = 3
-"""Give up on a task after this many runs, all failed with the same error: the rest would fail too."""
+"""Give up a task after this many runs with the same error: the rest would fail too."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Outlook:
         return {work.name: work.folder.error() for work in self.of("failed")}
 
     def seconds_left(self, workers: int) -> float | None:
-        """Estimated time for the remaining runs, from the finished ones; None if there are none yet."""
+        """Estimated seconds for the remaining runs; None before the first is done."""
         took = [work.folder.seconds() for work in self.of("done") if work.run is not None]
         known = [seconds for seconds in took if seconds is not None]
         if not known:

@@ -145,7 +145,7 @@ class Catalogue:
         return self._known.get(method.point) or self._add(Point(method.point, "published", method=method))
 
     def find(self, text: str) -> Point:
-        """Look up the point that a study file calls `text`."""
+        """Look up a point as named in a file."""
         if text in self._known:
             return self._known[text]
         if match := _DERIVED.fullmatch(text):

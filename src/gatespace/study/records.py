@@ -116,7 +116,7 @@ class Score:
 
     @property
     def metrics(self) -> Metrics | TextMetrics:
-        """The metrics as the evaluation computed them."""
+        """As the evaluation computed them."""
         if self.text is not None:
             return self.text
         return Metrics.from_json({"per_label": self.per_label, "confusion": self.confusion})
@@ -275,7 +275,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class TaskBaseline:
-    """Scores of a task's student before training and of its teacher."""
+    """Scores of a task's initial student and teacher."""
 
     name: str
     """Name of the data, e.g. ``tweeteval/emotion``."""

@@ -72,7 +72,7 @@ def look_at(path: Path) -> StudyResults:
 
 
 def _looks(folder: StudyFolder, runs: Mapping[str, RunResult]) -> tuple[Look, ...]:
-    """Recorded looks, plus this one if the set of finished runs has changed since the last."""
+    """Recorded looks, plus this one if the finished runs have changed since."""
     known = [Look(str(r.get("digest")), r.get("runs", 0), r.get("seeds", {})) for r in folder.looks()]
     done = sorted((run.spec.task, run.spec.point, run.spec.seed) for run in runs.values() if "test" in run.scores)
     digest = hashlib.sha256(json.dumps(done).encode()).hexdigest()[:16]

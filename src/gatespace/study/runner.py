@@ -62,7 +62,7 @@ class _Runner:
         self.states = {work.name: self._state(work) for work in self.work}
 
     def _state(self, work: Work) -> State:
-        """State of a job. A folder locked by another process counts as waiting: `claim` will raise."""
+        """A folder locked by another process counts as waiting: `claim` will raise."""
         if work.name in self.running:
             return "running"
         state = work.folder.state
@@ -114,7 +114,7 @@ class _Runner:
                 yield work
 
     def _choose_bases(self) -> bool:
-        """Choose on validation each base whose candidates have all ended; return whether any was chosen."""
+        """Choose bases on validation once all their candidates have ended."""
         chosen = False
         for task in self.plan.open_bases:
             runs = [run for run in self.plan.runs.values() if run.task == task and run.point in CANDIDATES]

@@ -31,7 +31,7 @@ class Merged:
         path: The folder or archive.
         done: Ids of the plan's finished runs.
         missing: Ids of its missing runs.
-        twice: Names of runs and baselines finished in several sources, with the same results.
+        twice: Names of jobs finished in several sources, with the same results.
     """
 
     path: Path

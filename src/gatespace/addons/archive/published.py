@@ -21,7 +21,7 @@ from gatespace.study.plan import ROLES, baseline_name, make_plan, model_name
 _FILES = ("config.yaml", "baseline.json", "error.json", "environment.json")
 """Records that can contain paths or hosts."""
 _OF_A_TASK = ("summary.json", "evaluation-")
-"""Records that contain the task's name besides numbers and labels. All others contain only numbers and texts."""
+"""Records with the task's name, numbers and labels. All others have only numbers and texts."""
 _URL = re.compile(r"\b([a-z][a-z0-9+.-]*://)([^\s/?#:@]*(?::[^\s/?#@]*)?@)?(\[[^\]\s]*\]|[^\s/?#:@]+)", re.I)
 _FILE = re.compile(r"\bfile:(?=/)", re.I)
 _PATH = re.compile(r"(?<![\w.:/~-])(?:~\w*)?/+(?! )(?:[^/'\"(),;:\n]+/+)+([^\s/'\"(),;:]*)")
@@ -109,7 +109,7 @@ def _renamed(own: StudyConfig, plain: StudyConfig, bases: Mapping[str, str]) -> 
 
 
 def _task_without_places(found: Any) -> Any:
-    """Strip only the task's name, which may be that of its table; labels are left alone."""
+    """Strip only the task's name, which may be its table's; keep labels."""
     if not isinstance(found, dict):
         return found
     named = {key: without_places(one) for key, one in found.items() if key == "task"}

@@ -25,10 +25,10 @@ from gatespace.runs import ARCHIVE, StudyFolder
 
 MOST_FILES = 200_000
 MOST_BYTES = 4 << 30
-"""Limit on the unpacked size of all files together."""
+"""Total size of unpacked files."""
 MOST_MANIFEST = 64 << 20
 _MOST_MEMORY = 128 << 20
-"""Memory limit of the decompressor; archives from `pack` need 9 MB."""
+"""For the decompressor; archives of `pack` need 9 MB."""
 _CHUNK = 1 << 20
 _BLOCK = tarfile.BLOCKSIZE
 

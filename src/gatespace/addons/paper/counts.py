@@ -107,7 +107,7 @@ def win_counts() -> list[Row]:
 
 
 def _unnamed_wins(group: str) -> int:
-    """Number of cells that must be won, though it is unknown which.
+    """Number of cells won without knowing which.
 
     Three of four HG5 points are above G5, and HG5,d+4 is one of them. G5 is above entropy-only(-4) and above every
     gap-only run, hence so are two of the other three.
@@ -151,7 +151,7 @@ def _counted(group: str, *, cells: int, won: int, lost: int, won_unnamed: int = 
 
 
 def verdict(published: int, at_least: int, at_most: int) -> str:
-    """Whether a published count follows from the bounds, is possible, or is contradicted."""
+    """Whether a published count is derived, possible or contradicted."""
     if not at_least <= published <= at_most:
         return "contradicted"
     return "derived" if at_least == at_most else "possible"
@@ -233,7 +233,7 @@ def null_cells() -> list[Cell]:
 
 
 def sharing() -> list[Row]:
-    """For each restriction, the number of its task's cells that it is the comparator of."""
+    """Number of cells that each restriction is compared in."""
     found = cells()
     rows = []
     for task in facts()["comparisons_36"]:

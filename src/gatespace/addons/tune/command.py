@@ -166,7 +166,7 @@ def _run(spec: Spec, engine: str, address: str | None, *, quiet: bool) -> tuple[
 
 
 def _dry_run(spec: Spec, *, as_json: bool) -> None:
-    """Print the plan and maximum cost of a search."""
+    """Print a search's plan and maximum cost."""
     fixed, proposals = [one.label for one in spec.fixed()], spec.config.proposals
     count, check = len(fixed) + proposals, spec.verdict_cost()
     rungs = [

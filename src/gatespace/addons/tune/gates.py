@@ -60,7 +60,7 @@ class Signals:
         return float(np.average(column, weights=self.weights))
 
     def sd(self, column: Any) -> float:
-        """Weighted standard deviation of a per-token value."""
+        """Weighted standard deviation."""
         return float(np.sqrt(np.average((column - self.mean(column)) ** 2, weights=self.weights)))
 
     @cached_property

@@ -145,7 +145,7 @@ def _rungs(search: Search) -> list[str]:
 
 
 def _trials(search: Search) -> Table:
-    """Table of all candidates, those that advanced farthest first."""
+    """All candidates, those that advanced farthest first."""
 
     def rank(one: Candidate) -> tuple[float, ...]:
         known = search.scores.get(one.id, ())
@@ -164,7 +164,7 @@ def _trials(search: Search) -> Table:
 
 
 def _plane(search: Search) -> Chart:
-    """Scatter plot of spread against λ̄; marker size shows how far a candidate advanced."""
+    """Plot spread against λ̄; larger marks advanced farther."""
     shown = [(one, Place(**one.place)) for one in search.candidates.values() if one.place is not None]
     winner = search.winner
     key = _KEY if winner is not None else _KEY[:-1]

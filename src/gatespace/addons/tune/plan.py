@@ -141,12 +141,12 @@ class Spec:
 
     @cached_property
     def base(self) -> TrainConfig:
-        """The study's training configuration, with an arbitrary objective."""
+        """The study's training, with an arbitrary objective."""
         return train_config(self.study, self.task, self.config.seeds[0], {})
 
     @cached_property
     def rungs(self) -> tuple[Rung, ...]:
-        """The rungs of the file, or defaults from the study's steps."""
+        """From the file, or from the study's steps."""
         return self.config.ladder(self.base.steps)
 
     @property

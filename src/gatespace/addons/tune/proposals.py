@@ -28,7 +28,7 @@ def propose(
     Args:
         count: Number of proposals.
         config: The `tune` section.
-        channels: Channels that a gate can depend on.
+        channels: Those that a gate can depend on.
         known: Candidates with their scores at the first rung; higher is better.
         first: Index of the first one among all proposals; it names the random stream.
     """
@@ -52,7 +52,7 @@ def propose(
 
 
 def require_optuna() -> Any:
-    """Import Optuna, with its messages silenced."""
+    """Import Optuna and silence it."""
     try:
         import optuna
     except ImportError as error:

@@ -87,7 +87,7 @@ class Search:
     # ------------------------------------------------------------------ the search
 
     def go(self) -> Search:
-        """Run the search, resuming from its records."""
+        """Run the rest of the search."""
         spec, ledger = self.spec, self._ledger
         self._begin()
         measured = json.loads(spec.folder.warm_up.read_bytes())
