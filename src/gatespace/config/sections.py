@@ -548,22 +548,22 @@ class AlarmsConfig(Section):
     """Steps averaged; at least trace.tokens_every for what is measured only on those steps."""
 
     truncated: Share | None = 0.5
-    """Minimum share of responses that do not end before rollout.max_new_tokens."""
+    """Alarm if at least this share of responses does not end before rollout.max_new_tokens."""
 
     length: Annotated[float, Strict(), AllowInfNan(False), Field(gt=1)] | None = 4.0
-    """Minimum factor by which the mean response length is above or below that of the first steps."""
+    """Alarm if the mean response length differs from that of the first steps by at least this factor."""
 
     entropy: Share | None = 0.1
-    """Maximum ratio of the student's mean entropy to the teacher's at the same tokens."""
+    """Alarm if the ratio of the student's mean entropy to the teacher's, at the same tokens, is at most this."""
 
     overlap: Share | None = 0.3
-    """Maximum share of the objective.top_k most probable tokens that student and teacher have in common."""
+    """Alarm if student and teacher share at most this fraction of their objective.top_k likeliest tokens."""
 
     repeated: Share | None = 0.3
-    """Minimum share of a response's 4-grams that are repeated."""
+    """Alarm if at least this share of a response's 4-grams is repeated."""
 
     legal: Share | None = 0.3
-    """Maximum share of responses with a legal answer. Tasks with labels only."""
+    """Alarm if at most this share of responses has a legal answer. Tasks with labels only."""
 
     stop_on: Annotated[tuple[AlarmName, ...], AfterValidator(_once)] = ()
     """Alarms that end the run, with a checkpoint and exit code 3. Remove them here, and the same command resumes it."""
