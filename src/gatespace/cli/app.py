@@ -1,7 +1,7 @@
-"""The command `gatespace`: its commands, and the one place where errors become messages and exit codes.
+"""The `gatespace` command: its subcommands, and the one place where errors become messages and exit codes.
 
-Starting must stay fast: a command's module is imported when the command is called or listed, and neither it nor this
-one imports torch, pydantic, Rich or matplotlib at its top.
+Start-up must stay fast: a command's module is imported when the command is called or listed, and neither it nor this
+one imports torch, pydantic, Rich or matplotlib at module level.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CORE = (
     *("gate", "methods", "distill", "teach", "train", "evaluate", "predict", "init"),
     *("plan", "run", "status", "report", "doctor"),
 )
-"""Each is a function of the module of the same name. Add-ons and other packages have more."""
+"""Each is a function in the module of the same name. Add-ons and other packages provide more."""
 
 
 class _Group(TyperGroup):
@@ -46,7 +46,7 @@ class _Group(TyperGroup):
 
 
 class _Commands(_Group):
-    """All commands, each imported when it is needed."""
+    """All commands, imported lazily."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*_CORE, *provided("commands")]
@@ -55,7 +55,7 @@ class _Commands(_Group):
         if name not in self.commands and name in self.list_commands(ctx):
             try:
                 self.commands[name] = _load(name)
-            except Exception as error:  # a broken package must not take the other commands with it
+            except Exception as error:  # a broken package must not break the other commands
                 if name in _CORE:
                     raise
                 sys.stderr.write(
@@ -120,7 +120,7 @@ def _root(
 def main() -> None:
     """Entry point of the console script and of `python -m gatespace`."""
     for stream in (sys.stdout, sys.stderr):
-        # A legacy code page without λ must cost a character, not the command.
+        # On a legacy code page without λ, replace the character instead of failing.
         if hasattr(stream, "reconfigure") and (stream.encoding or "").lower().replace("-", "") != "utf8":
             stream.reconfigure(errors="replace")
     try:

@@ -1,4 +1,4 @@
-"""What all commands print with: consoles that never read user text as markup, tables, errors, JSON; the version."""
+"""Output of all commands: consoles that never parse user text as markup, tables, errors, JSON, the version."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def gatespace_version() -> str:
-    """The version of the installed distribution, or that of the source where gatespace is not installed."""
+    """The version of the installed distribution, or of the source if gatespace is not installed."""
     from importlib import metadata
 
     import gatespace
@@ -42,7 +42,7 @@ def stop_on_sigterm() -> None:
 
 
 def stopped(interrupt: KeyboardInterrupt, then: str = "") -> int:
-    """Say that a command was stopped, and what then; its exit code."""
+    """Print that a command was stopped, and `then`; return its exit code."""
     terminated = isinstance(interrupt, Terminated)
     if terminated or then:
         sys.stderr.write(f"stopped{' by SIGTERM' if terminated else ''}{then}\n")
@@ -50,14 +50,14 @@ def stopped(interrupt: KeyboardInterrupt, then: str = "") -> int:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A Rich console on standard output or standard error that prints every text literally."""
+    """A Rich console on standard output or standard error that prints text literally."""
     from rich.console import Console
 
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
 
 
 def table(title: str, *columns: str, numbers: Collection[str] = ()) -> Table:
-    """A table in the look of all commands, its first column bold; columns among `numbers` are aligned to the right."""
+    """A table in the common style, its first column bold; columns in `numbers` are right-aligned."""
     from rich import box
     from rich.table import Table
 
@@ -69,7 +69,7 @@ def table(title: str, *columns: str, numbers: Collection[str] = ()) -> Table:
 
 
 def print_error(error: GatespaceError) -> None:
-    """Write an error to standard error: what, got, why and instead, a line each."""
+    """Write an error to standard error: what, got, why and instead, one line each."""
     details = [("got", error.got), ("why", error.why), ("instead", error.instead)]
     lines = [("error", error.what), *((f"  {label}", text) for label, text in details if text)]
     if not sys.stderr.isatty():
@@ -85,7 +85,7 @@ def print_error(error: GatespaceError) -> None:
 
 
 def print_warnings(warnings: Iterable[str]) -> None:
-    """Write what is wrong with a result below it, a paragraph each."""
+    """Print the warnings about a result, one paragraph each."""
     from rich.text import Text
 
     out = console()
@@ -94,7 +94,7 @@ def print_warnings(warnings: Iterable[str]) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Write strict JSON to standard output; an infinite number must be text by now (see `json_number`)."""
+    """Write strict JSON to standard output; infinite numbers must already be text (see `json_number`)."""
     sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 

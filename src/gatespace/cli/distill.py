@@ -1,4 +1,4 @@
-"""`gatespace distill`: from a table, a teacher and a student to a distilled model and one table of what came of it."""
+"""`gatespace distill`: from a table, a teacher and a student to a distilled model and a table of its gain."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 STEPS, BATCH_SIZE, LR = 60, 24, 5e-5
 """As measured with SmolLM2-135M on emotion (docs/smollm2.md)."""
 CHECKS, PATIENCE, CHECKED_ROWS = 6, 3, 200
-"""Evaluations on validation, how many of them in a row may be no better than the best, and on how many rows."""
+"""Number of validation evaluations, patience among them, and rows of each."""
 _MOST_TOKENS = 512
 _SPARE_TOKENS = 8
 
@@ -142,14 +142,14 @@ def distill(
             }
         )
         after = _measure(_open(trained, "student", found, progress.note), found, config, progress.generating)
-        after |= _result(summary["evaluation"]["test"])  # as the run's own files have it
+        after |= _result(summary["evaluation"]["test"])  # as in the run's own files
         measured["student after"] = after
     result = {
         "task": guess.said,
         "metric": found.task.metric,
         "models": {name: measured[name] for name in ("teacher", "student before", "student after")},
         "steps": {key: summary[key] for key in ("steps", "planned_steps", "chosen_step") if key in summary},
-        "train_minutes": (RunFolder(output).seconds() or 0.0) / 60,  # also where it was done before
+        "train_minutes": (RunFolder(output).seconds() or 0.0) / 60,  # even if an earlier command trained it
         "minutes": (time.monotonic() - begun) / 60,
         "model": str(output / "model"),
         "warnings": summary.get("warnings", []),
@@ -162,7 +162,7 @@ def distill(
 
 
 def _split(data: str, teacher: str) -> dict[str, Any]:
-    """All training rows give prompts, but for those that the teacher's own run has learned from."""
+    """Use all training rows as prompts, except those that the teacher was trained on."""
     from gatespace.cli.found_model import model_folder, run_settings
 
     theirs = run_settings(model_folder(teacher)).get("task")
@@ -180,7 +180,7 @@ def _open(config: TrainConfig, role: str, data: Material, report: Callable[[str]
 
 
 def _with_cap(config: TrainConfig, data: Material, model: Model, cap: int | None) -> TrainConfig:
-    """The configuration with responses as long as the right ones, unless their length is set."""
+    """The configuration with responses capped at the longest gold response, unless a cap is set."""
     from gatespace.config import RolloutConfig
     from gatespace.models.encode import Encoder
 
@@ -198,7 +198,7 @@ def _with_cap(config: TrainConfig, data: Material, model: Model, cap: int | None
 
 
 def _measure(model: Model, data: Material, config: TrainConfig, progress: Callable[[int, int], None]) -> dict[str, Any]:
-    """The metric on test, sizes, and how fast the model generates."""
+    """Test metric, size and generation speed of a model."""
     from gatespace.evaluation import evaluate
 
     settings = config.evaluation
@@ -217,14 +217,14 @@ def _measure(model: Model, data: Material, config: TrainConfig, progress: Callab
     parameters = [*model.network.parameters()]
     return {
         **_result(found.as_json()),
-        "parameters": model.network.num_parameters(),  # two in a byte are two
+        "parameters": model.network.num_parameters(),  # counts packed 4-bit weights correctly
         "megabytes": sum(one.nbytes for one in parameters) / 1e6,
         "tokens_per_second": _tokens(model, data, found) / seconds,
     }
 
 
 def _tokens(model: Model, data: Material, found: Evaluation) -> int:
-    """Tokens of all responses."""
+    """Number of tokens in all responses."""
     raw = [row.raw for row in found.predictions]
     return sum(len(model.tokenizer.encode(text, add_special_tokens=False)) for text in raw)
 

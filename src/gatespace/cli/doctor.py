@@ -84,13 +84,13 @@ def doctor(
 
 
 def loss_check(torch_usable: bool) -> dict[str, str]:
-    """A gated loss of two tokens and its gradient, against the formula in plain Python."""
+    """Check a gated loss of two tokens and its gradient against the formula in plain Python."""
     name = "loss self-check"
     if not torch_usable:
         return {"name": name, "status": "skipped", "detail": "torch is not usable"}
     try:
         problem = _loss_problem()
-    # Whatever a mismatched installation raises is the finding.
+    # Any error of a mismatched installation is a finding.
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     if problem:
@@ -99,7 +99,7 @@ def loss_check(torch_usable: bool) -> dict[str, str]:
 
 
 def _loss_problem() -> str:
-    """What is wrong with `gated_kl` on this machine; "" where nothing is."""
+    """What is wrong with `gated_kl` on this machine, or ""."""
     import torch
 
     from gatespace import Gate, gated_kl

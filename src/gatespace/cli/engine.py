@@ -1,4 +1,4 @@
-"""The options of commands that run the jobs of a study, and how they open its engine."""
+"""Options of commands that run a study's jobs, and how they open its engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Address = Annotated[
 
 
 def engine_opener(engine: str, address: str | None) -> Callable[[EngineSpec], Engine]:
-    """What opens the engine of this name."""
+    """The opener of the engine of this name."""
     if engine != "local":
         found: Callable[[EngineSpec], Engine] = provider("engines", engine, kind="engine", known=["local"])
         return found
@@ -53,12 +53,12 @@ def _local_engine(spec: EngineSpec) -> Engine:
 
 
 def usual_threads(config: StudyConfig, address: str | None) -> int | None:
-    """Threads of each run on a cluster, where the cores of this machine say nothing about those of its nodes."""
+    """Default threads per run on a cluster, whose nodes may have other cores than this machine; None without one."""
     return None if address is None else max(1, int(config.resources.cpus or 1))
 
 
 def check_study(engine: Engine, folder: StudyFolder, config: StudyConfig, note: Callable[[str], None]) -> None:
-    """Have a worker of this machine check what is left of a study, before anything is trained."""
+    """Check the unfinished part of a study in a local worker, before anything is trained."""
     from gatespace.study.engines import LocalEngine
     from gatespace.study.outlook import check_job
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DISTRIBUTION = "gatespace"
 FOR_DEVELOPMENT = frozenset({"dev", "docs", "bench"})
-"""Extras for working on gatespace itself. Any other extra adds something to use."""
+"""Extras for developing gatespace itself. All others add a feature."""
 
 ENGINES = {
     "transformers": "language models",
@@ -33,7 +33,7 @@ _BF16_PROBES = {"amx_tile": "_is_amx_tile_supported", "avx512_bf16": "_is_avx512
 
 
 def facts() -> dict[str, Any]:
-    """Everything that `gatespace doctor --json` prints but for checks and verdict."""
+    """Everything that `gatespace doctor --json` prints except checks and verdict."""
     torch = torch_facts()
     return {
         "gatespace": gatespace_facts(),
@@ -56,15 +56,15 @@ def facts() -> dict[str, Any]:
 
 
 def gatespace_facts() -> dict[str, Any]:
-    """The version of gatespace and the requirements of its core that are not met."""
+    """The version of gatespace and the unmet requirements of its core."""
     missing = _missing(_requirements().get("", []))
     return {"version": gatespace_version(), "installed": _version(DISTRIBUTION) is not None, "missing": missing}
 
 
 def extra_facts() -> list[dict[str, Any]]:
-    """The extras of the installed gatespace, what is missing of each, and the command that adds it.
+    """The extras of the installed gatespace, their missing requirements, and the command that adds each.
 
-    Empty where that is unknown: gatespace is not installed, or the package `packaging` is not.
+    Empty if unknown: gatespace is not installed, or the package `packaging` is not.
     """
     found = []
     for name, wanted in _requirements().items():
@@ -75,7 +75,7 @@ def extra_facts() -> list[dict[str, Any]]:
 
 
 def engine_facts(torch: dict[str, Any]) -> list[dict[str, Any]]:
-    """The engines: what can be found of each without importing it, and the command that adds it."""
+    """The engines: what is known without importing them, and the command that adds each."""
     native = {
         "name": "native",
         "installed": torch["usable"],
@@ -86,7 +86,7 @@ def engine_facts(torch: dict[str, Any]) -> list[dict[str, Any]]:
     others = []
     commands = {
         needed.name.lower(): _pip(extra)
-        for extra, wanted in reversed(_requirements().items())  # of several extras, the first one counts
+        for extra, wanted in reversed(_requirements().items())  # reversed, so that the first of several extras wins
         for needed in wanted
         if extra and extra not in FOR_DEVELOPMENT
     }
@@ -100,7 +100,7 @@ def engine_facts(torch: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _requirements() -> dict[str, list[Requirement]]:
-    """Extra → what it needs on this machine, with the extras that it includes; "" is the core. Empty: unknown."""
+    """Extra → its requirements on this machine, including those of nested extras; "" is the core. Empty: unknown."""
     try:
         from packaging.requirements import Requirement
 
@@ -117,7 +117,7 @@ def _requirements() -> dict[str, list[Requirement]]:
     found = {"": core}
     for extra in extras:
         included = [extra]
-        for name in included:  # which grows
+        for name in included:  # grows while iterating
             for needed in own[name]:
                 if needed.name == DISTRIBUTION:
                     included += sorted(needed.extras.difference(included))
@@ -126,7 +126,7 @@ def _requirements() -> dict[str, list[Requirement]]:
 
 
 def _missing(wanted: Iterable[Requirement]) -> list[str]:
-    """The requirements that are not met here; one of which another version is installed says so."""
+    """The unmet requirements, each with the installed version if there is one."""
     unmet = []
     for needed in wanted:
         version = _version(needed.name)
@@ -173,7 +173,7 @@ def memory_facts() -> dict[str, int | None]:
     available = _tried(lambda: int(meminfo[meminfo.index("MemAvailable:") + 1]) * 1024)
     words = _words("/sys/fs/cgroup/memory.max") or _words("/sys/fs/cgroup/memory/memory.limit_in_bytes")
     limit = int(words[0]) if words and words[0].isdigit() else None
-    # "No limit" is written as a number larger than any machine.
+    # "No limit" appears as a huge number.
     if limit is not None and total is not None and limit >= total:
         limit = None
     return {"total_bytes": total, "available_bytes": available, "container_limit_bytes": limit}
@@ -184,7 +184,7 @@ def torch_facts() -> dict[str, Any]:
     none: dict[str, Any] = {"threads": None, "cpu_capability": None, "bf16": {}}
     try:
         import torch
-    # A diagnosis has to survive whatever a broken installation raises: ImportError, OSError from a shared library, ...
+    # The doctor must survive any error of a broken installation: ImportError, OSError from a shared library, ...
     except Exception as error:
         return {"usable": False, "version": _version("torch"), "error": f"{type(error).__name__}: {error}", **none}
     return {
@@ -217,7 +217,7 @@ def device_facts() -> list[dict[str, Any]]:
 
 
 def _bf16(torch: Any) -> dict[str, bool]:
-    """The CPU's bf16 instructions by name. An older torch has probes instead of `get_capabilities`."""
+    """The CPU's bf16 instructions by name. Older torch has probes instead of `get_capabilities`."""
     known = _tried(lambda: dict(torch.cpu.get_capabilities())) or {}
     found = {name: bool(value) for name, value in sorted(known.items()) if "bf16" in name}
     if found:
@@ -227,7 +227,7 @@ def _bf16(torch: Any) -> dict[str, bool]:
 
 
 def _tried(fact: Callable[[], Any]) -> Any:
-    """`fact()`, or None where it fails: probes differ between systems and releases of torch."""
+    """`fact()`, or None if it raises: probes differ between systems and torch releases."""
     try:
         return fact()
     except Exception:

@@ -1,7 +1,7 @@
-"""`--dry-run`: what a run would cost, counted before anything is trained: tokens, arithmetic, memory, time.
+"""`--dry-run`: estimate the cost of a run before training: tokens, FLOPs, memory, time.
 
-Models are loaded without their weights. Counts are exact where the data decides them; where the responses decide, they
-are a range from the right responses to the longest ones allowed.
+Models are loaded without their weights. Counts that depend only on the data are exact; those that depend on responses
+are a range from the length of the gold responses to the maximum length.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from gatespace.training.setup import (
 _PROBE_SECONDS = 1.0
 _PROBE_TOKENS = 512
 _SLOWEST_SHARE = 0.2
-"""Of the mean rate of large matrix products: what decoding, attention and the optimizer leave of it."""
+"""Fraction of the mean GEMM rate that remains after decoding, attention and the optimizer."""
 _TOO_SMALL = 20_000_000
-"""Networks with fewer weights than this spend their time between the matrix products."""
+"""Networks with fewer weights than this are dominated by overhead between matrix products."""
 
 
 class Range(NamedTuple):
-    """From the shortest responses to the longest."""
+    """Bounds for the shortest and the longest responses."""
 
     low: float
     high: float
@@ -53,7 +53,7 @@ class Range(NamedTuple):
         return Range(self.low + other.low, self.high + other.high)
 
     def times(self, factor: float) -> Range:
-        """Both ends times `factor`."""
+        """Multiply both bounds by `factor`."""
         return Range(self.low * factor, self.high * factor)
 
 
@@ -63,23 +63,23 @@ def _exactly(value: float) -> Range:
 
 @dataclass(frozen=True)
 class Prompts:
-    """A task in a model's tokens: lengths."""
+    """Token counts of a task's prompts and responses."""
 
     prefix: int
     mean: float
     longest: int
     right: float
-    """Tokens of a right response."""
+    """Mean tokens of a gold response."""
     evaluated: Range
     """Tokens of all evaluations, prompts and responses."""
     responses: Range
-    """Of these, responses."""
+    """Response tokens among them."""
     notes: list[str]
 
 
 @dataclass(frozen=True)
 class Training:
-    """What `train` and `teach` count each in their own way."""
+    """The part of an estimate that `train` and `teach` compute differently."""
 
     data: Material
     prompts: Prompts
@@ -97,15 +97,14 @@ def estimate(
     device_memory: int | None = None,
     outlines: dict[Any, Model] | None = None,
 ) -> dict[str, Any]:
-    """The costs of the run of `config`, as plain numbers by name.
+    """Estimate the cost of the run of `config`, as plain numbers by name.
 
     Args:
-        config: Checked here as the run would check it.
-        note: Called with a message before something that takes long.
-        processes: Those that would do the run.
-        device_memory: Bytes of a card on which it is to run: another one than is here, so in bf16 unless the settings
-            say fp32.
-        outlines: Models that an earlier call has loaded; what this one loads is added.
+        config: The configuration, validated as the run would.
+        note: Called with a message before slow operations.
+        processes: Number of processes of the run.
+        device_memory: Bytes of memory of a hypothetical GPU to run on, in bf16 unless the settings say fp32.
+        outlines: Models loaded by earlier calls; those loaded here are added.
     """
     place = placement(config.engine)
     if device_memory is not None:
@@ -113,7 +112,7 @@ def estimate(
     known = {} if outlines is None else outlines
 
     def outline(name: str, setting: str, *, role: str, task: AnyTask, **options: Any) -> Model:
-        # Tiny ones are built for role and task.
+        # Tiny models are built for role and task.
         key = (name, *options.values(), *((role, task.digest) if name in TINY else ()))
         if key not in known:
             known[key] = outline_model(
@@ -169,7 +168,7 @@ def _train(config: TrainConfig, place: Placement, load: Callable[..., Model]) ->
     teachers: dict[str, Model] = {}
     for scorer, where in pair.scorers().items():
         if is_address(where):
-            # The service itself checks that its model has the student's tokens.
+            # The service itself checks that its model has the student's vocabulary.
             notes.append(f"the teacher at {where} was not contacted: its arithmetic, memory and time are not counted")
         else:
             teachers[scorer] = teacher = outline(scorer, *pair.alone(scorer).model("teacher"))
@@ -195,7 +194,7 @@ def _train(config: TrainConfig, place: Placement, load: Callable[..., Model]) ->
     read = None if asked is None else Work.of(config, asked, data.rows, longest)
     plan = Plan(config, place.dtype, place.device, ours, largest, student.vocab_size, work, read=read)
     asks = read or work
-    if len(theirs) > 1:  # a model that has two names is loaded once
+    if len(theirs) > 1:  # a model under two names is loaded once
         loaded = {pair.alone(scorer).model("teacher"): sizes for scorer, sizes in theirs.items()}
         plan = replace(plan, teacher_bytes=sum(map(plan.weights_of, loaded.values())) + plan.average_bytes())
     forward = prompting.times(1 if plan.reuses() else 2) + decoded + responses
@@ -322,14 +321,14 @@ def _time(flops: Range, sizes: Sizes, place: Placement, device_memory: int | Non
 
 @cache
 def _gemm_rates(place: Placement) -> tuple[float, float]:
-    """FLOPs per second of large matrix products, measured once for about a second: the fastest, and the mean."""
+    """FLOP/s of large matrix products, measured once for about a second: the fastest and the mean."""
     size = 1024
     left = torch.ones(_PROBE_TOKENS, size, dtype=place.dtype, device=place.device)
     right = torch.ones(size, 4 * size, dtype=place.dtype, device=place.device)
 
     def product() -> float:
         began = time.perf_counter()
-        (left @ right)[0, 0].item()  # the value, so that a device's queue is waited for
+        (left @ right)[0, 0].item()  # reading the value synchronizes the device
         return time.perf_counter() - began
 
     product()
@@ -340,11 +339,11 @@ def _gemm_rates(place: Placement) -> tuple[float, float]:
     return work / min(times), work * len(times) / sum(times)
 
 
-# ---------------------------------------------------------------------------------------------------- in print
+# ---------------------------------------------------------------------------------------------------- printing
 
 
 def print_estimate(config: TrainConfig | TeachConfig, found: dict[str, Any], *, as_json: bool) -> None:
-    """Print the settings as YAML that `gatespace` reads back, then the estimate as comments of it."""
+    """Print the settings as YAML that `gatespace` reads back, then the estimate as YAML comments."""
     if as_json:
         print_json({"config": dump_config(config), "estimate": found})
         return
@@ -422,7 +421,7 @@ def _span(value: Sequence[float]) -> str:
 
 
 def _number(value: float) -> str:
-    """A number in few characters, and exact where it is small.
+    """Format a number compactly, and exactly if it is small.
 
     Examples:
         >>> _number(937.0), _number(134515008), _number(2.5e15)

@@ -1,4 +1,4 @@
-"""`gatespace evaluate`: how good a model's greedy responses are."""
+"""`gatespace evaluate`: score a model's greedy responses."""
 
 from __future__ import annotations
 
@@ -154,9 +154,9 @@ def evaluate(
         draws = None if samples is None else Draws(samples, temperature, seed)
     if sampler is not None:
         name, _, where = sampler.partition("=")
-        with in_setting("--sampler"):  # before the model is loaded, which takes long
+        with in_setting("--sampler"):  # before the slow loading of the model
             opener = provider("evaluators", name, kind="sampler")(where)
-        device = "cpu" if device == "auto" else device  # a GPU is the sampler's
+        device = "cpu" if device == "auto" else device  # leave the GPU to the sampler
     with RunProgress(quiet=quiet, job="evaluate") as progress, ExitStack() as stack:
         asked = ModelOptions(
             config=config,
@@ -242,9 +242,9 @@ def _print_calibration(out: Console, found: Calibration) -> None:
 
 
 def results_table(evaluations: Mapping[str, Mapping[str, Any]], on_the_way: Sequence[Mapping[str, Any]] = ()) -> Table:
-    """One row per split, from evaluation-SPLIT.json, and one more without the test rows that are also in train.
+    """One row per split, from evaluation-SPLIT.json, and another without the test rows that are also in train.
 
-    The lines of evaluations.jsonl give one more for the model before training.
+    The lines of evaluations.jsonl add one for the model before training.
     """
     text = next((one["metrics"] for one in evaluations.values() if "score" in one["metrics"]), None)
     columns = ("rows", "accuracy", "best constant", "balanced", "macro-F1", "no label")
@@ -274,7 +274,7 @@ def _cells(metrics: Mapping[str, Any], before: Mapping[str, Any] | None = None) 
             f"{given['length']:.1f}",
             f"{given['truncated']:.1%}",
         ]
-    found = Metrics.from_json(metrics).as_json()  # an earlier release did not write all of it
+    found = Metrics.from_json(metrics).as_json()  # earlier releases wrote fewer fields
     shown = {**(before or found), "best_constant": found["best_constant"]["accuracy"]}
     shares = [shown.get(name) for name in ("accuracy", "best_constant", "balanced_accuracy", "macro_f1")]
     texts = ("n/a" if share is None else f"{share:.4f}" for share in shares)
@@ -282,7 +282,7 @@ def _cells(metrics: Mapping[str, Any], before: Mapping[str, Any] | None = None) 
 
 
 def curve(evaluations: Mapping[str, Mapping[str, Any]], on_the_way: Sequence[Mapping[str, Any]], steps: int) -> str:
-    """The metric over steps in a line, as far as it was looked at: bars from 0 to 1, then some of the numbers."""
+    """The metric over steps as one line: bars from 0 to 1, then some of the values."""
     points = [(record["step"], metric_of(record)[1]) for record in on_the_way]
     split = on_the_way[0]["split"] if on_the_way else ""
     if split in evaluations:

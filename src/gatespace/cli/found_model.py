@@ -1,4 +1,4 @@
-"""The MODEL of a command line: the model itself, and the task and prompt of the run that made it."""
+"""Resolve the MODEL argument: the model itself, and the task and prompt of the run that trained it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Found:
 
 
 def model_folder(name: str) -> str:
-    """The model's folder where `name` is a run's folder; else `name` itself."""
+    """The model's folder if `name` is a run's folder, else `name` itself."""
     run = RunFolder(name)
     if not run.exists or (run.path / "config.json").is_file():
         return name
@@ -47,7 +47,7 @@ def model_folder(name: str) -> str:
 
 
 def run_settings(name: str) -> dict[str, Any]:
-    """The settings of the run that wrote the model folder `name`; {} where no run did."""
+    """The settings of the run that wrote the model folder `name`, or {} if no run did."""
     folder = RunFolder(name)
     run = folder if folder.exists else RunFolder(folder.path.parent)
     return run.settings() if folder.path.is_dir() and run.exists else {}
@@ -55,7 +55,7 @@ def run_settings(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The options of `evaluate` and `predict` about a model's task, prompt and place; None: as in the model's run."""
+    """Options of `evaluate` and `predict` for a model's task, prompt and device; None: as in the model's run."""
 
     config: Path | None = None
     task: str | None = None
@@ -70,15 +70,15 @@ class ModelOptions:
 
 
 def task_section(name: str, options: ModelOptions) -> TaskConfig:
-    """The section `task` of the run that made the model, or of the given file, with the options set over it."""
+    """The `task` section of the model's run or of the given file, overridden by the options."""
     settings = _read(options.config) if options.config is not None else run_settings(model_folder(name))
     return _task_section(settings, options)
 
 
 def find(name: str, options: ModelOptions, *, report: Callable[[str], None], rows: bool = True) -> Found:
-    """Load the model. An option that is not given is as in the model's run, or else its default.
+    """Load the model. Options not given are as in the model's run, or else their defaults.
 
-    Without `rows`, the task has labels and a prompt, and its data need not be there.
+    Without `rows`, the task has only labels and a prompt, and its data need not exist.
     """
     if is_address(name):
         raise UsageError(
@@ -122,7 +122,7 @@ def _section(settings: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _task_section(settings: dict[str, Any], options: ModelOptions) -> TaskConfig:
-    """The task of these settings with the options set over it."""
+    """The task of these settings, overridden by the options."""
     section, task = dict(_section(settings, "task")), options.task
     if task is None and not section:
         raise UsageError(
@@ -141,7 +141,7 @@ def _task_section(settings: dict[str, Any], options: ModelOptions) -> TaskConfig
 
 
 def _about_plugins(error: UsageError, settings: dict[str, Any], options: ModelOptions) -> UsageError:
-    """The error, and which plugins to name where task or metric may come from one that was not imported."""
+    """The error, plus the plugins to pass if its task or metric may come from one that was not imported."""
     listed = settings.get("plugins")
     unnamed = [str(one) for one in listed if one not in options.plugins] if isinstance(listed, list) else []
     if not any(f"unknown {kind}" in error.what for kind in ("task", "metric")) or not unnamed:
@@ -155,10 +155,10 @@ def _about_plugins(error: UsageError, settings: dict[str, Any], options: ModelOp
 
 
 def _without_rows(section: TaskConfig, model: str) -> AnyTask | None:
-    """The task with one row in place of all, where its labels or its prompt are known without its data."""
+    """The task with a single placeholder row, if its labels or prompt are known without its data; else None."""
     from gatespace.models.load import TINY
 
-    if model in TINY:  # made from the rows
+    if model in TINY:  # built from the rows
         return None
     if (text := section.text) is not None:
         template = None if text.prompt is None else Template(text.prompt)
@@ -184,7 +184,7 @@ def _without_rows(section: TaskConfig, model: str) -> AnyTask | None:
 
 
 def _has_folder(section: TaskConfig, variable: str | None) -> bool:
-    """Whether there is a folder, which may have the labels in another order."""
+    """Whether there is a TweetEval folder, which may list the labels in another order."""
     return (section.root is not None and section.root.is_dir()) or bool(variable)
 
 

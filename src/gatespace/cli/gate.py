@@ -1,4 +1,4 @@
-"""`gatespace gate`: what a point of the family does, before anything is trained. No torch."""
+"""`gatespace gate`: describe points of the family before any training. Does not import torch."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ PAPER_SIGNALS = ("h", "u", "gap")
 GRID = 25
 """Cells per axis of the signal cube [0, 1]³; its statistics are taken at the cells' midpoints."""
 TYPICAL = 0.3
-"""Where a plot holds the signals that it does not vary. A teacher torn between two labels has h = log 2 / log 8 = .33,
-and the paper's E[λ] of G4 on hate implies a mean u of .31."""
+"""Value of the signals that a plot does not vary. A teacher torn between two labels has h = log 2 / log 8 = .33, and
+the paper's E[λ] of G4 on hate implies a mean u of .31."""
 
 _CORNERS_AND_CENTRE = (*itertools.product((0.0, 1.0), repeat=3), (0.5, 0.5, 0.5))
 _DASH_POINT = re.compile(r"-(?:inf\b|\.?\d)")
@@ -40,10 +40,10 @@ _SIGNAL_COLUMNS_WIDTH = 20
 
 
 class PointCommand(TyperCommand):
-    """A command whose arguments may start with a minus sign, as the point -4,0,0,0 does."""
+    """A command whose arguments may start with a minus sign, like the point -4,0,0,0."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        # A leading blank keeps the parser from taking the point for an option; `read_points` strips it.
+        # A leading space keeps the parser from taking the point for an option; `read_points` strips it.
         guarded: list[str] = []
         for i, arg in enumerate(args):
             if arg == "--":
@@ -138,21 +138,21 @@ def gate(
 
 
 class Point(NamedTuple):
-    """A gate and the text by which it was asked for."""
+    """A gate and the text that it was parsed from."""
 
     text: str
     gate: Gate
 
 
 def read_points(texts: Sequence[str]) -> list[Point]:
-    """The points of these texts; without any, all named points of the paper."""
+    """Parse points; without any, return all named points of the paper."""
     if not texts:
         return [Point(name, gate) for name, gate in named_points().items()]
     return [Point(text, Gate.parse(text)) for text in map(str.strip, texts)]
 
 
 def read_signals(text: str | None, points: Sequence[Point]) -> dict[str, float]:
-    """Signals from text such as ``h=.3,u=.2,gap=.5``; a signal that it leaves out has its default."""
+    """Parse signals from text such as ``h=.3,u=.2,gap=.5``; missing signals have their defaults."""
     further = extra_signals(point.gate for point in points)
     signals = dict.fromkeys(PAPER_SIGNALS, TYPICAL) | dict.fromkeys(further, 0.0)
     for part in text.split(",") if text is not None else ():
@@ -174,24 +174,24 @@ def read_signals(text: str | None, points: Sequence[Point]) -> dict[str, float]:
 
 
 def extra_signals(gates: Iterable[Gate]) -> list[str]:
-    """The signals beyond the paper's three that any of the gates reads, sorted."""
+    """The signals beyond the paper's three that any of the gates uses, sorted."""
     return sorted({name for gate in gates for name in gate.extra})
 
 
 def weights(gate: Gate) -> dict[str, float]:
-    """Signal → its coefficient."""
+    """Signal → coefficient."""
     return {"h": gate.a, "u": gate.b, "gap": gate.d, **gate.extra}
 
 
 def lam_at(gate: Gate, signals: Mapping[str, float]) -> float:
-    """λ of `gate` at these signals. A signal of the gate that is not given counts as 0."""
+    """λ of `gate` at these signals; missing signals count as 0."""
     known = weights(gate)
     return gate.lam(**{name: value for name, value in signals.items() if name in known})
 
 
 def cube_statistics(gate: Gate) -> tuple[float, float]:
-    """Mean of λ and share of saturated λ over a uniform grid of the signal cube, further signals at 0."""
-    # An axis that the gate does not read changes nothing: one value of it gives the same share and mean as all.
+    """Mean of λ and fraction of saturated λ over a uniform grid of the signal cube, further signals at 0."""
+    # An axis that the gate does not use can be reduced to one value without changing the result.
     midpoints = [(i + 0.5) / GRID for i in range(GRID)]
     axes = [midpoints if weight else [0.5] for weight in (gate.a, gate.b, gate.d)]
     lams = [gate.lam(h=h, u=u, gap=gap) for h, u, gap in itertools.product(*axes)]
@@ -200,7 +200,7 @@ def cube_statistics(gate: Gate) -> tuple[float, float]:
 
 
 def notes(gate: Gate) -> list[str]:
-    """Notable properties of a gate, each a plain sentence."""
+    """Notable properties of a gate, one sentence each."""
     if gate.is_static:
         return ["constant λ: no signal moves it"]
     up = [name for name, weight in weights(gate).items() if weight > 0]
@@ -330,7 +330,7 @@ def _cube_table(points: Sequence[Point]) -> Table:
 
 
 def _blocks(gates: Sequence[Gate], width: int) -> Iterator[Sequence[Gate]]:
-    """The gates in groups whose λ columns fit `width`."""
+    """Group the gates so that their λ columns fit `width`."""
     block: list[Gate] = []
     used = _SIGNAL_COLUMNS_WIDTH
     for gate in gates:

@@ -1,4 +1,4 @@
-"""`gatespace gate --plot`: λ against each signal, points side by side, without pyplot's global state."""
+"""`gatespace gate --plot`: λ against each signal for several points, without pyplot's global state."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _MEANING = {
     "u": "teacher entropy, first response token",
     "gap": "1 − student prob. of teacher's choice",
 }
-# Okabe and Ito's palette for colour-blind readers, without its yellow, which is too pale for a line on white.
-# The three cycles have coprime lengths: no two of 210 points look alike, and without colour no two of 30.
+# Okabe and Ito's colour-blind-safe palette without its yellow, which is too pale for a line on white.
+# The three cycles have coprime lengths: 210 points are all distinct, and 30 are without colour.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.2, 1.4)), (0, (6, 1.6, 1.2, 1.6)), (0, (9, 2.5)))
 _MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -42,7 +42,7 @@ _NOTE_CHARACTERS = 46
 
 
 def save_plot(path: Path, points: Sequence[Point], at: Mapping[str, float]) -> None:
-    """Write the plot to `path`, all of it or nothing. The same points give the same bytes."""
+    """Write the plot to `path` atomically. The same points give the same bytes."""
     suffix = path.suffix.lower()
     if suffix not in FORMATS:
         raise UsageError(
@@ -67,7 +67,7 @@ def save_plot(path: Path, points: Sequence[Point], at: Mapping[str, float]) -> N
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Our look, and nothing of the user's matplotlibrc, for what is drawn and saved inside."""
+    """Apply our style inside the context, ignoring the user's matplotlibrc."""
     import matplotlib
 
     with matplotlib.rc_context():
@@ -77,7 +77,7 @@ def style() -> Iterator[None]:
 
 
 def draw(gates: Sequence[Gate], at: Mapping[str, float]) -> Figure:
-    """One panel per signal: λ while the signal goes from 0 to 1 and the others stay as in `at`."""
+    """One panel per signal: λ as the signal goes from 0 to 1, with the others held as in `at`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -117,11 +117,11 @@ def _draw_panel(
             label=gate.label,
             color=_COLOURS[i % len(_COLOURS)],
             linestyle=_DASHES[i % len(_DASHES)],
-            # A gate that does not read this signal is a level line here: context, hence thinner.
+            # A gate that ignores this signal is a flat line here, drawn thinner as context.
             linewidth=_LINE if weights(gate).get(signal) else _LEVEL_LINE,
             marker=_MARKERS[i % len(_MARKERS)],
             markersize=3.6,
-            # Staggered, so that lines that lie on each other still show both markers.
+            # Staggered, so that overlapping lines still show both markers.
             markevery=(int((i + 0.5) * _MARK_EVERY / len(gates)) if len(gates) > 1 else 0, _MARK_EVERY),
             clip_on=False,
             zorder=3,
@@ -136,7 +136,7 @@ def _draw_panel(
     axis.set_xlabel(f"{signal}: {meaning}" if meaning else signal)
     if leftmost:
         axis.set_ylabel("← forward KL    λ    reverse KL →")
-    # Blanks that do not break keep "jsd = 0" on one line.
+    # Non-breaking spaces keep "jsd = 0" on one line.
     others = ", ".join(f"{name}\u00a0=\u00a0{at[name]:g}" for name in signals if name != signal)
     axis.set_title(textwrap.fill(f"at {others}", _NOTE_CHARACTERS), fontsize=7, color="0.35", loc="left")
 
@@ -157,7 +157,7 @@ def _render(figure: Figure, suffix: str, title: str, description: str) -> bytes:
     figure.savefig(buffer, format=suffix[1:], dpi=200, metadata=metadata)
     content = buffer.getvalue()
     if suffix == ".svg":
-        # matplotlib puts the description into RDF only, where screen readers do not look.
+        # matplotlib writes the description to RDF only, which screen readers ignore.
         end = b"</title>"
         content = content.replace(end, end + f"\n <desc>{escape(description)}</desc>".encode(), 1)
         content = content.replace(b"<svg ", b'<svg role="img" ', 1)

@@ -1,4 +1,4 @@
-"""`gatespace methods`: the objectives by name, what each minimises, what it needs, and where it comes from."""
+"""`gatespace methods`: list the objectives with their losses, requirements and sources."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NEEDS = {
     "skips_special": "the tokenizer's special tokens",
     "state": "a state over steps",
 }
-"""Hook of `Objective` → what a run has to give the method beside both distributions."""
+"""Hook of `Objective` → what the method needs from a run besides both distributions."""
 
 
 def methods(
@@ -51,7 +51,7 @@ def methods(
     from gatespace.gating import objectives
 
     load_plugins(plugins or [])
-    objectives.get("gated")  # registers the published ones
+    objectives.get("gated")  # registers the published methods
     kinds = objectives.OBJECTIVES
     if name is not None:
         if name not in kinds:
@@ -78,7 +78,7 @@ def _about(kind: type[Objective]) -> dict[str, Any]:
     }
     try:
         made = kind()
-    except TypeError:  # a method of a plugin that has a parameter without default
+    except TypeError:  # a plugin's method with a required parameter
         needs = []
     else:
         needs = [words for hook, words in _NEEDS.items() if getattr(made, hook)()]

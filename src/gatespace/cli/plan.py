@@ -1,4 +1,4 @@
-"""`gatespace plan`: what a study would do."""
+"""`gatespace plan`: a study's runs and comparisons."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _runs(plan: Plan, task: str, *, everything: bool) -> Table:
         if run.task == task:
             points.setdefault(run.id if everything else run.point, []).append(run)
     seeds = {key: " ".join(str(run.seed) for run in runs) for key, runs in points.items()}
-    # What all points have in common is said once.
+    # Seeds shared by all points go into the title.
     common = seeds.popitem()[1] if len(set(seeds.values())) == 1 else ""
     title = f"runs on {task}" + (f", each at the seed{'s' * (' ' in common)} {common}" if common else "")
     table = _table(title, "point", "kind", "a,b,c,d", *([] if common else ["seeds"]))
@@ -118,7 +118,7 @@ def _comparisons(plan: Plan, task: str, *, everything: bool) -> Table:
 
 
 def _support(found: Reach) -> Table:
-    """What could be supported, by axis."""
+    """The claims that could be supported, by axis."""
     about = "one by itself" if any(claim.kind == "single" for claim in found.claims) else ""
     table = _table(
         f"can it be supported? ({_chooses(found.selection_seed)})",
@@ -148,7 +148,7 @@ def _possible(claim: Claim) -> str:
 
 
 def _reasons(plan: Plan) -> list[str]:
-    """Why cells are N/A or open, each once."""
+    """Why cells are N/A, each reason once."""
     cells = Counter((cell.task, cell.reason) for cell in plan.comparisons if cell.reason and cell.status == "n/a")
     return [f"{task}: {count} cells N/A: {reason}" for (task, reason), count in cells.items()]
 
@@ -176,7 +176,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _cost(config: StudyConfig, plan: Plan, task: str, outlines: dict[Any, Any]) -> dict[str, Any]:
-    """What the runs of a task need: the teacher's tokens, alone and with shared scores, and a range of time."""
+    """Cost of a task's runs: teacher tokens without and with shared scores, and a range of time."""
     from gatespace.cli.estimate import estimate
     from gatespace.errors import GatespaceError
     from gatespace.study.plan import ROLES, train_config
@@ -203,7 +203,7 @@ def _cost(config: StudyConfig, plan: Plan, task: str, outlines: dict[Any, Any]) 
         "steps": one.steps,
         "batch_size": one.batch_size,
         "teacher_tokens_of_independent_runs": alone,
-        # Every prompt is scored at least once; how often a response is new, only the students know.
+        # Every prompt is scored at least once; how many responses are new depends on the students.
         "teacher_tokens_at_least": prompts * each,
         "seconds": seconds if seconds is not None else {"status": "n/a", "reason": time["reason"]},
     }

@@ -1,4 +1,4 @@
-"""`gatespace predict`: a label or a response for every line, in batches: the input may be larger than the memory."""
+"""`gatespace predict`: a label or response for every line, streamed in batches, so input may exceed memory."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def predict(
     A model of a text task (task.text) responds: FILE has the columns of its
     prompt template, or its conversations; lines of text are prompts where the
     template has one column. Prints one response per line, with its own line
-    breaks as spaces; JSON has it as it is.
+    breaks as spaces; JSON keeps them.
 
     With --output a stopped command loses nothing: what is done is in a file
     next to the output, and the same command resumes.
@@ -142,27 +142,27 @@ def predict(
 
 
 def _print(labeller: Labeller, lines: Iterator[Line], *, as_json: bool, at_once: bool) -> bool:
-    """Print a line for every line; False where the reader has enough."""
-    # At a terminal every line gets its label at once.
+    """Print a line for every line; return False if the reader closed the pipe."""
+    # At a terminal every line is labelled immediately.
     size = 1 if at_once else labeller.found.batch_size
     try:
         while batch := list(islice(lines, size)):
             labeller.label(batch)
             for one in batch:
                 labeller.count(one.record())
-                # A lone surrogate, as JSON can spell one, has no form in any encoding.
+                # A lone surrogate, which JSON can contain, cannot be encoded.
                 text = one.shown(as_json=as_json).encode("utf-8", "replace").decode("utf-8")
                 sys.stdout.write(f"{text}\n")
             sys.stdout.flush()
     except BrokenPipeError:
-        # Python would complain about the same pipe once more at its end.
+        # Otherwise Python would raise for the same pipe again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return False
     return True
 
 
 def _write(labeller: Labeller, lines: Iterator[Line], total: int | None, output: Path, progress: RunProgress) -> None:
-    """Write a record for every line to the file `output`, from where a command that was stopped left off."""
+    """Write a record for every line to the file `output`, resuming a stopped command."""
     from gatespace.cli.console import stopped
     from gatespace.cli.prediction_file import PredictionFile
 
@@ -198,7 +198,7 @@ def _write(labeller: Labeller, lines: Iterator[Line], total: int | None, output:
 
 @dataclass
 class Line:
-    """One text of the input, and its label once there is one."""
+    """One input text, and its label once known."""
 
     number: int
     text: str
@@ -206,12 +206,12 @@ class Line:
     raw: str | None = None
     likely: LabelProbabilities | None = None
     scored: bool = False
-    """Whether labels are scored, and nothing is generated."""
+    """Whether labels are scored rather than generated."""
     said: str = "label"
-    """What `label` is: a label, or a response in free text."""
+    """What `label` is: ``label``, or ``response`` for free text."""
 
     def record(self) -> dict[str, Any]:
-        """What JSON says of it."""
+        """The line as a JSON record."""
         found: dict[str, Any] = {"line": self.number, self.said: self.label, "text": self.text}
         if not self.scored:
             return found | {"raw": self.raw}
@@ -219,7 +219,7 @@ class Line:
         return found | {name: None if self.likely is None else getattr(self.likely, name) for name in names}
 
     def shown(self, *, as_json: bool) -> str:
-        """What is printed of it; a text of several lines is put on one."""
+        """The line as printed; line breaks in the text become spaces."""
         if as_json:
             return json.dumps(self.record(), ensure_ascii=False)
         if self.said == "response":
@@ -231,11 +231,11 @@ class Line:
 
 
 class Labeller:
-    """Gives lines their labels, batch by batch, and counts those that get none.
+    """Labels lines batch by batch, and counts those that get no label.
 
     Args:
         found: The model.
-        probabilities: The most probable label of the task, not the one in a generated response.
+        probabilities: Use the most probable label of the task instead of a generated response.
         threshold: No label below this probability.
     """
 
@@ -245,7 +245,7 @@ class Labeller:
         self._texts = self._too_long = self._unlabelled = 0
 
     def recipe(self) -> dict[str, Any]:
-        """All that labels depend on beside the texts."""
+        """Everything that labels depend on besides the texts."""
         found, prompt = self.found, self.found.prompt
         return {
             "model": found.model.fingerprint(),
@@ -266,7 +266,7 @@ class Labeller:
         if not asked:
             return
         found = self.found
-        # A prefix that the texts before had in common need not be that of these.
+        # The shared prefix of earlier texts need not be shared by these.
         encoder = Encoder(found.prompt, found.model.tokenizer, [line.text for line in asked])
         new = found.max_new_tokens
         if self.probabilities:
@@ -298,7 +298,7 @@ class Labeller:
                 line.label = line.likely.label
 
     def count(self, record: Mapping[str, Any]) -> None:
-        """Take in what a line has come to, here or before the command was stopped."""
+        """Count the result of a line, labelled now or before the command was stopped."""
         if record["text"].strip():
             tried = record["confidence" if self.probabilities else "raw"] is not None
             self._texts += 1
@@ -306,7 +306,7 @@ class Labeller:
             self._unlabelled += tried and record[self.said] is None
 
     def notes(self) -> Iterator[str]:
-        """What is said at the end of texts without a label."""
+        """Final notes on texts without a label."""
         of = f"of {self._texts}"
         if self.threshold is not None:
             yield f"{self._unlabelled} {of} texts are below the threshold of {self.threshold:g} and have no label"
@@ -322,7 +322,7 @@ class Labeller:
 def _lines(
     file: Path, field: str | None, stack: ExitStack, note: Callable[[str], None]
 ) -> tuple[Iterator[Line], int | None]:
-    """The lines of the input, and how many there are where that is known."""
+    """The lines of the input, and their number if known."""
     suffix = file.suffix.lower()
     if suffix in (*_TABLES, *_JSON_LINES) and field is None:
         field = "text"
@@ -349,7 +349,7 @@ def _lines(
     try:
         stream = stack.enter_context(file.open("rb"))
         total = None
-        if file.is_file():  # and not a pipe, which can be read once
+        if file.is_file():  # not a pipe, which can be read only once
             total = sum(1 for _ in stream)
             stream.seek(0)
         return _read_lines(stream, str(file), field), total
@@ -360,7 +360,7 @@ def _lines(
 def _prompts(
     text: TextConfig, file: Path, field: str | None, stack: ExitStack, note: Callable[[str], None]
 ) -> tuple[Iterator[Line], int | None]:
-    """The prompts of a text task: from rows with its columns, or from lines where it has a single column."""
+    """The prompts of a text task: from rows with its columns, or from plain lines if it has a single column."""
     from gatespace.tasks.table import read_rows
     from gatespace.tasks.text import Template, row_text
 
@@ -396,7 +396,7 @@ def _prompts(
 
 
 def _read_lines(stream: BinaryIO, name: str, field: str | None) -> Iterator[Line]:
-    """Lines end at line feeds alone: a text may hold the other characters that Unicode calls line breaks."""
+    """Read lines, split at line feeds only: a text may contain other Unicode line breaks."""
     for number, data in enumerate(stream, start=1):
         try:
             text = data.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\n").removesuffix("\r")

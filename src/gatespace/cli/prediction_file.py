@@ -1,6 +1,6 @@
-"""The output file of `gatespace predict`: it grows beside its place, resumes after a stop, and appears there whole.
+"""The output file of `gatespace predict`: written to a .part file, resumable, and renamed once complete.
 
-On its way it is JSON lines whatever its form: a line is there once its end is, also after a power cut.
+The .part file is always JSON lines: a line counts once its newline is written, even after a power cut.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FORMS = (".jsonl", ".ndjson", ".csv")
 
 
 def check_output(path: Path) -> None:
-    """Raise where predictions cannot be written to `path`; before the model is loaded, which takes long."""
+    """Raise if predictions cannot be written to `path`; called before the slow loading of the model."""
     if path.suffix not in FORMS:
         raise UsageError("unknown output format", got=path.name, instead=f"one of {', '.join(FORMS)}")
     if path.exists():
@@ -31,11 +31,11 @@ def check_output(path: Path) -> None:
 
 
 class PredictionFile(Closing):
-    """Predictions on their way to a file.
+    """A file of predictions being written.
 
     Args:
-        output: The file. It must not be there.
-        recipe: All that the predictions depend on beside the texts. What was begun with another one is left alone.
+        output: The file. It must not exist.
+        recipe: Everything the predictions depend on besides the texts. A file begun with another recipe is left alone.
     """
 
     def __init__(self, output: Path, recipe: Mapping[str, Any]) -> None:
@@ -51,12 +51,12 @@ class PredictionFile(Closing):
             self._file.close()
             raise UsageError("another process is writing this output", got=self.path) from None
         except OSError:
-            pass  # a file system without locks
+            pass  # the file system has no locks
 
     def resume(self, texts: Iterator[str], batch: int) -> Iterator[dict[str, Any]]:
-        """The predictions that are there already, in whole batches; their texts are taken from `texts`.
+        """Yield the existing predictions of whole batches, consuming their texts from `texts`.
 
-        Texts go through the network in the same batches as without a stop, so that the predictions are the same.
+        Batches are the same as without a stop, and so are the predictions.
         """
         self._file.seek(0)
         sizes = [len(line) for line in self._file if line.endswith(b"\n")]
@@ -76,7 +76,7 @@ class PredictionFile(Closing):
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Add predictions, each with its `text`."""
-        # A lone surrogate has no form in UTF-8; its escape says the same in JSON.
+        # A lone surrogate cannot be encoded in UTF-8; its escape is equivalent in JSON.
         lines = [json.dumps(one, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n" for one in records]
         try:
             self._file.write(b"".join(lines))
@@ -85,11 +85,11 @@ class PredictionFile(Closing):
             raise RunError(f"{self.path} cannot be written", got=error.strerror or error) from error
 
     def finish(self, labels: Sequence[str] | None, said: str = "label") -> None:
-        """All predictions are there: give the file its form and its name.
+        """Convert the complete file to its final format and name.
 
         Args:
-            labels: Those with a column of their own in CSV; None: no probabilities.
-            said: The key of what was predicted.
+            labels: Labels with their own column in CSV; None: no probabilities.
+            said: The key of the prediction.
         """
         os.fsync(self._file.fileno())
         if self.output.suffix == ".csv":
@@ -106,7 +106,7 @@ class PredictionFile(Closing):
         sync_folder(self.output.parent)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
 

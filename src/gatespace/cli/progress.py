@@ -1,4 +1,4 @@
-"""The progress of a run on standard error: a bar on a terminal, a line every ten seconds elsewhere."""
+"""Progress of a run on standard error: a bar on a terminal, otherwise a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RunProgress(Closing):
         self._evaluation: TaskID | None = None
         self._began: float | None = None
         self._done_before = 0
-        """Steps of an earlier process, whose time does not count."""
+        """Steps done before this process, excluded from the timing."""
         self._last_line = 0.0
         self._accuracy = ""
 
@@ -49,7 +49,7 @@ class RunProgress(Closing):
                 TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=20),
                 MofNCompleteColumn(),
-                # It takes what is left of the width, so that a long text does not push out the bar.
+                # Takes the remaining width, so that a long text does not push out the bar.
                 TextColumn("{task.fields[text]}", markup=False, table_column=Column(ratio=1, no_wrap=True)),
                 console=console(stderr=True),
                 expand=True,
@@ -66,15 +66,15 @@ class RunProgress(Closing):
     # ------------------------------------------------------------------ what a run reports
 
     def note(self, text: str) -> None:
-        """Print something that a user should know."""
+        """Print a note for the user."""
         self._print(f"note: {text}")
 
     def warn(self, text: str) -> None:
-        """Print what is wrong with the run."""
+        """Print a warning about the run."""
         self._print(f"warning: {text}")
 
     def step(self, step: int, steps: int, record: Mapping[str, Any], timing: Mapping[str, Any]) -> None:
-        """A step is done."""
+        """Show a finished step."""
         first = self._began is None
         if self._began is None:
             self._began, self._done_before = time.monotonic() - sum(timing["wall"].values()), step - 1
@@ -85,7 +85,7 @@ class RunProgress(Closing):
             self._print(_joined([f"step {step}/{steps}", *found, *spent, self._accuracy, left]))
 
     def evaluating(self, split: str, done: int, total: int) -> None:
-        """An evaluation has responses to `done` of `total` texts."""
+        """Show that an evaluation has responses to `done` of `total` texts."""
         if self._bar is None:
             if done < total and self._is_due():
                 self._print(f"evaluate {split}: {done}/{total} texts")
@@ -98,7 +98,7 @@ class RunProgress(Closing):
             self._evaluation = None
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """An evaluation is done."""
+        """Print the result of an evaluation."""
         found = evaluation.metrics
         self._accuracy = f"{evaluation.split} {found.score:.3f}"
         if isinstance(found, TextMetrics):
@@ -117,12 +117,12 @@ class RunProgress(Closing):
     # ------------------------------------------------------------------ what `evaluate` and `predict` report
 
     def begin(self, done: int = 0) -> None:
-        """Models and data are loaded; the time is measured from here, for texts after the first `done`."""
+        """Start the clock, once models and data are loaded; the first `done` texts are not timed."""
         self._began = self._last_line = time.monotonic()
         self._done_before = done
 
     def generating(self, done: int, total: int) -> None:
-        """There are responses to `done` of `total` texts."""
+        """Show that there are responses to `done` of `total` texts."""
         left = self._left(done, total)
         if self._bar is not None:
             self._advance(done, total, left)
@@ -132,14 +132,14 @@ class RunProgress(Closing):
     # ------------------------------------------------------------------ helpers
 
     def _left(self, done: int, total: int) -> str:
-        """The time left, from what this process has done; "" at the end."""
+        """Estimated time left at this process's rate; "" at the end."""
         if self._began is None or done <= self._done_before or done >= total:
             return ""
         each = (time.monotonic() - self._began) / (done - self._done_before)
         return f"{duration((total - done) * each)} left"
 
     def _is_due(self) -> bool:
-        """Whether the last line was printed long enough ago; then the time starts again."""
+        """Whether the next line is due; if so, restart the interval."""
         now = time.monotonic()
         if now - self._last_line < _SECONDS_BETWEEN_LINES:
             return False
@@ -163,7 +163,7 @@ class RunProgress(Closing):
 
 
 def _described(record: Mapping[str, Any]) -> list[str]:
-    """The numbers of a step, as far as its objective has them."""
+    """The metrics of a step that its objective has."""
     parts = [f"loss {record['loss']:.4g}"]
     if record.get("lam_mean") is not None:
         parts.append(f"λ {record['lam_mean']:.3f} ± {record['lam_sd']:.3f}")
@@ -173,7 +173,7 @@ def _described(record: Mapping[str, Any]) -> list[str]:
 
 
 def _spending(timing: Mapping[str, Any]) -> list[str]:
-    """The seconds of a step by part, and the cache's share of hits."""
+    """Seconds of a step by part, and the cache hit rate."""
     wall = timing["wall"]
     split = ", ".join(f"{name} {wall[name]:.2g}" for name in _PARTS if name in wall)
     parts = [f"{sum(wall.values()):.2g} s ({split})"]

@@ -1,4 +1,4 @@
-"""`gatespace report`: what a study found, as tables, figures and one page."""
+"""`gatespace report`: a study's findings as tables, figures and one page."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def report(
 ) -> None:
     """Write the report of a study: report.html, tables/ and figures/.
 
-    Nothing is trained. A study that is not complete gives a report of
-    what is there, which says so. An archive of `gatespace pack` gives the
-    same tables as the folder; its report goes to NAME-report beside it.
+    Nothing is trained. An incomplete study gives a partial report, marked
+    as such. An archive of `gatespace pack` gives the same tables as the
+    folder; its report goes to NAME-report next to it.
 
     \b
     gatespace report studies/demo
@@ -75,7 +75,7 @@ def report(
 
 
 def write_report(folder: Path, output: Path | None = None, *, png: bool = True, quiet: bool = False) -> ReportFiles:
-    """Write the report of the study in `folder`, and print its findings and where it is."""
+    """Write the report of the study in `folder`, and print its findings and paths."""
     from gatespace.report.page import build_report
 
     written = build_report(folder, output, png=png)

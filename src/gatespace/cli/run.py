@@ -1,4 +1,4 @@
-"""`gatespace run`: a whole study."""
+"""`gatespace run`: run a whole study."""
 
 from __future__ import annotations
 
@@ -102,14 +102,14 @@ def run(
 
 
 def _check_report() -> None:
-    """Raise now what the report at the end would miss."""
+    """Raise now if the report's packages are missing."""
     for module in ("jinja2", "matplotlib", "scipy", "statsmodels"):
         if importlib.util.find_spec(module) is None:
             raise missing_extra("the report of a study", module=module, extra="study")
 
 
 def _finish(folder: StudyFolder, outlook: Outlook, *, report: bool, as_json: bool, quiet: bool) -> None:
-    """Write the report, and say how the study has ended."""
+    """Write the report, and print how the study ended."""
     from gatespace.cli.console import console, print_json, print_warnings
     from gatespace.cli.study_view import headline
     from gatespace.study.results import read_results
@@ -139,7 +139,7 @@ def _finish(folder: StudyFolder, outlook: Outlook, *, report: bool, as_json: boo
         out.print(f"{name}: {error}", soft_wrap=True)
     for reason in dict.fromkeys(outlook.blocked.values()):
         out.print(f"not done, because {reason}", soft_wrap=True)
-    if written is None or quiet:  # a report that is printed has them
+    if written is None or quiet:  # a printed report includes them
         print_warnings(warnings)
     if failed:
         out.print("to try again: the same command with --retry", soft_wrap=True)

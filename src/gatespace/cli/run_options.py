@@ -1,6 +1,6 @@
-"""Options that several commands share, and how `teach` and `train` make a configuration of them.
+"""Options shared by several commands, and how `teach` and `train` build a configuration from them.
 
-An option is a short name for a setting: it overrides the configuration file, and an error about the setting names the
+An option is shorthand for a setting: it overrides the configuration file, and errors about the setting name the
 option.
 """
 
@@ -95,7 +95,7 @@ _NEEDED = ("pair: is needed and not given", "pair.teacher: is needed and not giv
 
 @dataclass(frozen=True)
 class Flag:
-    """An option of the command line that stands for a setting; None: it was not given."""
+    """A command-line option that stands for a setting; its value is None if it was not given."""
 
     option: str
     path: str
@@ -103,7 +103,7 @@ class Flag:
 
     @property
     def override(self) -> str:
-        """As `load_config` takes it. JSON is YAML with every text in quotation marks."""
+        """The override for `load_config`. JSON is valid YAML with every string quoted."""
         value = str(self.value) if isinstance(self.value, Path) else self.value
         return f"{self.path}={json.dumps(value, ensure_ascii=False)}"
 
@@ -111,7 +111,7 @@ class Flag:
 def load(
     cls: type[Config], file: Path | None, flags: Sequence[Flag], sets: Sequence[str], plugins: Sequence[str] | None
 ) -> Config:
-    """The configuration: the file's settings, overridden by the options, overridden by `--set`."""
+    """Load the configuration: the file's settings, overridden by options, then by `--set`."""
     from gatespace.config import load_config
 
     given = [flag for flag in [*flags, Flag("--plugin", "plugins", plugins or None)] if flag.value is not None]
@@ -123,12 +123,12 @@ def load(
 
 
 def task_flags(task: str | None, root: Path | None, brief: bool | None) -> list[Flag]:
-    """The flags of the section `task`."""
+    """The flags of the `task` section."""
     return [Flag("--task", "task.name", task), Flag("--root", "task.root", root), Flag("--brief", "task.brief", brief)]
 
 
 def task_command(task: TaskConfig) -> list[str]:
-    """The options that select this same task in another command."""
+    """The options that select this task in another command."""
     from gatespace.config import TaskConfig, dump_config
 
     defaults, found = dump_config(TaskConfig()), dump_config(task)
@@ -144,14 +144,14 @@ def task_command(task: TaskConfig) -> list[str]:
             given = getattr(task, key).model_dump(mode="json", exclude_defaults=True)
             words += ["--set", f"task.{key}={json.dumps(given, ensure_ascii=False)}"]
         elif key == "prefill" and task.text is not None and not value:
-            continue  # as it is for free text
+            continue  # the default for free text
         else:
             words += ["--set", f"task.{key}={json.dumps(value, ensure_ascii=False)}"]
     return words
 
 
 def _overrides(flag: Flag) -> list[str]:
-    """The override of an option, after those that undo what would contradict it in the file."""
+    """The override of an option, preceded by those that reset conflicting settings of the file."""
     before: list[str] = []
     if flag.path == "task.name":
         before = ["task.table=null", "task.text=null"]
@@ -166,7 +166,7 @@ def _overrides(flag: Flag) -> list[str]:
 
 
 def _about_options(error: UsageError, given: Sequence[Flag]) -> UsageError:
-    """The error with options in place of settings."""
+    """Rewrite the error to name options instead of settings."""
     what = error.what
     for flag in given:
         what = what.replace(f"--set {flag.path}: ", f"{flag.option}: ")

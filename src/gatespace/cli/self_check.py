@@ -1,4 +1,4 @@
-"""`gatespace doctor --device`: what a device computes, against the CPU and against itself, and how fast."""
+"""`gatespace doctor --device`: check a device's results against the CPU and its own, and measure its speed."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from gatespace.training.train import train
 
 Found = tuple[bool, str]
 _ROUNDING = 1e-4
-"""How far float32 may be from the CPU's: sums in another order, and no reduced precision."""
+"""Relative tolerance of float32 against the CPU: covers the order of sums, but no reduced precision."""
 _DRIFT = 1e-2
-"""How far losses may be after the first update: Adam makes a whole step of a gradient that is nothing but rounding."""
+"""Relative tolerance of losses after the first update: Adam takes a full step even on a gradient of pure rounding."""
 _EXACT = {"precision": "fp32", "deterministic": True}
 _LOGS = ("metrics.jsonl", "tokens.jsonl", "predictions-test.jsonl")
 
 
 class _Killed(Exception):
-    """A run was ended between two checkpoints."""
+    """A run was stopped between two checkpoints."""
 
 
 class _Until(Silent):
-    """Progress that ends a run after a step."""
+    """Progress callback that kills a run after a step."""
 
     def __init__(self, last: int | None) -> None:
         self._last = last
@@ -44,14 +44,14 @@ class _Until(Silent):
 
 
 def self_check(device: str, say: Callable[[str], None]) -> tuple[dict[str, Any], list[dict[str, str]]]:
-    """What is known of a device, and whether it computes what the CPU does.
+    """Describe a device and check its results against the CPU's.
 
     Args:
         device: As in `engine.device`.
-        say: Told what is being done.
+        say: Called with each check's name as it starts.
 
     Returns:
-        The device's facts and figures, and the checks as {name, status, detail}. What follows a failed run is skipped.
+        The device's facts and figures, and the checks as {name, status, detail}. Checks after a failed one are skipped.
     """
     with tempfile.TemporaryDirectory(prefix="gatespace-") as folder:
         check = _Check(device, Path(folder))
@@ -70,7 +70,7 @@ def self_check(device: str, say: Callable[[str], None]) -> tuple[dict[str, Any],
             say(f"{device}: {name} …")
             try:
                 passed, detail = found()
-            except Exception as error:  # whatever a device raises is the finding
+            except Exception as error:  # any error of a device is a finding
                 passed, detail = False, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             done.append({"name": name, "status": "ok" if passed else "failed", "detail": detail})
         return {**facts, **check.figures}, done
@@ -86,7 +86,7 @@ class _Check:
         self.figures: dict[str, Any] = {}
 
     def facts(self) -> dict[str, Any]:
-        """Name and memory of the device, and whether bf16 is one of its own types."""
+        """Name and memory of the device, and whether it has bf16 in hardware."""
         kind, _, index = self._place.device.partition(":")
         known = [one for one in device_facts() if one["kind"] == kind and one["index"] == int(index or 0)]
         free, total = torch.cuda.mem_get_info(self._place.device) if self._cuda else (None, None)
@@ -103,7 +103,7 @@ class _Check:
         }
 
     def losses(self) -> Found:
-        """Every support's fused loss and its gradient."""
+        """Compare every support's fused loss and gradient."""
         worst, where = 0.0, "loss"
         for support in SUPPORTS:
             there, here = (_loss(support, device) for device in (self._place.device, "cpu"))
@@ -114,7 +114,7 @@ class _Check:
         return worst <= _ROUNDING, f"apart by {worst:.1e} of the largest {where}, at most {_ROUNDING:.0e}"
 
     def run(self) -> Found:
-        """The losses of a short run."""
+        """Compare the losses of a short run."""
         there = _column(self._train("there"), "loss")
         here = _column(self._train("here", engine={**_EXACT, "device": "cpu"}), "loss")
         apart = [abs(got - right) / abs(right) for got, right in zip(there, here, strict=True)]
@@ -122,11 +122,11 @@ class _Check:
         return passed, f"the first loss is apart by {apart[0]:.1e}, later ones by at most {max(apart):.1e}"
 
     def again(self) -> Found:
-        """The same run once more."""
+        """Repeat the run and compare."""
         return self._same(self._train("again"))
 
     def resume(self) -> Found:
-        """The same run, killed after its second step."""
+        """Kill the run after step 2, resume it, and compare."""
         try:
             self._train("killed", until=2)
         except _Killed:
@@ -134,7 +134,7 @@ class _Check:
         return False, "the run was not killed"
 
     def speed(self) -> Found:
-        """Tokens per second of the tiny pair in the precision that `auto` means here, without the first step."""
+        """Measure tokens per second of the tiny pair in the precision of `auto`, excluding the first step."""
         if self._cuda:
             torch.cuda.reset_peak_memory_stats(self._place.device)
         folder = self._train(
@@ -195,7 +195,7 @@ class _Check:
 
 
 def _loss(support: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A fused loss and its gradient, in chunks, of numbers that are the same everywhere."""
+    """A chunked fused loss and its gradient, on inputs that are the same on every device."""
     shapes = [(2, 16, 32), (1000, 32), (2, 16, 24), (1000, 24)]
     hidden, head, theirs, their_head = (
         torch.randn(*shape, generator=torch.Generator().manual_seed(n)).to(device) for n, shape in enumerate(shapes)
@@ -215,7 +215,7 @@ def _column(folder: Path, name: str, log: str = "metrics.jsonl") -> list[Any]:
 
 
 def _peak(device: str) -> int | None:
-    """Most bytes that this process had in memory; None where the device's own are not known."""
+    """Peak memory of this process in bytes; None if it is unknown for the device."""
     if device != "cpu" or sys.platform == "win32":
         return None
     import resource

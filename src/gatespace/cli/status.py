@@ -1,4 +1,4 @@
-"""`gatespace status`: how a study stands, from another terminal."""
+"""`gatespace status`: show a study's progress, from any terminal."""
 
 from __future__ import annotations
 

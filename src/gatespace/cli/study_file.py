@@ -1,4 +1,4 @@
-"""From the STUDY of a command line to a study: one that is shipped, a file of yours, or a study's folder."""
+"""Resolve the STUDY argument: a shipped study, a file, or a study's folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gatespace.study.plan import Plan
 
 MANY_RUNS = 10_000
-"""A study with more runs than that is treated as a mistake, unless the user confirms it."""
+"""More runs than this are treated as a mistake, unless the user confirms."""
 
 Study = Annotated[
     str,
@@ -44,7 +44,7 @@ Output = Annotated[
 
 
 def shipped() -> dict[str, str]:
-    """Name → text of the studies that come with gatespace."""
+    """Name → text of the studies shipped with gatespace."""
     folder = resources.files("gatespace.study") / "shipped"
     files = sorted(folder.iterdir(), key=lambda file: file.name)
     return {file.name.removesuffix(".yaml"): file.read_text("utf-8") for file in files if file.name.endswith(".yaml")}
@@ -58,14 +58,14 @@ def load_study(
     plugins: Sequence[str] | None = None,
     trust_plugins: bool = False,
 ) -> StudyConfig:
-    """The study, with single settings set over it, and its plugins imported.
+    """Load a study, apply overrides, and import its plugins.
 
     Args:
-        study: A shipped one, a file, or a study's folder.
+        study: A shipped study, a file, or a study's folder.
         sets: ``path=value`` each.
         quick: One seed, at most five points, no published methods.
-        plugins: Files or modules that the user has named: imported, and added to those of the study.
-        trust_plugins: Import what the study names, too. Without it that is an error, which says what to look at.
+        plugins: Files or modules named by the user: imported, and added to those of the study.
+        trust_plugins: Also import the plugins that only the study names; otherwise they are an error listing them.
     """
     from gatespace.config import StudyConfig, load_config
     from gatespace.runs import StudyFolder
@@ -91,17 +91,17 @@ def load_study(
 def finished(
     config: StudyConfig, folder: Path, *, plugins: Sequence[str] | None = None, trust_plugins: bool = False
 ) -> StudyConfig:
-    """A study as it was read from a file of `folder`, with its models' folders found and its plugins imported."""
+    """Complete a study read from a file in `folder`: resolve its model folders and import its plugins."""
     config = _with_model_folders(config)
     return _with_plugins(config.with_plugins_from(folder), plugins or (), trusted=trust_plugins)
 
 
 def checked_plan(config: StudyConfig, *, yes: bool = False) -> Plan:
-    """The plan of a study, with all that it names known: settings, methods, parameters and signals.
+    """The plan of a study, with its settings, methods, parameters and signals validated.
 
     Args:
         config: The study file.
-        yes: The user knows that there are very many runs.
+        yes: The user has confirmed a very large number of runs.
     """
     from gatespace.gating.configured import build_objective
     from gatespace.study.plan import check, least_runs, objective, train_config
@@ -127,14 +127,14 @@ def _check_size(runs: int, about: str = "") -> None:
 
 
 def support(plan: Plan) -> Reach:
-    """What a study could support, whatever its results."""
+    """The claims that a study could support at best."""
     from gatespace.evidence.reach import reach
 
     return reach(plan.comparisons, plan.config.choosing_seed)
 
 
 def out_of_reach(found: Reach) -> str:
-    """The message about a study that can support nothing."""
+    """The message for a study that can support no claim."""
     if not found.claims:
         return "this study compares nothing"
     return f"whatever the result, this study can support no claim: that takes at least {found.seeds_needed} seeds"
@@ -150,7 +150,7 @@ def study_folder(config: StudyConfig, study: str, output: Path | None) -> StudyF
 
 
 def _with_plugins(config: StudyConfig, named: Sequence[str], *, trusted: bool) -> StudyConfig:
-    """The study with plugins of its own and of the command line, imported."""
+    """The study with its own and the command line's plugins, imported."""
     from gatespace.plugins import load_plugins, plugin_hash
 
     own = {plugin_hash(plugin): plugin for plugin in config.plugins}
@@ -169,7 +169,7 @@ def _with_plugins(config: StudyConfig, named: Sequence[str], *, trusted: bool) -
 
 
 def _with_model_folders(config: StudyConfig) -> StudyConfig:
-    """The study with a model's folder in place of that of the run which made it, as `train` has it."""
+    """The study with run folders replaced by their model folders, as in `train`."""
     from gatespace.cli.found_model import model_folder
 
     def found(settings: dict[str, Any], *keys: str) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def _with_model_folders(config: StudyConfig) -> StudyConfig:
 
 
 def _quick(config: StudyConfig) -> StudyConfig:
-    """The first seed and the first five points, with what they are compared with, but for published methods."""
+    """Reduce to the first seed and the first five points, without published methods."""
     from gatespace.config import StudyConfig, dump_config, parse_config
     from gatespace.study.points import GRID
 

@@ -1,4 +1,4 @@
-"""How a study looks while it runs: a live table on a terminal, a line per finished run elsewhere."""
+"""Progress display of a running study: a live table on a terminal, otherwise a line per finished run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RECENT = 5
 
 
 class StudyView(Closing):
-    """Shows the progress of a study. Accuracies are those on validation: test is for the end."""
+    """Shows the progress of a study, with validation scores only: test is for the end."""
 
     def __init__(self, workers: int, *, quiet: bool = False) -> None:
         self._workers, self._quiet = workers, quiet
@@ -42,12 +42,12 @@ class StudyView(Closing):
         return self
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         if self._live is not None:
             self._live.stop()
 
     def note(self, text: str) -> None:
-        """Show something that a user should know."""
+        """Show a note to the user."""
         self.say(f"note: {text}")
 
     def update(self, outlook: Outlook) -> None:
@@ -86,7 +86,7 @@ class StudyView(Closing):
 
 
 def live_table(outlook: Outlook, workers: int) -> Group:
-    """Counts, what is running, and what has ended last."""
+    """Counts, running jobs, and the most recently ended ones."""
     from rich.console import Group
 
     over = [*outlook.of("done"), *outlook.of("failed")]
@@ -95,7 +95,7 @@ def live_table(outlook: Outlook, workers: int) -> Group:
 
 
 def headline(outlook: Outlook, workers: int) -> str:
-    """One line: how many are done, and how long the rest takes."""
+    """One line: how many jobs are done, and the time left."""
     parts = [f"{outlook.count('done')} of {len(outlook.work)} done", f"{outlook.count('running')} running"]
     if failed := outlook.count("failed"):
         parts.append(f"{failed} failed")
@@ -107,12 +107,12 @@ def headline(outlook: Outlook, workers: int) -> str:
 
 
 def status_table(outlook: Outlook) -> Table:
-    """Everything that is not simply waiting."""
+    """Table of all jobs that are not waiting."""
     return _table(outlook, [work for work in outlook.work if outlook.states[work.name] != "waiting"])
 
 
 def validation(work: Work) -> float | None:
-    """Accuracy on validation, or the mean score of free text, where it was evaluated."""
+    """Validation accuracy, or mean score for free text; None if not evaluated."""
     summary = work.folder.summary() if work.run is not None else None
     found = work.folder.evaluation("val") if summary is None else summary["evaluation"]["val"]
     return None if found is None else metric_of(found["metrics"])[1]
@@ -133,7 +133,7 @@ def _table(outlook: Outlook, work: Iterable[Work]) -> Table:
 
 
 def _ended(work: Work) -> str:
-    """The line of a job that has ended."""
+    """The line for an ended job."""
     if error := work.folder.error():
         return f"{work.title}: FAILED: {error.splitlines()[0]}"
     accuracy = _accuracy(work)

@@ -1,4 +1,4 @@
-"""`gatespace teach`: make a teacher by fine-tuning a model on a task's labels."""
+"""`gatespace teach`: train a teacher by fine-tuning a model on a task's labels."""
 
 from __future__ import annotations
 

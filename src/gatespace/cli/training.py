@@ -1,4 +1,4 @@
-"""What `teach` and `train` do with their configuration: estimate or run, and print the result."""
+"""Shared part of `teach` and `train`: estimate or run a configuration, and print the result."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def execute(
     processes: int = 1,
     device_memory: str | None = None,
 ) -> None:
-    """Run the job of `config`, or with `dry_run` print what it would cost, on cards with `device_memory` too."""
+    """Run `config`, or with `dry_run` print its estimated cost, also for GPUs of `device_memory`."""
     config = with_model_folders(config)
     if device_memory is not None and not dry_run:
         raise UsageError("--device-memory is a question about a run, not a setting of one", instead="with --dry-run")
@@ -77,7 +77,7 @@ def _command(config: TrainConfig | TeachConfig) -> str:
 
 
 def _launch(config: TrainConfig | TeachConfig, processes: int, *, quiet: bool, as_json: bool) -> None:
-    """Run the job in several processes of this machine."""
+    """Run the job in several processes on this machine."""
     launch = provider("processes", "launch")
     with tempfile.TemporaryDirectory(prefix="gatespace-") as place:
         file = Path(place) / "run.yaml"
@@ -127,7 +127,7 @@ def _report(config: TrainConfig | TeachConfig, folder: RunFolder, summary: dict[
 def _about_teacher(
     config: TrainConfig | TeachConfig, summary: dict[str, Any], on_the_way: list[dict[str, Any]]
 ) -> list[str]:
-    """Whether the teacher is better than the student was, where the run that made it was evaluated on the same rows."""
+    """Warn if the teacher is not better than the initial student, if its own run was evaluated on the same rows."""
     if not isinstance(config, TrainConfig) or config.pair.teacher is None:
         return []
     teacher = RunFolder(Path(config.pair.teacher).parent)
@@ -142,7 +142,7 @@ def _about_teacher(
 
 
 def _next_command(config: TrainConfig | TeachConfig, folder: RunFolder) -> str:
-    """The command to try after a run."""
+    """The command to suggest after a run."""
     model = str(_short(folder.model))
     plugins = [word for plugin in config.plugins for word in ("--plugin", plugin)]
     if isinstance(config, TrainConfig):
@@ -153,7 +153,7 @@ def _next_command(config: TrainConfig | TeachConfig, folder: RunFolder) -> str:
         words += ["--student", config.model]
     from gatespace.models.load import TINY
 
-    # The default rate is the paper's, for larger models.
+    # The default learning rate is the paper's, for larger models.
     learning = ["--lr", f"{config.optimizer.lr / 2:g}"]
     if config.model in TINY:
         learning = ["--lr", "0.003", "--batch-size", "24", "--set", "rollout.max_new_tokens=8"]
@@ -164,7 +164,7 @@ def _next_command(config: TrainConfig | TeachConfig, folder: RunFolder) -> str:
 
 
 def list_settings(cls: type[Section], *, as_json: bool) -> None:
-    """Print every setting of a configuration with its kind, default and meaning."""
+    """Print every setting of a configuration with its type, default and description."""
     settings = describe(cls)
     if as_json:
         print_json([setting._asdict() for setting in settings])
@@ -179,7 +179,7 @@ def list_settings(cls: type[Section], *, as_json: bool) -> None:
 
 
 def with_model_folders(config: Any) -> Any:
-    """The configuration with the model's folder in place of a run's folder."""
+    """The configuration with run folders replaced by their model folders."""
     if isinstance(config, TrainConfig):
         pair = config.pair
         changed: dict[str, Any] = {"student": model_folder(pair.student)}
@@ -190,7 +190,7 @@ def with_model_folders(config: Any) -> Any:
 
 
 def _teacher_notes(config: TrainConfig) -> list[str]:
-    """In what a teacher's task differs from this run's, or that its rows may be those that this run distils on."""
+    """Notes on how a teacher's task differs from this run's, or that it may have been trained on this run's rows."""
     named = config.pair.teachers is not None
     return [
         f"{scorer}: {note}" if named else note
@@ -203,7 +203,7 @@ def _notes_of(config: TrainConfig, teacher: str) -> list[str]:
     theirs, ours = run_settings(teacher).get("task"), dump_config(config.task)
     if not isinstance(theirs, dict):
         return []
-    for task in (theirs, ours):  # which teacher a row has is nothing to the teacher itself
+    for task in (theirs, ours):  # a teacher's own task does not depend on how rows are assigned to teachers
         for kind in ("table", "text"):
             (task.get(kind) or {}).pop("teacher_column", None)
     notes = []
@@ -226,7 +226,7 @@ def _how_to_resume(folder: RunFolder) -> str:
 
 
 def _short(folder: Path) -> Path:
-    """Relative to the working directory where that is possible."""
+    """The path relative to the working directory, if possible."""
     try:
         return folder.relative_to(Path.cwd())
     except ValueError:

@@ -1,7 +1,7 @@
-"""Settings as values: checked when they are made, frozen, written out in full, and hashed into a run's identity.
+"""Settings as frozen values: validated on construction, saved with all defaults, and hashed into a run's identity.
 
-This package knows neither torch nor the packages that use the settings. What only those can judge (whether a gate's
-name is known, whether a file is there) is checked by `gatespace.gating.configured` and `gatespace.tasks.configured`.
+This package imports neither torch nor the packages that use the settings. Checks that need them (whether a gate's name
+is known, whether a file exists) are in `gatespace.gating.configured` and `gatespace.tasks.configured`.
 """
 
 from __future__ import annotations

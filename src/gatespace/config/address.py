@@ -1,4 +1,4 @@
-"""The address of a teacher that is not in this process: `zmq://host:port`, or `vllm://host:port/model`."""
+"""Address of a teacher outside this process: `zmq://host:port`, or `vllm://host:port/model`."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ _FORM = re.compile(
 
 
 class Address(NamedTuple):
-    """A service: its protocol, and where it is."""
+    """Protocol and location of a service."""
 
     scheme: str
     host: str
-    """A name or a number; an IPv6 number with its brackets."""
+    """Host name or IP address, IPv6 in brackets."""
     port: int
     model: str | None = None
-    """Which of its models, where a vLLM server has several."""
+    """Which model, if a vLLM server has several."""
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.host}:{self.port}" + (f"/{self.model}" if self.model else "")
 
     @property
     def tcp(self) -> str:
-        """As sockets spell it."""
+        """As a socket endpoint."""
         return f"tcp://{self.host}:{self.port}"
 
 
 def is_address(name: str) -> bool:
-    """Whether `name` is meant as an address and not as a model."""
+    """Whether `name` is an address rather than a model."""
     return "://" in name
 
 
 def parse_address(name: str, field: str = "") -> Address:
-    """The address in `name`; a `Fault` in `field` where it is none.
+    """Parse an address; raises a `Fault` in `field` if invalid.
 
     Examples:
         >>> parse_address("zmq://127.0.0.1:5555").tcp

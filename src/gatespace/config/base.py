@@ -1,4 +1,4 @@
-"""What every section of a configuration has in common: frozen, closed to unknown keys, a docstring under each field."""
+"""Base of all configuration sections: frozen, no unknown keys, a docstring under each field."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 
 class Fault(ValueError):
-    """A wrong setting, found by a check of several together; `field` is the one to blame."""
+    """An invalid setting, found by a check across several; `field` is the one to report."""
 
     def __init__(self, field: str, what: str, *, instead: str = "") -> None:
         super().__init__(what)
@@ -37,7 +37,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _headings_without_content(cls, data: object) -> object:
-        """A heading whose lines are all commented out is null in YAML, and means what its absence means."""
+        """Treat an empty section (null in YAML, e.g. with all its lines commented out) as absent."""
         if not isinstance(data, Mapping):
             return data
         empty = {key for key, value in data.items() if value is None and cls._is_always_there(key)}
@@ -49,9 +49,9 @@ class Section(BaseModel):
         return field is not None and section_of(field.annotation) is not None and not is_optional(field.annotation)
 
 
-# ---------------------------------------------------------------------------------------------------- kinds of values
+# ---------------------------------------------------------------------------------------------------- value types
 
-# Strict, because `steps: true` is a slip and no number, and `seed: 1.0` hides one.
+# Strict, because `steps: true` is a mistake, not a number, and `seed: 1.0` likely is one too.
 Switch = Annotated[bool, Strict()]
 Text = Annotated[str, Strict()]
 Name = Annotated[str, Strict(), Field(min_length=1)]
@@ -76,11 +76,11 @@ def _place(value: object) -> object:
 
 Place = Annotated[Path, BeforeValidator(_place)]
 
-# ---------------------------------------------------------------------------------------------------- looking at fields
+# ---------------------------------------------------------------------------------------------------- field inspection
 
 
 def key_of(name: str, field: FieldInfo) -> str:
-    """How the field is spelled in a file."""
+    """The field's key in a file."""
     return field.validation_alias if isinstance(field.validation_alias, str) else name
 
 
@@ -90,7 +90,7 @@ def fields_of(cls: type[Section]) -> dict[str, FieldInfo]:
 
 
 def field_of(cls: type[Section], key: object) -> FieldInfo | None:
-    """The field that a file spells `key`, or that has this name in Python."""
+    """The field with this key in a file, or this name in Python."""
     if not isinstance(key, str):
         return None
     return fields_of(cls).get(key) or cls.model_fields.get(key)
@@ -110,16 +110,16 @@ def is_optional(annotation: Any) -> bool:
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union; of anything else, itself."""
+    """The members of a union, else the annotation itself."""
     if get_origin(annotation) in (Union, types.UnionType):
         return get_args(annotation)
     return (annotation,)
 
 
 def default_of(field: FieldInfo) -> Any:
-    """The default as a file would spell it, None where there is none.
+    """The default as written in a file, or None if there is none.
 
-    Of a section only what differs from its own defaults, some of which depend on what else is set.
+    For a section, only the values set explicitly: some of its own defaults depend on other settings.
     """
     if field.is_required():
         return None

@@ -1,4 +1,4 @@
-"""What can be set, as a list: path, kind of value, default, and what it is for."""
+"""List all settings of a configuration: path, type, default and description."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", P
 
 
 class Setting(NamedTuple):
-    """One line of a reference of settings, as text."""
+    """One line of the settings reference, as text."""
 
     path: str
     type: str
     default: str
-    """In YAML; `REQUIRED` where there is none."""
+    """In YAML; `REQUIRED` if there is none."""
     doc: str
 
 
 def describe(cls: type[Section]) -> list[Setting]:
-    """Every setting of a configuration, in order. A section that may be null has a line of its own before its settings.
+    """Every setting of a configuration, in order. An optional section has its own line before its settings.
 
     Examples:
         >>> from gatespace.config import OptimizerConfig
@@ -59,7 +59,7 @@ def _yaml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_yaml, value)) + "]"
     text = write_yaml(str(value) if isinstance(value, Path) else value)
-    return text.removesuffix("\n").removesuffix("...").strip()  # YAML ends a document that is a bare value with dots
+    return text.removesuffix("\n").removesuffix("...").strip()  # YAML ends a bare scalar document with dots
 
 
 def _doc(field: FieldInfo) -> str:

@@ -12,7 +12,7 @@ from gatespace.config.base import Section, key_of
 from gatespace.config.sections import ALARMS
 from gatespace.errors import unknown_name
 
-_VERSION = "gatespace.config.1"  # to change it is to give every run a new identity
+_VERSION = "gatespace.config.1"  # changing it gives every run a new identity
 
 LEFT_OUT: Mapping[str, str] = MappingProxyType(
     {
@@ -39,9 +39,9 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         "trace.trackers": "where it is written down",
     }
 )
-"""Setting → why it cannot change a run's numbers. Every setting that is not here counts.
+"""Setting → why it cannot change a run's numbers. Every setting not listed here counts.
 
-That includes the speed-ups of `engine`: they are exact but for the order of sums, and a run is promised to the bit.
+That includes the speed-ups of `engine`: they are exact up to the order of sums, but runs are bit-reproducible.
 """
 
 LATER: Mapping[str, Any] = MappingProxyType(
@@ -69,12 +69,12 @@ LATER: Mapping[str, Any] = MappingProxyType(
         "task.text.teacher_column": None,
     }
 )
-"""Setting → the value with which runs are what they were before there was the setting; their identities stay too."""
+"""Setting added later → the value that behaves as before it existed, and so keeps old runs' identities."""
 
 CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     dict.fromkeys(("evaluation.patience", "checkpoint.select"), ("evaluation.every", "evaluation.split"))
 )
-"""Setting → what counts where it is set, and is left out otherwise: the evaluations that it chooses by."""
+"""Setting → settings that count only if it is set: those of the evaluations it selects by."""
 
 CONTENT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -88,18 +88,18 @@ CONTENT: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "plugins": ("plugins",),
     }
 )
-"""What was found → the settings that only said where or how to find it."""
+"""Resolved content → the settings that only say where or how to find it."""
 
 
 def identity(config: Section, *, content: Mapping[str, str] | None = None) -> str:
     """SHA-256, in hexadecimal, of all settings that can change the run's numbers (all but `LEFT_OUT`).
 
     Args:
-        config: A whole configuration.
-        content: What was found where the settings pointed, by the names of `CONTENT`: ``task`` a digest of the rows,
-            ``student``, ``teacher`` and ``model`` fingerprints of weights, ``gate`` the coefficients, ``precision``
-            what auto became. It stands in place of those settings, so that a model has one identity in every folder,
-            a point by every name, and another one when its content changes.
+        config: A complete configuration.
+        content: What the settings resolved to, by the names of `CONTENT`: ``task`` a digest of the rows, ``student``,
+            ``teacher`` and ``model`` fingerprints of weights, ``gate`` the coefficients, ``precision`` what auto
+            became. It replaces those settings, so that the identity depends on a model's content and not its folder,
+            and on a gate's coefficients and not its name.
 
     Examples:
         >>> from gatespace.config import PairConfig, TrainConfig
@@ -134,7 +134,7 @@ def counted(config: Section) -> dict[str, Any]:
 
 
 def settings_of(config: Section) -> dict[str, Any]:
-    """Dotted path → value that JSON knows, of all settings. A section that is null is one setting."""
+    """Dotted path → JSON value of all settings. A null section is one setting."""
     flat: dict[str, Any] = {}
     dumped = config.model_dump(mode="json", by_alias=True)
     for name, field in type(config).model_fields.items():

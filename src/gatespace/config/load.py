@@ -1,4 +1,4 @@
-"""A configuration from a file and overrides, and back to text."""
+"""Load a configuration from a file and overrides, and dump it to text."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Config = TypeVar("Config", bound=Section)
 
 
 def load_config(cls: type[Config], path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """A configuration from a YAML file, with single values set over it.
+    """Load a configuration from a YAML file and apply overrides.
 
     Args:
         cls: `TrainConfig`, `TeachConfig` or one of their sections.
         path: The file; None: defaults and overrides only.
         overrides: ``a.b.c=value`` each, the value in YAML: ``objective.gate=G5``, ``evaluation.final=[test]``,
-            ``optimizer.clip=null``, ``rollout.from.teacher=0.5``. An override changes one value of what the file and
-            the defaults would give; the last one of a path counts.
+            ``optimizer.clip=null``, ``rollout.from.teacher=0.5``. An override changes one value of the file or the
+            defaults; the last one for a path wins.
 
     Examples:
         >>> from gatespace.config import TrainConfig
@@ -44,13 +44,13 @@ def load_config(cls: type[Config], path: str | Path | None = None, overrides: Se
 def parse_config(
     cls: type[Config], data: Mapping[str, Any], *, where: str = "", overridden: Sequence[str] = ()
 ) -> Config:
-    """A configuration from a mapping as a file holds it.
+    """Build a configuration from nested mappings, as a file contains them.
 
     Args:
         cls: `TrainConfig`, `TeachConfig` or one of their sections.
         data: Nested mappings.
-        where: Where they come from, for errors.
-        overridden: Dotted paths whose values come from the command line, for errors.
+        where: Their source, for errors.
+        overridden: Dotted paths set on the command line, for errors.
     """
     try:
         return cls.model_validate(data, by_alias=True, by_name=False)
@@ -59,12 +59,12 @@ def parse_config(
 
 
 def dump_config(config: Section) -> dict[str, Any]:
-    """The configuration as nested mappings of values that JSON and YAML know, with every default written out."""
+    """The configuration as nested mappings of JSON values, including all defaults."""
     return config.model_dump(mode="json", by_alias=True)
 
 
 def dump_yaml(config: Section) -> str:
-    """The whole configuration as YAML that `load_config` reads back to an equal one."""
+    """The complete configuration as YAML that `load_config` reads back as an equal one."""
     return write_yaml(dump_config(config))
 
 
@@ -95,7 +95,7 @@ def _set(cls: type[Section], data: dict[str, Any], override: str) -> tuple[dict[
 
 
 def _with(data: Any, keys: Sequence[str], value: Any, *, section: type[Section] | None, override: str) -> Any:
-    """A copy of `data` with the value at `keys`. Nothing is changed in place: YAML's aliases share parts."""
+    """A copy of `data` with the value at `keys`. Never in place: YAML aliases share objects."""
     key, *rest = keys
     if isinstance(data, list | tuple):
         if not key.isdecimal() or int(key) >= len(data):
@@ -109,7 +109,7 @@ def _with(data: Any, keys: Sequence[str], value: Any, *, section: type[Section] 
     if not rest:
         return {**data, key: value}
     field = field_of(section, key) if section else None
-    # What the file leaves out has its default, and an override changes only one value of that.
+    # A key missing in the file has its default, and an override changes only one value in it.
     below = data[key] if key in data else default_of(field) if field else {}
     inner = section_of(field.annotation) if field else None
     return {**data, key: _with({} if below is None else below, rest, value, section=inner, override=override)}

@@ -1,7 +1,7 @@
-"""The section `objective`: what is minimised at a token.
+"""The `objective` section: the loss of a token.
 
-A gate is kept as it was written, in a form that JSON knows. What it means is for `gatespace.gating`, which is
-above this package: `gatespace.gating.configured.build_objective` reads it.
+A gate is stored as written, as a JSON value. `gatespace.gating.configured.build_objective` interprets it, since
+`gatespace.gating` is above this package.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GateValue = str | tuple[float, float, float, float] | dict[str, float]
 
 
 def gate_value(value: Any) -> GateValue | None:
-    """A gate as a file spells it, in a form that JSON knows."""
+    """Validate a gate as written in a file and return it as a JSON value."""
     if value is None:
         return None
     if isinstance(value, str):
@@ -40,18 +40,18 @@ def gate_value(value: Any) -> GateValue | None:
 def _coefficient(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
         raise ValueError(f"{name} of the gate must be a finite number")
-    return float(value) + 0.0  # -0.0 becomes 0.0, which JSON would tell apart
+    return float(value) + 0.0  # turns -0.0, which JSON distinguishes, into 0.0
 
 
 def _is_finite(value: object) -> bool:
     try:
         return isinstance(value, int | float) and math.isfinite(value)
-    except OverflowError:  # an integer beyond any float
+    except OverflowError:  # an integer too large for a float
         return False
 
 
 def method_parameters(value: Any) -> Any:
-    """Parameters of a method, checked to be values that JSON knows."""
+    """Validate a method's parameters: finite numbers, text and booleans."""
     if not isinstance(value, Mapping):
         raise ValueError("must be a mapping of parameter to value, such as {beta: 1.0}")
     for name, part in value.items():
@@ -96,7 +96,7 @@ class ObjectiveConfig(Section):
     different tokenizers. labels+rest: with all other responses as one more outcome."""
 
     support_k: Count | None = None
-    """K of a support other than full; null: the teacher's K where it sends a top-K, else top_k."""
+    """K of a support other than full; null: the teacher's K if it sends a top-K, else top_k."""
 
     entropy: Literal["top_k", "full", "bucket"] = "top_k"
     """How h and u are computed: over the teacher's top-K renormalised (the family's definition), the whole vocabulary,
@@ -132,5 +132,5 @@ class ObjectiveConfig(Section):
 
     @property
     def over_labels(self) -> bool:
-        """Whether the divergences are over the labels of a text, and not over the tokens of a response."""
+        """Whether the divergences are over a text's labels rather than the tokens of a response."""
         return self.support.startswith("labels")

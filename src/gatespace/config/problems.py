@@ -1,4 +1,4 @@
-"""What pydantic finds wrong, in the words of `gatespace.errors`: the dotted path of each problem, the nearest name."""
+"""Convert pydantic's validation errors into `gatespace.errors`: each problem's dotted path, and the nearest name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One wrong setting."""
+    """One invalid setting."""
 
     path: str
     what: str
@@ -49,10 +49,10 @@ def usage_error(cls: type[Section], error: ValidationError, *, where: str, overr
     """All problems of a configuration as one error.
 
     Args:
-        cls: The configuration that was to be made.
-        error: What pydantic says.
-        where: The file, or "" where there is none.
-        overridden: Dotted paths that were set on the command line: what is wrong there is not wrong in the file.
+        cls: The configuration class.
+        error: The error from pydantic.
+        where: The file, or "" if there is none.
+        overridden: Dotted paths set on the command line: problems there are not attributed to the file.
     """
     problems = [_problem(cls, part) for part in error.errors(include_url=False)]
     shown = [_origin(problem.path, where, overridden) for problem in problems]
@@ -65,7 +65,7 @@ def usage_error(cls: type[Section], error: ValidationError, *, where: str, overr
 
 @contextmanager
 def in_setting(path: str) -> Iterator[None]:
-    """Put the dotted path of a setting before any `UsageError` that using its value raises."""
+    """Prefix any `UsageError` raised inside with the dotted path of a setting."""
     try:
         yield
     except UsageError as error:
@@ -108,7 +108,7 @@ def _shown(value: object) -> str:
 
 
 def _at(value: Any, path: str) -> str | None:
-    """What was given at `path`; None where it was left to its default."""
+    """The value given at `path`, or None if it was left at its default."""
     for part in path.split(".") if path else ():
         if not isinstance(value, Mapping) or part not in value:
             return None

@@ -1,4 +1,4 @@
-"""The two whole configurations: `TrainConfig` for `gatespace train`, `TeachConfig` for `gatespace teach`."""
+"""The two complete configurations: `TrainConfig` for `gatespace train`, `TeachConfig` for `gatespace teach`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gatespace.config.sections import (
 from gatespace.config.task import TaskConfig
 
 _NEED_ALL = ("todi", "eopd", "akl", "jsd", "skl", "srkl", "abkd", "student_top_k", "tip", "vopd", "distillm2", "taid")
-"""Published methods that sum over the whole vocabulary; a plugin's own method is left to its loss."""
+"""Published methods that sum over the whole vocabulary. A plugin's method checks this in its loss."""
 
 
 def _check_probabilities(task: TaskConfig, evaluation: EvaluationConfig) -> None:
@@ -38,7 +38,7 @@ def _check_probabilities(task: TaskConfig, evaluation: EvaluationConfig) -> None
 
 
 class TrainConfig(Section):
-    """On-policy distillation of a teacher into a student. Defaults are the paper's where the paper says."""
+    """On-policy distillation of a teacher into a student. Defaults are the paper's where it states them."""
 
     task: TaskConfig = TaskConfig()
     """Texts and labels, and how a model is prompted."""
@@ -126,7 +126,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _rows_name_their_teachers(self) -> TrainConfig:
-        for name in ("text", "table"):  # a plugin's task may name them by itself
+        for name in ("text", "table"):  # a plugin's task may assign teachers itself
             data = getattr(self.task, name)
             if self.pair.teachers is not None and data is not None and data.teacher_column is None:
                 what = "which column names the teacher of each row (pair.teachers)?"
@@ -137,7 +137,7 @@ class TrainConfig(Section):
         return self
 
     def alone(self, scorer: str) -> TrainConfig:
-        """The run with one of `pair.scorers()` as its only teacher, with the options of that one."""
+        """The same run with one of `pair.scorers()` as its only teacher, and that teacher's options."""
         given = self.teacher.options
         own = given.get(scorer.removeprefix("teachers."))
         options = {key: value for key, value in given.items() if not isinstance(value, dict)}
@@ -183,7 +183,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _top_k_is_enough(self) -> TrainConfig:
-        """What a top-K cannot tell is found out here, not in the first step."""
+        """Reject objectives that a top-K payload cannot serve now, not in the first step."""
         if self.teacher.payload == "hidden":
             return self
         goal, k = self.objective, self.teacher.k
@@ -208,7 +208,7 @@ class TrainConfig(Section):
 
 
 class TeachConfig(Section):
-    """Supervised fine-tuning on a task's right responses, so that there is a teacher to learn from."""
+    """Supervised fine-tuning of a teacher on a task's gold responses."""
 
     task: TaskConfig = TaskConfig()
     """Texts and labels, and how a model is prompted. Only the rows of `split.teacher` are learned from."""
@@ -224,7 +224,7 @@ class TeachConfig(Section):
     """Run Python code that comes with the model. Only for models whose code you have read."""
 
     lora: LoraConfig | None = None
-    """Low-rank additions; null: all weights are trained. The teacher is written with the additions merged in."""
+    """LoRA adapters; null: all weights are trained. The teacher is written with the adapters merged in."""
 
     optimizer: TeachOptimizerConfig = TeachOptimizerConfig()
     """AdamW and its learning rate."""
@@ -248,7 +248,7 @@ class TeachConfig(Section):
     """Rows per step."""
 
     seed: Seed = 42
-    """Of the order of the rows."""
+    """Seed for the order of the rows."""
 
     plugins: tuple[Name, ...] = ()
     """Your own Python files or modules, imported before the run: signals, objectives or tasks that they register are

@@ -1,4 +1,4 @@
-"""The sections that say how a run is computed: models, rollout, teacher, optimizer, engine, what is recorded."""
+"""The sections on how a run is computed: models, rollout, teacher, optimizer, engine, evaluation, logging."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _device(value: str) -> str:
 
 
 def sampler_name(value: str) -> str:
-    """The name of a sampler that is installed."""
+    """Validate the name of an installed sampler."""
     return _installed(value, "samplers", ["native"])
 
 
@@ -83,7 +83,7 @@ TeacherOptions = Annotated[dict[str, Option | dict[str, Option]], BeforeValidato
 
 
 class LoraConfig(Section):
-    """Train low-rank additions to the weights (LoRA) instead of the weights."""
+    """Train low-rank adapters (LoRA) instead of the weights."""
 
     r: Count = 16
     """The rank of the adapters."""
@@ -96,11 +96,11 @@ class LoraConfig(Section):
 
 
 SELF, SELF_EMA = "self", "self-ema"
-"""As a teacher: the student's weights before training; a moving average of them as they are trained."""
+"""Teacher names: the student's weights before training; an exponential moving average of them during training."""
 
 
 class PairConfig(Section):
-    """Student and teacher: two models with the same tokens."""
+    """Student and teacher, with the same tokenizer unless `objective.support` is over labels."""
 
     student: Name = "smollm2"
     """The model that learns: a folder, smollm2 (fetched and converted once), tiny (built for the task), or the name of
@@ -117,8 +117,7 @@ class PairConfig(Section):
     Each training row names its own in the column `teacher_column` of task.text or task.table."""
 
     ema_decay: Beta = 0.95
-    """For the teacher self-ema: the share of itself that it keeps at every step; the rest is the student's. 0.95 is
-    that of SDPO (arXiv:2601.20802)."""
+    """For the teacher self-ema: decay of the moving average per step. 0.95 is that of SDPO (arXiv:2601.20802)."""
 
     student_revision: Name | None = None
     """Branch, tag or commit of a student from the Hub; null: its main branch."""
@@ -144,18 +143,18 @@ class PairConfig(Section):
     """LoRA adapters of the student; null: all its weights are trained."""
 
     def model(self, role: str) -> tuple[str, str | None, str]:
-        """Name and revision of the ``student`` or the ``teacher``, and whose it is: student where that is `SELF`."""
+        """Name and revision of the ``student`` or the ``teacher``, and its role: student for a self-teacher."""
         role = "student" if role == "teacher" and self.teacher in (SELF, SELF_EMA) else role
         return getattr(self, role), getattr(self, f"{role}_revision"), role
 
     def scorers(self) -> dict[str, str]:
-        """Setting below `pair` → model or address: ``{"teacher": …}``, or ``{"teachers.NAME": …}`` of several."""
+        """Setting below `pair` → model or address: ``{"teacher": …}``, or ``{"teachers.NAME": …}`` for several."""
         if self.teachers is None:
             return {} if self.teacher is None else {"teacher": self.teacher}
         return {f"teachers.{name}": model for name, model in self.teachers.items()}
 
     def alone(self, scorer: str) -> PairConfig:
-        """The pair with one of its `scorers` as its only teacher."""
+        """The same pair with one of its `scorers` as the only teacher."""
         return self.model_copy(update={"teacher": self.scorers()[scorer], "teachers": None})
 
     @model_validator(mode="after")
@@ -174,7 +173,7 @@ class PairConfig(Section):
         return self
 
     def quantization(self, role: str) -> str | None:
-        """How the ``student`` or the ``teacher`` is quantised when it is loaded."""
+        """How the ``student`` or the ``teacher`` is quantised on loading."""
         found: str | None = getattr(self, f"{role}_quantization")
         return found or (self.student_quantization if self.model(role)[2] == "student" else None)
 
@@ -186,7 +185,7 @@ class PairConfig(Section):
 
     @model_validator(mode="after")
     def _addresses(self) -> PairConfig:
-        """Only a teacher can be a service, and the service has chosen its model."""
+        """Only a teacher can be a service, whose model is already loaded."""
         if is_address(self.student):
             raise Fault("student", "only a teacher can be a service", instead="a folder, or the name of a model")
         addresses = {setting: model for setting, model in self.scorers().items() if is_address(model)}
@@ -200,7 +199,7 @@ class PairConfig(Section):
 
 
 class SourceConfig(Section):
-    """Whose responses are learned from. A source that is not named gives none; the shares sum to 1."""
+    """Sources of the responses trained on. A source not listed has share 0; the shares sum to 1."""
 
     student: Share = 0.0
     """The share of responses that the student samples: 1 is on-policy distillation."""
@@ -219,13 +218,13 @@ class SourceConfig(Section):
         return self
 
     def shares(self) -> dict[str, float]:
-        """Source → share in a fixed order; a share of 0 is no source."""
+        """Source → share in a fixed order, without shares of 0."""
         given = (("student", self.student), ("teacher", self.teacher), ("gold", self.gold))
         return {name: share for name, share in given if share > 0}
 
 
 class ExpectedConfig(Section):
-    """The tree of responses that the student can write to a prompt, as far as it is looked at."""
+    """The part of the tree of the student's possible responses to a prompt that is searched."""
 
     mass: Annotated[float, Strict(), AllowInfNan(False), Field(gt=0, le=1)] = 0.99
     """A prompt's tree is searched, likeliest first, until finished responses of this total probability were found."""
@@ -243,7 +242,7 @@ class RolloutConfig(Section):
     """How responses are obtained."""
 
     source: SourceConfig = Field(default=SourceConfig(student=1.0), validation_alias="from", serialization_alias="from")
-    """Whose responses are learned from."""
+    """Sources of the responses trained on."""
 
     temperature: NotNegative = 1.0
     """Sampling temperature. 1 is the student's own distribution, which the divergences assume; 0 takes the likeliest
@@ -278,7 +277,7 @@ class RolloutConfig(Section):
 
     @property
     def room(self) -> int:
-        """Most response tokens that a prompt is followed by, for each of `per_prompt`."""
+        """Maximum number of response tokens after a prompt, for each of `per_prompt`."""
         if self.expected is None:
             return self.max_new_tokens
         return self.expected.max_nodes + (self.max_new_tokens if self.expected.rest == "sample" else 0)
@@ -303,7 +302,7 @@ class RolloutConfig(Section):
 
 
 class ShotConfig(Section):
-    """An example of a prompt with its response."""
+    """An example prompt with its response."""
 
     user: Name
     """The prompt."""
@@ -313,7 +312,7 @@ class ShotConfig(Section):
 
 
 class TeacherPromptConfig(Section):
-    """What the teacher is shown before a response of the student, in place of the student's prompt."""
+    """The teacher's own prompt before the student's response, in place of the student's prompt."""
 
     prompt: Name | None = None
     """The user's turn, with columns in braces; they may hold what the student does not see: the right response, a
@@ -334,14 +333,14 @@ class TeacherPromptConfig(Section):
 
 
 class TeacherConfig(Section):
-    """What the teacher sends of its distribution, and where its scores are kept."""
+    """What the teacher sends of its distribution, and where its scores are cached."""
 
     payload: Literal["hidden", "top_k"] = "hidden"
     """hidden: the last hidden state of a position, from which the full distribution follows exactly. top_k: the k most
     probable tokens only; needs an objective with a support other than full."""
 
     k: Count = 64
-    """How many tokens the payload top_k holds per position."""
+    """Number of tokens per position in the payload top_k."""
 
     cache: Name | None = "auto"
     """The folder that keeps scores over steps, seeds and runs: a path, auto (in the user's cache), or null for none."""
@@ -364,7 +363,7 @@ class OptimizerConfig(Section):
     """Learning rate."""
 
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """AdamW's decay rates: of the gradient's mean, of its square."""
+    """AdamW's betas: decay rates of the first and second moment."""
 
     eps: Positive = 1e-8
     """AdamW's epsilon."""
@@ -374,11 +373,11 @@ class OptimizerConfig(Section):
     weight by two millionths, and with 0 only the loss moves the weights."""
 
     states: Literal["fp32", "8bit"] = "fp32"
-    """AdamW's mean and square of the gradient: fp32, 8 bytes of a weight; or 8bit, 2 bytes, quantised in blocks of 256
-    (torchao), which changes the numbers. Not with engine.parallel: fsdp."""
+    """AdamW's moments: fp32, 8 bytes per weight; or 8bit, 2 bytes, quantised in blocks of 256 (torchao), which changes
+    the numbers. Not with engine.parallel: fsdp."""
 
     clip: Positive | None = 1.0
-    """The largest norm of the gradient over all weights; null: not clipped."""
+    """Maximum gradient norm over all weights; null: no clipping."""
 
     warmup_steps: CountOrZero = 0
     """Steps over which the learning rate rises from 0."""
@@ -387,7 +386,7 @@ class OptimizerConfig(Section):
     """Learning rate schedule after the warm-up."""
 
     min_lr_ratio: Share = 0.0
-    """Where the schedules linear and cosine end, as a share of lr."""
+    """Final learning rate of the schedules linear and cosine, as a fraction of lr."""
 
 
 class TeachOptimizerConfig(OptimizerConfig):
@@ -492,7 +491,7 @@ class EvaluationConfig(Section):
     all steps. The one before training counts. Needs evaluation.every, and a split other than test."""
 
     def limit_of(self, split: str) -> int | None:
-        """Only the first so many rows of the split are evaluated on; None: all of them."""
+        """Number of rows of the split to evaluate on, from the start; None: all."""
         return self.limit.get(cast("Split", split)) if isinstance(self.limit, dict) else self.limit
 
 
@@ -511,7 +510,7 @@ class CheckpointConfig(Section):
     """Steps between two checkpoints; 0: none, a killed run starts again."""
 
     keep: Count = 1
-    """How many of the latest checkpoints are kept."""
+    """Number of latest checkpoints to keep."""
 
     model: Switch = True
     """Write the trained model at the end; false: only its records."""
@@ -522,7 +521,7 @@ class CheckpointConfig(Section):
 
 
 def choose_on_validation(evaluation: EvaluationConfig, checkpoint: CheckpointConfig) -> None:
-    """Raise where a run is to choose by evaluations on the way that it does not have, or must not choose by."""
+    """Raise if a run would select by evaluations that it does not make, or that are on the test split."""
     best = checkpoint.select == "best"
     if evaluation.patience is None and not best:
         return
@@ -542,29 +541,29 @@ ALARMS: tuple[str, ...] = get_args(AlarmName)
 
 
 class AlarmsConfig(Section):
-    """When a run warns that training collapses: each alarm's threshold; null switches it off. An alarm is raised where
-    the last steps are beyond the threshold, and no better than as many steps before them."""
+    """When a run warns that training collapses: each alarm's threshold; null disables it. An alarm is raised if the
+    last steps are beyond the threshold and no better than the same number of steps before them."""
 
     window: Count = 10
     """Steps averaged; at least trace.tokens_every for what is measured only on those steps."""
 
     truncated: Share | None = 0.5
-    """The share of responses that do not end before rollout.max_new_tokens: at least this much."""
+    """Alarm if at least this share of responses does not end before rollout.max_new_tokens."""
 
     length: Annotated[float, Strict(), AllowInfNan(False), Field(gt=1)] | None = 4.0
-    """The mean length of a response: this many times that of the first steps or more, or that many times less."""
+    """Alarm if the mean response length differs from that of the first steps by at least this factor."""
 
     entropy: Share | None = 0.1
-    """The student's mean entropy as a share of the teacher's at the same tokens: at most this much."""
+    """Alarm if the ratio of the student's mean entropy to the teacher's, at the same tokens, is at most this."""
 
     overlap: Share | None = 0.3
-    """The share of objective.top_k likeliest tokens that student and teacher have in common: at most this much."""
+    """Alarm if student and teacher share at most this fraction of their objective.top_k likeliest tokens."""
 
     repeated: Share | None = 0.3
-    """The share of a response's 4-grams that occurred in it before: at least this much."""
+    """Alarm if at least this share of a response's 4-grams is repeated."""
 
     legal: Share | None = 0.3
-    """The share of responses that have a legal answer: at most this much. Tasks with labels only."""
+    """Alarm if at most this share of responses has a legal answer. Tasks with labels only."""
 
     stop_on: Annotated[tuple[AlarmName, ...], AfterValidator(_once)] = ()
     """Alarms that end the run, with a checkpoint and exit code 3. Remove them here, and the same command resumes it."""
@@ -586,10 +585,10 @@ class TeachTraceConfig(Section):
 
 
 class TraceConfig(TeachTraceConfig):
-    """What is recorded during training, down to single tokens."""
+    """What is recorded during training, down to individual tokens."""
 
     tokens_every: CountOrZero = 10
-    """Steps between two records of single tokens (λ, signals, divergences); 0: none."""
+    """Steps between two records of individual tokens (λ, signals, divergences); 0: none."""
 
     rollouts: Count = 8
-    """How many responses such a record holds."""
+    """Number of responses in such a record."""

@@ -1,7 +1,7 @@
-"""A study file: tasks × points × axes × seeds over common settings of training.
+"""A study file: tasks × points × axes × seeds over shared training settings.
 
-What a file says under `train` and `teach` is kept as it was written and becomes whole configurations, one per run, in
-`gatespace.study.plan`: a study says once what all its runs have in common.
+The `train` and `teach` sections, shared by all runs, are stored as written; `gatespace.study.plan` expands them into
+one complete configuration per run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _settings(value: Any) -> Any:
 
 
 def _points(value: Any) -> Any:
-    """A list of gates; a mapping gives them names of the user's own."""
+    """Validate a list of gates, or a mapping from the user's names to gates."""
     if value == "paper":
         return value
     if isinstance(value, Mapping):
@@ -56,20 +56,20 @@ Labels = Annotated[tuple[Name, ...], AfterValidator(_once)]
 
 
 class PublishedConfig(Section):
-    """A published method beside the family."""
+    """A published method to compare with the family."""
 
     method: Name
     """Its name; `gatespace methods` lists them."""
 
     params: Annotated[dict[str, Parameter], BeforeValidator(method_parameters)] = Field(default={})
-    """Its parameters; what is not named has the published default."""
+    """Its parameters; others have the published default."""
 
     rollout: Settings = Field(default={})
     """Settings of `rollout` that belong to the method and differ from the study's, e.g. {top_p: 0.9}, or
     {from: {student: 0.5, teacher: 0.5}}. The comparison is then one of the method with its rollouts."""
 
     label: Name | None = None
-    """Its name in tables; null: the method's, with the parameters and settings that are named."""
+    """Its name in tables; null: the method's, with the parameters and settings given here."""
 
     @property
     def point(self) -> str:
@@ -79,7 +79,7 @@ class PublishedConfig(Section):
 
 
 def _flat(settings: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]:
-    """Dotted path and value of all settings."""
+    """Flatten settings to (dotted path, value)."""
     found: list[tuple[str, Any]] = []
     for name, value in settings.items():
         found += _flat(value, f"{before}{name}.") if isinstance(value, Mapping) else [(f"{before}{name}", value)]
@@ -103,14 +103,14 @@ class IsolationConfig(Section):
     """Whose E[λ]: that of the dynamic run with the same seed, or, as in the paper, of the first seed for all."""
 
     decimals: Annotated[int, Field(ge=1, le=15)] | None = None
-    """Round the constant to this many decimals (the paper: 3); null: as it is."""
+    """Round the constant to this many decimals (the paper: 3); null: no rounding."""
 
     points: Literal["all"] | Labels = "all"
     """The dynamic points that get a twin: all points of the task, or a list of labels."""
 
 
 class ControlsConfig(Section):
-    """Controls: what remains of a gate when something about it is taken away."""
+    """Controls: a gate with one of its properties removed."""
 
     shuffled: Literal["all"] | Labels = ()
     """The dynamic points that get a shuffled-λ control: the values of λ in every step, assigned to its tokens at
@@ -124,7 +124,7 @@ class AxesConfig(Section):
     """Each point against its matched-magnitude restrictions: entropy-only (-|a|,0,0,0) and gap-only (0,0,0,d)."""
 
     gap: Switch = True
-    """Each point with d against the same point without, where the study has it."""
+    """Each point with d against the same point without, if the study has it."""
 
     static: Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], AfterValidator(_once)] = (0.5,)
     """Constant λ that every point is compared with."""
@@ -160,12 +160,12 @@ class ReplicationConfig(Section):
     Or a list of task, left and right."""
 
     seeds: Annotated[tuple[Seed, ...], AfterValidator(_once)] = ()
-    """The fresh seeds. []: the comparisons were fixed before the study, so that all its `seeds` are fresh and none is a
-    selection seed; no task has a sweep then."""
+    """The fresh seeds. []: the comparisons were fixed before the study, so all its `seeds` are fresh and none is a
+    selection seed; no task may have a sweep then."""
 
     beside: Labels = ()
-    """Points that are run at the same seeds on every task that has comparisons, without being compared, e.g.
-    [static:0.5]: a scale for the others."""
+    """Points that are run at the same seeds on every task with comparisons, without being compared, e.g. [static:0.5]:
+    a reference for the others."""
 
 
 class StudyTask(Section):
@@ -188,57 +188,57 @@ class StudyTask(Section):
 
 
 class TeachersConfig(Section):
-    """Models that are made before the runs, per task."""
+    """Models trained before the runs, per task."""
 
     teacher: Settings | None = None
-    """Settings of `gatespace teach` for the teacher of each task; null: `train.pair.teacher` is there already. A
-    section `task` in it names only what differs from the study's, e.g. {split: {teacher: 0.1}}."""
+    """Settings of `gatespace teach` for the teacher of each task; null: `train.pair.teacher` exists already. Its `task`
+    section contains only what differs from the study's, e.g. {split: {teacher: 0.1}}."""
 
     student: Settings | None = None
-    """The same for the student that every run starts from, e.g. to teach it the form of a response; null: it starts as
-    `train.pair.student` is."""
+    """The same for the student that every run starts from, e.g. to teach it the response format; null: runs start from
+    `train.pair.student` itself."""
 
 
 Amount = Annotated[float, Strict(), AllowInfNan(False), Field(gt=0)]
 
 
 class ResourcesConfig(Section):
-    """What each run asks of an engine. It says where a run is computed and never what its numbers are. Local processes
-    heed `retries` alone."""
+    """Resources that each run requests from an engine. They never change a run's numbers. Local processes use only
+    `retries`."""
 
     cpus: Amount | None = None
-    """Cores; null: as many as the run has threads."""
+    """Cores; null: one per thread of the run."""
 
     gpus: Annotated[float, Strict(), AllowInfNan(False), Field(ge=0)] = 0.0
-    """GPUs, or a share of one, e.g. 0.5. Ray hides all GPUs from a run that asks for none."""
+    """GPUs, or a fraction of one, e.g. 0.5. Ray hides all GPUs from a run that requests none."""
 
     memory_gb: Amount | None = None
-    """Memory in GiB; null: not asked for. Ray reserves it and does not enforce it."""
+    """Memory in GiB; null: not requested. Ray reserves it but does not enforce it."""
 
     custom: dict[Name, Amount] = Field(default={})
     """Resources that the cluster's nodes were started with, e.g. {a100: 1}."""
 
     retries: CountOrZero = 3
-    """How often a run is resumed from its last checkpoint after its worker or its node was lost."""
+    """How often a run is resumed from its last checkpoint after losing its worker or node."""
 
 
 class StudyConfig(Section):
     """A whole study."""
 
     name: Name
-    """What reports call it."""
+    """Its name in reports."""
 
     about: str = ""
-    """A sentence or two about what it asks, shown in the report."""
+    """A sentence or two on its question, shown in the report."""
 
     tasks: Annotated[dict[Name, StudyTask], Field(min_length=1)]
-    """Name → task. The names stand in ids, tables and folders."""
+    """Name → task. The names appear in ids, tables and folders."""
 
     train: Settings = Field(default={})
-    """What all runs have in common: settings of `gatespace train` but for task, objective.gate, seed and output."""
+    """Settings shared by all runs: those of `gatespace train` except task, objective.gate, seed and output."""
 
     teach: TeachersConfig = TeachersConfig()
-    """Models to be made first."""
+    """Models to train first."""
 
     points: Points = "paper"
     """paper: the 13 points of the paper's sweeps (G1 … G5, H1 … H4 on G2, four HG points on the base). Or a list."""
@@ -253,18 +253,17 @@ class StudyConfig(Section):
     """Seeds of the sweep."""
 
     selection_seed: Seed | None = None
-    """The seed on which choices were made; it is left out of confirmations. null: the first of `seeds`, or none where
+    """The seed on which choices were made; it is left out of confirmations. null: the first of `seeds`, or none if
     `replication` has no seeds of its own."""
 
     replication: ReplicationConfig | None = None
     """Comparisons on fresh seeds; null: none."""
 
     workers: Count = 1
-    """Runs at once, each in a process of its own with its share of the cores. A pair must fit into memory so many
-    times."""
+    """Runs at once, each in its own process with its share of the cores. Memory must hold this many pairs."""
 
     resources: ResourcesConfig = ResourcesConfig()
-    """What each run asks of an engine such as a Ray cluster."""
+    """Resources per run, for engines such as a Ray cluster."""
 
     keep_models: Switch = False
     """Keep the trained weights of every run, as large as the student each; false: predictions and records only."""
@@ -312,13 +311,13 @@ class StudyConfig(Section):
 
     @property
     def choosing_seed(self) -> int | None:
-        """The seed on which choices were made; all others are fresh. None where nothing was chosen."""
+        """The seed on which choices were made; all others are fresh. None if nothing was chosen."""
         if self.selection_seed is None and self.replication is not None and not self.replication.seeds:
             return None
         return self.seeds[0] if self.selection_seed is None else self.selection_seed
 
     def with_plugins_from(self, folder: Path) -> StudyConfig:
-        """The same study with the full paths of plugins that are files: in `folder`, else below the working folder."""
+        """The same study with absolute paths of plugin files: in `folder`, else relative to the working directory."""
 
         def found(plugin: str) -> str:
             if not plugin.endswith(".py"):

@@ -1,4 +1,4 @@
-"""The section `task`: where rows come from, how the model is prompted, how it is judged, and whose rows are whose."""
+"""The `task` section: the data and its splits, how the model is prompted, and how responses are scored."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CarveConfig(Section):
         return self
 
     def shares(self) -> dict[str, float]:
-        """Split → share; a share of 0 is no share."""
+        """Split → share, without shares of 0."""
         return {name: share for name, share in (("val", self.val), ("test", self.test)) if share > 0}
 
 
@@ -162,10 +162,10 @@ class TextConfig(Section):
 
 
 class SplitConfig(Section):
-    """Which share of the training rows the teacher learns from, and which share gives the prompts of distillation.
+    """Shares of the training rows that the teacher is trained on, and that provide the prompts of distillation.
 
-    A part that is not named gets nothing. The parts never have a text in common: a teacher that has memorised the
-    prompts flatters its student.
+    A part not listed gets no rows. The parts never share a text: a teacher that has memorised the prompts would inflate
+    its student's results.
     """
 
     teacher: Share = 0.0
@@ -182,12 +182,12 @@ class SplitConfig(Section):
         return self
 
     def shares(self) -> dict[str, float]:
-        """Part → share in a fixed order, on which the choice of rows depends; a share of 0 is no part."""
+        """Part → share, without shares of 0, in a fixed order that the choice of rows depends on."""
         return {name: share for name, share in (("teacher", self.teacher), ("distill", self.distill)) if share > 0}
 
 
 class TaskConfig(Section):
-    """Texts to be given one label each, or prompts for free text, and how a model is prompted."""
+    """Texts to label, or prompts for free text, and how a model is prompted."""
 
     name: Name | None = "tweeteval/emotion"
     """A task by name: tweeteval/emotion, tweeteval/hate, tweeteval/offensive, any other of TweetEval, synthetic, or

@@ -1,7 +1,7 @@
-"""YAML as the configuration reads and writes it: the core schema of YAML 1.2, plain values only.
+"""YAML for configurations: the YAML 1.2 core schema, plain values only.
 
-PyYAML by itself follows YAML 1.1, where ``lr: 1e-6`` is a text, the labels ``[yes, no]`` are true and false, and
-``1:30`` is ninety. It also lets the last of two equal keys win, in silence.
+PyYAML follows YAML 1.1, where ``lr: 1e-6`` is a string, the labels ``[yes, no]`` are true and false, and ``1:30`` is
+ninety. It also silently lets the last of two equal keys win.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CORE: tuple[tuple[str, str, list[str]], ...] = (
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Safe, YAML 1.2 core, no key twice."""
+    """Safe YAML 1.2 core loader; no duplicate keys."""
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012
 
@@ -38,12 +38,12 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
                 problem = f"the key {key_node.value!r} appears here and in line {first}"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
             seen[key_node.value] = key_node.start_mark.line + 1
-        # The text of a key is the key: `on:` and `1:` are names like any other.
+        # Keys are always strings: `on:` and `1:` are names like any other.
         return {key.value: self.construct_object(value, deep=True) for key, value in node.value}
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Quotes whatever YAML 1.1 or 1.2 would read as something other than a text."""
+    """Quotes any string that YAML 1.1 or 1.2 would not read as a string."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -74,11 +74,11 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _Loader.construct_mapping)
 
 
 def read_yaml(text: str, *, where: str) -> Any:
-    """The value of a YAML text; None for an empty one.
+    """Parse a YAML document; None if it is empty.
 
     Args:
         text: One document.
-        where: What the text is, for errors: a path or an option.
+        where: Source of the text, for errors: a path or an option.
     """
     try:
         return yaml.load(text, _Loader)
@@ -91,7 +91,7 @@ def read_yaml(text: str, *, where: str) -> Any:
 
 
 def write_yaml(value: Any) -> str:
-    """YAML that `read_yaml` reads back to an equal value."""
+    """Write YAML that `read_yaml` reads back as an equal value."""
     text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
     return text
 

@@ -1,4 +1,4 @@
-"""All that is on disk: the folder of a run, the folder of a study. The one place that knows file names; no torch."""
+"""Run and study folders on disk: the only place that knows file names. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,25 +1,25 @@
-"""The folder of a run: every file name, who may write, and every reader.
+"""The folder of a run: file names, readers, writers and locking.
 
-config.yaml              all settings, written out
+config.yaml              all settings, including defaults
 identity.json            the run's identity and what it was computed from
 environment.json         versions, machine, threads
 metrics.jsonl            a line per step; a function of the settings alone
 timings.jsonl            a line per step: seconds, cache hits
-tokens.jsonl             single tokens of some steps
+tokens.jsonl             individual tokens of some steps
 evaluations.jsonl        a line per evaluation during training
-alarms.jsonl             a line per alarm, where one was raised
+alarms.jsonl             a line per alarm, if any
 reads.jsonl              a line per read of a held-out split, in a study
-checkpoints/             what a killed run resumes from; removed when it is done
+checkpoints/             what a killed run resumes from; removed when the run is done
 predictions-SPLIT.jsonl  every response of a final evaluation
 evaluation-SPLIT.json    its metrics
 step-N/                  predictions and metrics of an evaluation at which the run paused, see `train(until=N)`
-plugins/                 the user's own code that the run imported
+plugins/                 user plugins that the run imported
 model/                   the trained model
 summary.json, done       written last, in this order
 error.json               why it failed, in a study
-failed-step-N.json       what a step that failed had seen
-progress.json            how far it is, where its records are on another machine
-baseline.json            in place of all that: a model evaluated as it is
+failed-step-N.json       diagnostics of a step that failed
+progress.json            the current step, if the records are on another machine
+baseline.json            instead of all the above: a model evaluated without training
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LOGS = ("metrics", "tokens", "evaluations", "alarms", "timings")
 
 
 class DamagedFileError(RunError, ValueError):
-    """A file of a run does not hold what a run writes."""
+    """A run's file does not have the expected content."""
 
 
 class RunFolder(Folder):
@@ -58,12 +58,12 @@ class RunFolder(Folder):
 
     @property
     def checkpoints(self) -> Path:
-        """What a killed run resumes from."""
+        """Checkpoints that a killed run resumes from."""
         return self.path / "checkpoints"
 
     @property
     def plugins(self) -> Path:
-        """Copies of the user's own code."""
+        """Copies of the user's plugins."""
         return self.path / "plugins"
 
     @property
@@ -73,12 +73,12 @@ class RunFolder(Folder):
 
     @property
     def done_file(self) -> Path:
-        """What is written last."""
+        """Marker file, written last."""
         return self.path / "done"
 
     @property
     def reads_file(self) -> Path:
-        """The ledger of reads of held-out splits."""
+        """The log of reads of held-out splits."""
         return self.path / "reads.jsonl"
 
     def at_step(self, step: int) -> RunFolder:
@@ -98,9 +98,9 @@ class RunFolder(Folder):
         return self.path / f"evaluation-{split}.json"
 
     def records(self) -> list[Path]:
-        """The files that say what was done and found: no weights, checkpoints or code.
+        """The files with settings and results: no weights, checkpoints or code.
 
-        Of a run that is not done, why it failed and which held-out splits it has read.
+        For an unfinished run, only its error and its log of held-out reads.
         """
         found = [self.reads_file, self.path / "error.json"]
         if self.is_done:
@@ -120,7 +120,7 @@ class RunFolder(Folder):
 
     @property
     def is_done(self) -> bool:
-        """Whether the run has ended with all its results."""
+        """Whether the run has finished with all its results."""
         return self.done_file.exists()
 
     @property
@@ -133,11 +133,11 @@ class RunFolder(Folder):
         return "running" if is_claimed(self.path) else "waiting"
 
     def error(self) -> str:
-        """Why it failed; "" where it did not."""
+        """Why it failed; "" if it did not."""
         return str(self.failure().get("error", ""))
 
     def failure(self) -> dict[str, Any]:
-        """What `fail` wrote: error, details and when; empty where the run did not fail."""
+        """The record of `fail`: error, details and when; empty if the run did not fail."""
         try:
             found = self._json("error.json")
         except (FileNotFoundError, ValueError):
@@ -145,14 +145,14 @@ class RunFolder(Folder):
         return found if isinstance(found, dict) else {}
 
     def last_step(self) -> int:
-        """The last step that has a record, or that was reported from another machine."""
+        """The last step in the metrics log, or as reported from another machine."""
         try:
             with self.log_file("metrics").open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
                 lines = file.read().split(b"\n")
         except FileNotFoundError:
             return self._remote_step()
-        for line in reversed(lines[:-1]):  # what follows the last end of line is not whole
+        for line in reversed(lines[:-1]):  # text after the last newline is incomplete
             try:
                 return int(json.loads(line)["step"])
             except (ValueError, KeyError):
@@ -160,7 +160,7 @@ class RunFolder(Folder):
         return 0
 
     def seconds(self) -> float | None:
-        """How long the latest attempt took, or has taken so far; None: not known, as of a run out of an archive."""
+        """Duration of the latest attempt so far; None if unknown, e.g. for a run from an archive."""
         try:
             began = self.config_file.stat().st_mtime
         except FileNotFoundError:
@@ -172,7 +172,7 @@ class RunFolder(Folder):
             return max(0.0, time.time() - began)
 
     def ended_at(self) -> float | None:
-        """When the run was done or failed, in seconds since 1970; None while it runs."""
+        """When the run finished or failed, in seconds since 1970; None if it has not ended."""
         for path in (self.done_file, self.path / "error.json"):
             if path.exists():
                 return path.stat().st_mtime
@@ -181,7 +181,7 @@ class RunFolder(Folder):
     # ------------------------------------------------------------------ readers
 
     def settings(self) -> dict[str, Any]:
-        """config.yaml as plain data; an error where it is unreadable."""
+        """config.yaml as plain data; raises if it is unreadable."""
         from gatespace.config.text import read_yaml
 
         try:
@@ -192,7 +192,7 @@ class RunFolder(Folder):
         return found if isinstance(found, dict) else {}
 
     def identity(self) -> dict[str, Any]:
-        """{"identity": hash, "content": what was found where the settings pointed}."""
+        """{"identity": hash, "content": what the settings resolved to}."""
         found = self._json("identity.json")
         if not isinstance(found.get("identity"), str) or not isinstance(found.get("content"), dict):
             raise self._damaged("identity.json", "it names no run")
@@ -203,7 +203,7 @@ class RunFolder(Folder):
         return self._json("environment.json")
 
     def summary(self, *, before_done: bool = False) -> dict[str, Any] | None:
-        """The summary of a run that is done, else None. `before_done`: as `finish` wrote it, for finishers."""
+        """The summary of a finished run, else None. `before_done`: read what `finish` wrote, for finishers."""
         if not (before_done or self.is_done):
             return None
         try:
@@ -212,7 +212,7 @@ class RunFolder(Folder):
             raise self._damaged("summary.json", "it is missing") from None
 
     def baseline(self) -> dict[str, Any]:
-        """What a baseline is an evaluation of."""
+        """The model and task of a baseline."""
         return self._json("baseline.json")
 
     def log(self, name: str) -> list[dict[str, Any]]:
@@ -220,15 +220,15 @@ class RunFolder(Folder):
         return read(self.log_file(name))
 
     def predictions(self, split: str) -> list[dict[str, Any]]:
-        """The responses of an evaluation on `split`; none where there was none."""
+        """The responses of an evaluation on `split`; empty if there was none."""
         return read(self.predictions_file(split))
 
     def evaluation(self, split: str) -> dict[str, Any] | None:
-        """The metrics of an evaluation on `split`; None where there was none."""
+        """The metrics of an evaluation on `split`; None if there was none."""
         return self._json(path.name) if (path := self.evaluation_file(split)).exists() else None
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """The metrics of all evaluations, by the name of the split."""
+        """The metrics of all evaluations, sorted by split name."""
         return [self._json(path.name) for path in sorted(self.path.glob(self.evaluation_file("*").name))]
 
     # ------------------------------------------------------------------ writers
@@ -236,11 +236,11 @@ class RunFolder(Folder):
     def begin(
         self, config: TrainConfig | TeachConfig, content: Mapping[str, str], environment: Mapping[str, Any]
     ) -> dict[str, Any] | None:
-        """Begin the run in its folder, or check that the folder is this run's; returns the summary if the run is done.
+        """Begin the run in its folder, or check that the folder is this run's; return the summary if it is done.
 
         Args:
             config: All settings.
-            content: What was found where they pointed, see `gatespace.config.identity`.
+            content: What they resolved to, see `gatespace.config.identity`.
             environment: Versions, machine, threads.
         """
         from gatespace.config import dump_yaml, identity
@@ -256,7 +256,7 @@ class RunFolder(Folder):
                     instead="another output folder, or remove this one",
                 )
             if self.is_done:
-                shutil.rmtree(self.checkpoints, ignore_errors=True)  # a kill may have come between the two
+                shutil.rmtree(self.checkpoints, ignore_errors=True)  # in case of a kill between the two in `mark_done`
                 return self.summary()
         atomic_write(self.config_file, dump_yaml(config))
         self._write("environment.json", environment)
@@ -264,24 +264,24 @@ class RunFolder(Folder):
         return None
 
     def open_logs(self, marks: Mapping[str, Mark]) -> dict[str, JsonLines]:
-        """The logs, cut back to where the run resumes; those without a mark start empty."""
+        """Open the logs, truncated to where the run resumes; those without a mark start empty."""
         logs = {name: JsonLines(self.log_file(name)) for name in LOGS}
         for name, log in logs.items():
             log.cut(marks.get(name, Mark()))
         return logs
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write the summary; `mark_done` follows once all else is there."""
+        """Write the summary; call `mark_done` once everything else is written."""
         self._write("summary.json", summary)
 
     def mark_done(self) -> None:
-        """The last thing that is written of a run."""
+        """Write `done`, always last; remove checkpoints."""
         self.check_claim()
         atomic_write(self.done_file, "")
         shutil.rmtree(self.checkpoints, ignore_errors=True)
 
     def finish_baseline(self, about: Mapping[str, Any]) -> None:
-        """Write what the evaluations in this folder are of; it is done."""
+        """Write what the evaluations in this folder are of, and mark it done."""
         atomic_write(self.path / "baseline.json", json.dumps(about, indent=2) + "\n")
         atomic_write(self.done_file, "")
 
@@ -291,11 +291,11 @@ class RunFolder(Folder):
         atomic_write(self.path / "error.json", json.dumps(record, indent=2) + "\n")
 
     def clear_failure(self) -> None:
-        """Let a run that failed be tried again."""
+        """Allow a failed run to be retried."""
         (self.path / "error.json").unlink(missing_ok=True)
 
     def failed_step(self, step: int, evidence: Mapping[str, Any], *, rank: int | None = None) -> Path:
-        """Write what a step that failed had seen, and return the file."""
+        """Write diagnostics of a step that failed, and return the file."""
         self.check_claim()
         where = "" if rank is None else f"-process-{rank}"
         path = self.path / f"failed-step-{step}{where}.json"
@@ -303,7 +303,7 @@ class RunFolder(Folder):
         return path
 
     def set_remote_step(self, step: int | None) -> None:
-        """How far a run is whose records are on another machine; None once they are here."""
+        """Set the step of a run whose records are on another machine; None once they are here."""
         path = self.path / "progress.json"
         if step is None:
             path.unlink(missing_ok=True)
@@ -341,7 +341,7 @@ class RunFolder(Folder):
 def _difference(
     run: RunFolder, config: TrainConfig | TeachConfig, before: Mapping[str, str], now: Mapping[str, str]
 ) -> str:
-    """How the run in the folder differs from this one."""
+    """Describe how the run in the folder differs from this one."""
     from gatespace.config import load_config
     from gatespace.config.identity import CONTENT, counted, settings_of
 
@@ -349,7 +349,7 @@ def _difference(
         return f"it is a run of {before.get('processes', '1')} processes, not {now.get('processes', '1')}"
     if {*before} ^ {*now} not in (set(), {"plugins"}):
         return "it is not a run of this command"
-    for name in ("gate", "precision"):  # in plain words; and the precision shows in a teacher's hash too
+    for name in ("gate", "precision"):  # readable reasons first; precision also changes a teacher's hash
         if name in now and before[name] != now[name]:
             return f"its {name} is {before[name]}, not {now[name]}"
     for name in {**now, **before}:

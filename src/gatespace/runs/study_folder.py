@@ -1,13 +1,13 @@
-"""The folder of a study: every file name, who may write, and every reader.
+"""The folder of a study: file names, readers, writers and locking.
 
-study.yaml           the study file with every default written out
-store.json           what must stay the same when the study is resumed
-running.json         what is being run, while a process works on the study
-bases.json           bases that were chosen on validation
+study.yaml           the study file with all defaults
+store.json           settings kept when the study is resumed: threads, workers
+running.json         jobs that are running, while a process works on the study
+bases.json           bases chosen on validation
 looks.jsonl          a line per set of finished runs whose test results were analysed
-plugins/HASH/…       the user's own code that the runs import
+plugins/HASH/…       user plugins that the runs import
 models/NAME/         runs of `teach`, one per task and role
-baselines/NAME/      student before training and teacher, evaluated
+baselines/NAME/      evaluations of the student before training and of the teacher
 runs/ID/             one folder per run
 scores/              the teacher's scores, shared by all runs
 report.html, tables/, figures/
@@ -40,15 +40,15 @@ class Base(NamedTuple):
     chosen_by: str
     """``the study file``, or how it was chosen."""
     val: Mapping[str, float]
-    """Candidate → mean validation accuracy; empty where nothing was chosen."""
+    """Candidate → mean validation accuracy; empty if the study file names the base."""
 
 
 ARCHIVE = ".tar.xz"
-"""How the name of an archive of a study ends."""
+"""File suffix of a study's archive."""
 
 
 def pages_of(path: Path) -> Path:
-    """Where pages about a study are written by default: its folder, or beside an archive of it."""
+    """Default folder for pages about a study: the study's own, or one next to its archive."""
     return path.with_name(f"{path.name.removesuffix(ARCHIVE)}-report") if path.is_file() else path
 
 
@@ -57,7 +57,7 @@ class StudyFolder(Folder):
 
     @classmethod
     def open(cls, path: Path | str) -> StudyFolder:
-        """The folder of a study that exists."""
+        """Open the folder of an existing study."""
         folder = cls(path)
         if not folder.exists:
             raise UsageError(
@@ -72,37 +72,37 @@ class StudyFolder(Folder):
 
     @property
     def study_file(self) -> Path:
-        """The study file with every default written out."""
+        """The study file with all defaults."""
         return self.path / "study.yaml"
 
     @property
     def store_file(self) -> Path:
-        """What must stay the same when the study is resumed."""
+        """Settings kept when the study is resumed: threads, workers."""
         return self.path / "store.json"
 
     @property
     def bases_file(self) -> Path:
-        """Bases that were chosen on validation."""
+        """Bases chosen on validation."""
         return self.path / "bases.json"
 
     @property
     def looks_file(self) -> Path:
-        """The ledger of looks at test results."""
+        """The log of looks at test results."""
         return self.path / "looks.jsonl"
 
     @property
     def plugins(self) -> Path:
-        """Copies of the user's own code."""
+        """Copies of the user's plugins."""
         return self.path / "plugins"
 
     @property
     def models(self) -> Path:
-        """The folders of all models that the study makes."""
+        """The folder of all models that the study trains."""
         return self.path / "models"
 
     @property
     def scores(self) -> Path:
-        """The cache of the teacher's scores."""
+        """The score cache."""
         return self.path / "scores"
 
     def run(self, name: str) -> RunFolder:
@@ -110,20 +110,20 @@ class StudyFolder(Folder):
         return RunFolder(self.path / "runs" / name)
 
     def model(self, name: str) -> RunFolder:
-        """The run folder of a model that the study makes."""
+        """The run folder of a model that the study trains."""
         return RunFolder(self.models / name)
 
     def baseline(self, name: str) -> RunFolder:
-        """The folder of a model's evaluation before anything is distilled."""
+        """The folder of a model's evaluation before distillation."""
         return RunFolder(self.path / "baselines" / name)
 
     def jobs(self) -> list[RunFolder]:
-        """The folders of all baselines and runs that are there, also of those that the study no longer plans."""
+        """The folders of all baselines and runs on disk, including those no longer in the plan."""
         places = [place for kind in ("baselines", "runs") for place in (self.path / kind).glob("*")]
         return [RunFolder(place) for place in sorted(places) if place.is_dir()]
 
     def records(self) -> list[Path]:
-        """The files that a report is made from, with the code that run ids depend on: no models, scores or pages."""
+        """The files that a report needs, with the plugins that run ids depend on: no models, scores or pages."""
         own = [self.study_file, self.store_file, self.bases_file, self.looks_file, *self.plugins.rglob("*.py")]
         return sorted(
             [path for path in own if path.is_file()] + [path for job in self.jobs() for path in job.records()]
@@ -149,19 +149,19 @@ class StudyFolder(Folder):
 
     @property
     def workers(self) -> int:
-        """How many runs are active at once."""
+        """Number of runs at once."""
         return int(self._read(self.store_file).get("workers", 1))
 
     def bases(self) -> dict[str, Base]:
-        """Task → base that was chosen on validation."""
+        """Task → base chosen on validation."""
         return {task: Base(**value) for task, value in self._read(self.bases_file).items()}
 
     def looks(self) -> list[dict[str, Any]]:
-        """Looks at test results that were recorded."""
+        """Recorded looks at test results."""
         return read(self.looks_file)
 
     def running(self) -> set[str]:
-        """Names of what is being run, on any machine; none where no process works on the study."""
+        """Names of running jobs, on any machine; empty if no process works on the study."""
         return set(self._read(self.path / "running.json")) if self.is_running else set()
 
     def _read(self, path: Path) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class StudyFolder(Folder):
     # ------------------------------------------------------------------ writers
 
     def begin(self, config: StudyConfig, *, workers: int, threads: int | None, usual: int | None = None) -> int:
-        """Make the folder this study's, and return the threads of each run, see `threads_of_runs`."""
+        """Set up the folder for this study and return the threads per run, see `threads_of_runs`."""
         from gatespace.config import dump_yaml
 
         chosen = self.threads_of_runs(config, workers=workers, threads=threads, usual=usual)
@@ -186,16 +186,16 @@ class StudyFolder(Folder):
     def threads_of_runs(
         self, config: StudyConfig, *, workers: int, threads: int | None, usual: int | None = None
     ) -> int:
-        """The threads of each run; an error where the folder holds another study.
+        """The threads per run; raises if the folder holds another study.
 
-        Threads show in the last bits of a sum: a study that is resumed keeps those it began with, unless the user names
-        others.
+        The number of threads affects the last bits of a sum, so a resumed study keeps its number unless the user sets
+        another.
 
         Args:
             config: The study file.
             workers: Runs at once.
-            threads: Of each run, as the user has it.
-            usual: Threads of a study that begins, where the user says nothing; None: its share of this machine's cores.
+            threads: Threads per run, if set by the user.
+            usual: Default for a new study; None: an equal share of this machine's cores.
         """
         self._check_owner(config)
         kept = self._read(self.store_file).get("threads")
@@ -206,7 +206,7 @@ class StudyFolder(Folder):
         from gatespace.config.text import read_yaml
 
         if not self.exists or not any(self.path.glob("*/*/done")):
-            return  # nothing is done in it that could be of another study: the file that is given now counts
+            return  # nothing finished could belong to another study: the given file wins
         other = read_yaml(self.study_file.read_text("utf-8"), where=self.study_file.name)
         name = other.get("name") if isinstance(other, dict) else None
         if name != config.name:
@@ -218,9 +218,9 @@ class StudyFolder(Folder):
             )
 
     def _copy_plugin(self, plugin: str) -> str:
-        """Keep a plugin that is a file, by its hash; how this folder's study file spells it."""
+        """Copy a plugin file under its hash; return its path as written in this folder's study file."""
         if not plugin.endswith(".py"):
-            return plugin  # a module, which has to be installed where runs are done
+            return plugin  # a module, which must be installed where the runs execute
         source = Path(plugin)
         copy = self.plugins / plugin_hash(plugin)[:12] / source.name
         if copy != source:
@@ -228,16 +228,16 @@ class StudyFolder(Folder):
         return str(copy.relative_to(self.path))
 
     def look(self, record: Mapping[str, Any]) -> None:
-        """Record a look at test results. A folder that cannot be written to keeps no ledger."""
+        """Record a look at test results, unless the folder is read-only."""
         with suppress(OSError), self.looks_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
     def choose(self, task: str, base: Base) -> None:
-        """Record the base that was chosen for a task."""
+        """Record the base chosen for a task."""
         chosen = {name: value._asdict() for name, value in (self.bases() | {task: base}).items()}
         atomic_write(self.bases_file, json.dumps(chosen, indent=2, sort_keys=True) + "\n")
 
     def now_running(self, names: Iterable[str]) -> None:
-        """Record what is being run."""
+        """Record the running jobs."""
         self.check_claim()
         atomic_write(self.path / "running.json", json.dumps(dict.fromkeys(sorted(names), True)) + "\n")

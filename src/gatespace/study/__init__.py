@@ -1,1 +1,1 @@
-"""Studies: tasks × points × axes × seeds, planned before anything is trained, run in any order, read back as one."""
+"""Studies: tasks × points × axes × seeds, planned before training, run in any order, read back as a whole."""

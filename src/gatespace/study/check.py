@@ -1,7 +1,7 @@
-"""Checks of a study before it runs: data, models and lengths, as far as they are on this machine.
+"""Pre-flight checks of a study: data, models and sequence lengths, as far as they are available on this machine.
 
-What would fail in the first step of every run is found here once. A model that comes from the Hugging Face Hub is left
-to the run that fetches it, and a teacher that is a service to the service.
+Errors that would fail every run in its first step are raised here once. Models on the Hugging Face Hub are checked by
+the run that downloads them, and a teacher behind a service by that service.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from gatespace.training.setup import encoder_for, material, outline_model, teach
 
 
 def check_study(study: StudyConfig, made: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Raise what the study's runs would fail with; returns notes for the user.
+    """Raise any error the study's runs would fail with; return notes for the user.
 
     Args:
         study: The study file.
-        made: Task that has runs → role → folder of a model that the study has made already.
+        made: Task with runs → role → folder of a model the study has already trained.
     """
     load_plugins(study.plugins)
     notes: dict[str, None] = {}
@@ -83,7 +83,7 @@ def _check_runs(study: StudyConfig, config: TrainConfig) -> list[str]:
 def _outline(
     name: str, setting: str, role: str, task: AnyTask, revision: str | None, trust_remote_code: bool
 ) -> Model | None:
-    """The model without its weights; None where it is not on this machine."""
+    """Return the model without its weights, or None if it is not on this machine."""
     if name not in (*TINY, SMOLLM2) and not Path(name).expanduser().is_dir():
         with in_setting(setting):
             hub_name(name)
@@ -92,12 +92,12 @@ def _outline(
 
 
 def _check_packages(config: TrainConfig | TeachConfig) -> None:
-    """Raise where an optional package is not installed that loading data and models does not ask for."""
+    """Raise if an optional package is missing that loading data and models would not notice."""
     wanted = {
         extra: (f"the tracker {name}", extra)
         for name in config.trace.trackers
         for extra in provided("trackers")[name].extras
-    }  # called as its package
+    }  # the extra is named after its package
     if (config.pair.lora if isinstance(config, TrainConfig) else config.lora) is not None:
         wanted["peft"] = ("LoRA", "lora")
     for module, (feature, extra) in wanted.items():

@@ -1,4 +1,4 @@
-"""Where jobs run: processes of this machine here, a Ray cluster in an add-on. All give the same numbers."""
+"""Engines that run jobs: local processes here, a Ray cluster in an add-on. All give the same numbers."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ class Engine(Protocol):
 
     @property
     def slots(self) -> int:
-        """How many jobs it does at once."""
+        """Number of jobs it runs at once."""
 
     def start(self, name: str, job: Job) -> None:
-        """Begin a job; only while fewer than `slots` are under way."""
+        """Start a job; call only while fewer than `slots` are running."""
 
     def wait(self, seconds: float) -> list[tuple[str, Outcome]]:
-        """The jobs that have ended, after at most this many seconds."""
+        """Return the jobs that have ended, after at most this many seconds."""
 
     def close(self) -> None:
-        """Stop all jobs that are running."""
+        """Stop all running jobs."""
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine is opened with: an entry point of the group `engines` is called with this and gives an `Engine`.
+    """Arguments of an engine: an entry point of the group `engines` is called with this and returns an `Engine`.
 
     Args:
         config: The study file.
         folder: The study's folder.
-        workers: How many jobs at once.
-        threads: Of each job. Two processes that both use all cores slow each other many times over.
-        address: Of a cluster; None: this machine.
-        perform: What a worker does with a job; None: `gatespace.study.jobs.perform`.
-        note: Called with a message that a user should see.
-        shared: Whether workers work in the study's folder, which all of them must see. False: `perform` works
-            elsewhere, and brings the results there.
+        workers: Number of jobs at once.
+        threads: Threads per job. Two processes that both use all cores slow each other down many times over.
+        address: Address of a cluster; None: this machine.
+        perform: Function with which a worker runs a job; None: `gatespace.study.jobs.perform`.
+        note: Called with messages for the user.
+        shared: Whether workers write to the study's folder, which all of them must see. False: `perform` works
+            elsewhere and transfers the results there.
     """
 
     config: StudyConfig
@@ -64,28 +64,28 @@ class EngineSpec:
 
 
 class Results(Protocol):
-    """How results come from workers into the study's folder.
+    """Transfers results from workers into the study's folder.
 
-    An entry point of the group `results` is called with a URL, the study's folder and the study file, and gives this.
+    An entry point of the group `results` is called with a URL, the study's folder and the study file, and returns this.
     """
 
     @property
     def threads(self) -> int | None:
-        """Threads of each run as the study was begun there; None where it was not."""
+        """Threads per run that the study was started with at the URL; None if it was not."""
 
     @property
     def perform(self) -> Perform | None:
-        """What a worker does with a job; None: it works in the study's folder."""
+        """Function with which a worker runs a job; None: it works in the study's folder."""
 
     def publish(self) -> None:
-        """The study has begun: put there what another machine needs to resume it."""
+        """Upload at the start what another machine needs to resume the study."""
 
     def through(self, engine: Engine) -> Engine:
-        """An engine whose outcomes come when the results are in the study's folder."""
+        """Wrap an engine to report outcomes once results are in the study's folder."""
 
 
 class SharedFolder:
-    """Every worker sees the study's folder and works in it."""
+    """Workers all see the study's folder and write to it."""
 
     threads: int | None = None
     perform: Perform | None = None
@@ -101,22 +101,22 @@ class _Worker:
     process: Any
     pipe: connection.Connection
     name: str | None = None
-    """Of the job that it does; None: it is idle."""
+    """Name of its current job; None if idle."""
     job: Job = field(default_factory=dict)
     losses: int = 0
-    """How many workers this job has cost."""
+    """Number of workers that have died on this job."""
 
 
 class LocalEngine:
-    """Processes of this machine, each with its share of the cores. A process that dies costs its job only, which
-    another one resumes from its last checkpoint.
+    """Worker processes on this machine, each with its share of the cores. If one dies, another resumes
+    its job from the last checkpoint, up to `retries` times.
 
     Args:
-        workers: How many.
-        threads: Of each.
-        perform: What they do with a job.
-        retries: How often a job is resumed after its process was lost.
-        note: Called with a message that a user should see.
+        workers: Number of processes.
+        threads: Threads per process.
+        perform: Function that runs a job.
+        retries: How often a job is resumed after its process died.
+        note: Called with messages for the user.
     """
 
     def __init__(
@@ -133,9 +133,9 @@ class LocalEngine:
         self._workers: list[_Worker] = []
 
     def check(self, job: Job) -> list[str]:
-        """Have a worker check the study of `job`; returns its notes. Raises what is wrong with it."""
+        """Check the study of `job` in a worker and return its notes; raise any error found."""
         worker = self._spawn()
-        self._workers.append(worker)  # the first job finds it with its libraries loaded
+        self._workers.append(worker)  # reused for the first job, with its libraries already loaded
         worker.pipe.send({"do": "check", **job})
         try:
             outcome = worker.pipe.recv()
@@ -158,7 +158,7 @@ class LocalEngine:
             idle = self._spawn()
             self._workers.append(idle)
         idle.name, idle.job, idle.losses = name, job, losses
-        with suppress(OSError):  # it has died since: `wait` finds it so
+        with suppress(OSError):  # the worker has died: `wait` will notice
             idle.pipe.send(job)
 
     def wait(self, seconds: float) -> list[tuple[str, Outcome]]:
@@ -179,7 +179,7 @@ class LocalEngine:
         return ended
 
     def _lost(self, worker: _Worker) -> Outcome | None:
-        """What the death of a worker means for its job; None where another worker resumes it."""
+        """Handle a dead worker: the outcome of its job, or None if another worker resumes it."""
         assert worker.name is not None
         worker.process.join()
         worker.pipe.close()
@@ -203,18 +203,18 @@ class LocalEngine:
         self._workers.clear()
 
     def _spawn(self) -> _Worker:
-        context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
+        context = multiprocessing.get_context("spawn")  # forking a process with threads may deadlock
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, self._perform), daemon=True)
         with _environment(dict.fromkeys(THREAD_VARIABLES, str(self._threads))):
-            process.start()  # libraries read these when they are loaded
+            process.start()  # libraries read these at import
         theirs.close()
         return _Worker(process, ours)
 
 
 def _serve(pipe: connection.Connection, perform: Perform) -> None:
-    """A worker: one job after the other, until the study's process is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the study, which then stops its workers
+    """Main loop of a worker: run jobs until the study's process is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the study handles Ctrl-C and stops its workers
     threading.Thread(target=_die_with_parent, daemon=True).start()
     while True:
         try:
@@ -230,7 +230,7 @@ def _die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
-        os._exit(1)  # a worker that outlives a killed study would go on writing into its folder
+        os._exit(1)  # a worker that outlived a killed study would keep writing to its folder
 
 
 def _death(code: int | None) -> str:
@@ -243,7 +243,7 @@ def _death(code: int | None) -> str:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Variables of this process for a while."""
+    """Temporarily set environment variables."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -1,6 +1,6 @@
-"""The jobs of a study, as a worker runs them, perhaps on another machine.
+"""Execution of a study's jobs by a worker, possibly on another machine.
 
-A job is plain data: what to do, and a whole configuration. All that it leaves behind is in its folder.
+A job is plain data: what to do, and a complete configuration. All of its output is in its folder.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from gatespace.study.outlook import Job as Job
 Outcome = dict[str, Any]
 """``{"state": "done"}``, or ``{"state": "failed", "error": ..., "details": ...}``."""
 Perform = Callable[[Job], None]
-"""Does a job, or raises: `perform`, or a function of an add-on around it. Engines hand it to their workers."""
+"""Runs a job or raises: `perform`, or an add-on's wrapper around it. Engines pass it to their workers."""
 
 
 def folder_of(job: Job) -> RunFolder:
-    """The folder that a job leaves behind."""
+    """The output folder of a job."""
     return RunFolder(job["folder"] if job["do"] == "baseline" else job["config"]["output"])
 
 
@@ -38,12 +38,12 @@ def failed(error: str, details: str = "") -> Outcome:
 
 
 def perform(job: Job, publish: Callable[[bytes], None] = lambda line: None) -> None:
-    """Run a job in the folder that it names. `publish` is called with every line of the ledger of reads."""
+    """Run a job in its folder. `publish` is called with every line of the log of held-out reads."""
     {"teach": _teach, "baseline": _baseline, "train": _train}[job["do"]](job, Reads(folder_of(job), publish))
 
 
 def execute(job: Job, perform: Perform = perform) -> Outcome:
-    """Run a job, and return its outcome. No error leaves this function: it belongs to the job, not to the study."""
+    """Run a job and return its outcome. Never raises an `Exception`: an error fails the job, not the study."""
     try:
         perform(job)
     except GatespaceError as error:
@@ -56,10 +56,10 @@ def execute(job: Job, perform: Perform = perform) -> Outcome:
 
 
 def _give_back() -> None:
-    """Free what only cycles hold, and return free memory to the system.
+    """Collect reference cycles and return free memory to the system.
 
-    glibc has tensors below 32 MiB in a heap that shrinks at its end only: what a job leaves there, however small, keeps
-    all below it, and the next job's blocks need not fit into the holes.
+    glibc keeps tensors below 32 MiB in a heap that shrinks only from its top: one small leftover block pins everything
+    below it, and the next job's blocks may not fit into the holes.
     """
     gc.collect()
     with suppress(OSError, AttributeError, TypeError):  # another C library
@@ -67,23 +67,23 @@ def _give_back() -> None:
 
 
 def check(job: Job) -> Outcome:
-    """Check the study of a job before it is run; the outcome holds notes, or the error itself."""
+    """Check the study of a job before it runs; the outcome holds notes, or the error itself."""
     from gatespace.study.check import check_study
 
     try:
         return {"state": "done", "notes": check_study(parse_config(StudyConfig, job["config"]), job["made"])}
     except GatespaceError as error:
         return failed(str(error)) | {"raised": error}
-    except Exception as error:  # the runs will say more
+    except Exception as error:  # the runs will report it in full
         return {"state": "done", "notes": [f"the study could not be checked: {type(error).__name__}: {error}"]}
 
 
 class Reads:
-    """Progress of a run that writes down every read of a held-out split, before its result is known.
+    """Progress callback that logs every read of a held-out split before its result is known.
 
     Args:
-        run: Its folder.
-        publish: Called with the line too, before the split is read.
+        run: The run's folder.
+        publish: Also called with each line, before it is written to the folder.
     """
 
     def __init__(self, run: RunFolder, publish: Callable[[bytes], None] = lambda line: None) -> None:
@@ -95,13 +95,13 @@ class Reads:
     def step(self, step: int, steps: int, record: Mapping[str, Any], timing: Mapping[str, Any]) -> None: ...
 
     def evaluating(self, split: str, done: int, total: int) -> None:
-        """The first responses of an evaluation are there."""
+        """Record a read at an evaluation's first responses."""
         if self._split != split:
             self._split = split
             self.record(split, total)
 
     def evaluated(self, step: int, evaluation: Any) -> None:
-        """It is over; the next one is another read."""
+        """Reset: the next evaluation is another read."""
         self._split = ""
 
     def record(self, split: str, rows: int) -> None:
@@ -129,7 +129,7 @@ def _train(job: Job, reads: Reads) -> None:
 
 
 def _baseline(job: Job, reads: Reads) -> None:
-    """Evaluate the student or the teacher of a configuration as it is."""
+    """Evaluate the student or teacher of a configuration before distillation."""
     from gatespace.evaluation import evaluate, write
     from gatespace.tasks.configured import teacher_prompt
     from gatespace.training.setup import material, open_member, placement
@@ -146,7 +146,7 @@ def _baseline(job: Job, reads: Reads) -> None:
             folder.finish_baseline(about | {"source": "several teachers", "unmeasured": why})
             return
         if is_address(named):
-            # A service scores responses and generates none: its accuracy is for those who run it to measure.
+            # A service scores responses but generates none, so its operator has to measure its accuracy.
             folder.finish_baseline(about | {"source": "a service", "unmeasured": "a service answers no prompts"})
             return
         place = placement(config.engine)

@@ -23,15 +23,15 @@ from gatespace.study.plan import (
 from gatespace.study.records import RunSpec
 
 Job = dict[str, Any]
-"""A piece of work as plain data: what to do, and a whole configuration. `gatespace.study.jobs` does it."""
+"""A piece of work as plain data: what to do, and a complete configuration. Executed by `gatespace.study.jobs`."""
 
 _SAME_FAILURES = 3
-"""A task whose first runs all fail alike is left: the rest would fail alike too."""
+"""Give up a task after this many runs with the same error: the rest would fail too."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A job of a study and the folder that it leaves behind."""
+    """A job of a study and its output folder."""
 
     name: str
     title: str
@@ -39,7 +39,7 @@ class Work:
     folder: RunFolder
     needs: tuple[str, ...]
     job: Callable[[], Job | None]
-    """What to do; None where that depends on something still open."""
+    """Builds the job; None while it depends on an undecided base."""
     run: RunSpec | None = None
     steps: int = 0
 
@@ -51,22 +51,22 @@ class Outlook:
     work: list[Work]
     states: dict[str, State]
     blocked: dict[str, str] = field(default_factory=dict)
-    """Work that cannot be done → why."""
+    """Job that cannot run → why."""
 
     def of(self, state: State) -> list[Work]:
         """Jobs in a state."""
         return [work for work in self.work if self.states[work.name] == state]
 
     def count(self, state: State) -> int:
-        """How many jobs are in a state."""
+        """Number of jobs in a state."""
         return len(self.of(state))
 
     def errors(self) -> dict[str, str]:
-        """Work that failed → why."""
+        """Failed job → its error."""
         return {work.name: work.folder.error() for work in self.of("failed")}
 
     def seconds_left(self, workers: int) -> float | None:
-        """How long the rest will take by what was done so far; None where nothing was."""
+        """Estimated seconds for the remaining runs; None before the first is done."""
         took = [work.folder.seconds() for work in self.of("done") if work.run is not None]
         known = [seconds for seconds in took if seconds is not None]
         if not known:
@@ -77,22 +77,22 @@ class Outlook:
 
 
 def read_outlook(folder: StudyFolder, work: list[Work] | None = None) -> Outlook:
-    """The state of a study, read from its folder. `work` is that of `outline`, for callers that ask often."""
+    """Read the state of a study from its folder. Callers that poll pass the `work` from `outline`."""
     if work is None:
         _, work = outline(folder, folder.config())
     running = folder.running()
     states = {one.name: one.folder.state for one in work}
     for name, state in states.items():
-        if state == "waiting" and name in running:  # on another machine, whose hold on a folder does not show here
+        if state == "waiting" and name in running:  # on another machine, whose lock is not visible here
             states[name] = "running"
     return Outlook(work, states, blocked(work, states))
 
 
 def blocked(work: list[Work], states: Mapping[str, State]) -> dict[str, str]:
-    """Work that waits for something that failed → why it cannot be done."""
+    """Map each job that waits for something that failed to the reason."""
     found: dict[str, str] = {}
     failing = {task: error for task in {one.task for one in work} if (error := _common_error(work, states, task))}
-    for one in work:  # needs stand before what needs them
+    for one in work:  # dependencies come first
         if states[one.name] != "waiting":
             continue
         for need in one.needs:
@@ -106,7 +106,7 @@ def blocked(work: list[Work], states: Mapping[str, State]) -> dict[str, str]:
 
 
 def _common_error(work: list[Work], states: Mapping[str, State], task: str) -> str:
-    """The error that all runs of a task have failed with so far; "" where there is no such error."""
+    """The error that every run of a task has failed with so far, or "" if there is none."""
     runs = [one for one in work if one.task == task and one.run is not None]
     failed = [one for one in runs if states[one.name] == "failed"]
     if len(failed) < _SAME_FAILURES or any(states[one.name] == "done" for one in runs):
@@ -119,9 +119,9 @@ def _common_error(work: list[Work], states: Mapping[str, State], task: str) -> s
 
 
 def outline(folder: StudyFolder, config: StudyConfig, threads: int | None = None) -> tuple[Plan, list[Work]]:
-    """The plan as it stands and all its jobs: of each task models and baselines first, then its runs seed by seed.
+    """The current plan and all its jobs: for each task models and baselines first, then its runs seed by seed.
 
-    A model that is not there, as in results that come from an archive, is a job only where something open needs it.
+    A missing model, as in results unpacked from an archive, is a job only if an unfinished job needs it.
     """
     plan = make_plan(config, {task: base.point for task, base in folder.bases().items()})
     work: list[Work] = []
@@ -137,8 +137,8 @@ def outline(folder: StudyFolder, config: StudyConfig, threads: int | None = None
 
 
 def _by_seed(runs: list[RunSpec]) -> list[RunSpec]:
-    """The runs of a task seed by seed, so that a study which is stopped has whole seeds; needs stay before what needs
-    them, which may be at another seed."""
+    """Order a task's runs by seed, so that a stopped study has whole seeds. Dependencies, which may be at another seed,
+    still come first."""
     seeds = {seed: place for place, seed in enumerate(dict.fromkeys(run.seed for run in runs))}
     places: dict[str, int] = {}
     for run in runs:
@@ -147,7 +147,7 @@ def _by_seed(runs: list[RunSpec]) -> list[RunSpec]:
 
 
 def check_job(folder: StudyFolder, config: StudyConfig) -> Job | None:
-    """The job that checks a study before it is run; None where nothing of it is left to do."""
+    """The job that checks a study before it runs, or None if nothing is left to do."""
     _, work = outline(folder, config)
     if all(one.folder.state == "done" for one in work):
         return None
@@ -160,7 +160,7 @@ def check_job(folder: StudyFolder, config: StudyConfig) -> Job | None:
 
 
 def _models_and_baselines(folder: StudyFolder, config: StudyConfig, task: str, threads: int | None) -> list[Work]:
-    """Models to be made for a task, and the evaluation of both models before anything is distilled."""
+    """Jobs that train a task's models, and that evaluate student and teacher before distillation."""
     common = train_config(config, task, config.seeds[0], {}, models=made_models(folder, config, task), threads=threads)
     work: list[Work] = []
     for role in ROLES:
@@ -180,7 +180,7 @@ def _models_and_baselines(folder: StudyFolder, config: StudyConfig, task: str, t
 
 
 def made_models(folder: StudyFolder, config: StudyConfig, task: str) -> dict[str, str]:
-    """Role → folder of a model that the study makes for a task."""
+    """Role → folder of a model that the study trains for a task."""
     names = {role: model_name(config, task, role) for role in ROLES}
     return {role: str(folder.model(name).model) for role, name in names.items() if name is not None}
 
@@ -205,7 +205,7 @@ def _run(folder: StudyFolder, plan: Plan, run: RunSpec, threads: int | None) -> 
         if point.match is not None:
             return _job("train", whole(_twin_lam(folder, config, run, point.match)))
         if point.gate is None and point.method is None:
-            return None  # its base is not chosen yet
+            return None  # base not chosen yet
         return _job("train", whole(None))
 
     models = (name for role in ROLES if (name := model_name(config, run.task, role)) is not None)
@@ -215,7 +215,7 @@ def _run(folder: StudyFolder, plan: Plan, run: RunSpec, threads: int | None) -> 
 
 
 def _twin_lam(folder: StudyFolder, config: StudyConfig, run: RunSpec, match: str) -> float:
-    """The constant that a dynamic run had on average."""
+    """Mean λ of the dynamic run that a twin is matched to."""
     found = folder.run(run.needs[0]).summary()
     assert found is not None, "a twin waits for its dynamic run"
     lam = float(found["run"]["lam_mean" if match == "lam" else "lam_rkl_mean"])

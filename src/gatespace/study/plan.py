@@ -1,7 +1,7 @@
-"""From a study file to its runs and comparisons, before anything is trained.
+"""Expand a study file into runs and comparisons, before anything is trained.
 
-The plan is a function of the file and of the bases that were chosen on validation. A run's id holds a hash of every
-setting that can change its numbers, so that a changed file means other runs, and never other numbers under an old name.
+The plan is a function of the file and of the bases chosen on validation. A run's id contains a hash of every setting
+that can change its numbers, so a changed file yields new runs, never new numbers under an old name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NINE: tuple[tuple[str, str, str], ...] = (
     ("emotion", "HG5,d+4", "twin(HG5,d+4)"),
     ("offensive", "H1", "twin(H1)"),
 )
-"""The comparisons of the paper's Table 3seed: task of TweetEval, left, right."""
+"""The comparisons of the paper's Table 3seed: TweetEval task, left, right."""
 
 ROLES = ("teacher", "student")
 _PLACEHOLDER = "made by the study"
@@ -41,14 +41,14 @@ _ORDER: tuple[Kind, ...] = ("point", "restriction", "static", "published", "cont
 
 @dataclass(frozen=True)
 class Plan:
-    """What a study does.
+    """Runs and comparisons of a study.
 
     Args:
         config: The study file.
-        runs: By id, in the order in which they are shown.
-        comparisons: All cells, also those that are not applicable.
+        runs: By id, in display order.
+        comparisons: All cells, including those that are not applicable.
         points: (task, label) → point.
-        bases: Task → the point that its HG points are built on; a task whose base is still open is not in it.
+        bases: Task → the point that its HG points are built on. Tasks whose base is not chosen yet are left out.
     """
 
     config: StudyConfig
@@ -59,7 +59,7 @@ class Plan:
 
     @property
     def open_bases(self) -> tuple[str, ...]:
-        """Tasks whose base is chosen on validation when the runs of the candidates are done."""
+        """Tasks whose base will be chosen on validation once the candidates' runs are done."""
         return tuple(sorted({run.task for run in self.runs.values() if self.points[run.task, run.point].d is not None}))
 
     def find(self, task: str, point: str, seed: int) -> RunSpec | None:
@@ -68,7 +68,7 @@ class Plan:
         return next((run for run in self.runs.values() if (run.task, run.point, run.seed) == wanted), None)
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The plan as JSON."""
         return {
             "study": self.config.name,
             "runs": [
@@ -94,7 +94,7 @@ def make_plan(config: StudyConfig, bases: Mapping[str, str] | None = None) -> Pl
 
     Args:
         config: The study file.
-        bases: Task → base that was chosen on validation, where the file leaves it open.
+        bases: Task → base chosen on validation, for tasks whose base the file leaves open.
     """
     chosen = dict(bases or {})
     runs: dict[str, RunSpec] = {}
@@ -114,7 +114,7 @@ def make_plan(config: StudyConfig, bases: Mapping[str, str] | None = None) -> Pl
 
 
 def least_runs(config: StudyConfig) -> int:
-    """A number of runs that the plan does not stay below, without making the plan: its points at its seeds."""
+    """Lower bound on the number of runs, without making the plan: points times seeds."""
     points = {name: config.points if task.points is None else task.points for name, task in config.tasks.items()}
     swept = [len(points[name]) for name, task in config.tasks.items() if task.sweep and points[name] != "paper"]
     return len(config.seeds) * sum(swept)
@@ -128,7 +128,7 @@ class _TaskPlanner:
         self.comparisons: list[Comparison] = []
         self.runs: dict[str, RunSpec] = {}
         self.seeds: dict[str, dict[int, None]] = {}
-        """Label of a point that is run → its seeds, in order."""
+        """Label of each point to run → its seeds, in order."""
 
     def expand(self) -> None:
         study, seeds = self.config, self.config.seeds
@@ -185,7 +185,7 @@ class _TaskPlanner:
                 label = self.catalogue.find(text).label
             except UsageError as error:
                 raise UsageError(f"{setting}: {error.what}", got=error.got, instead=error.instead) from None
-            if label in dynamic:  # another task's points need not be this one's
+            if label in dynamic:  # it may be a point of another task only
                 found.append(label)
         return found
 
@@ -266,7 +266,7 @@ class _TaskPlanner:
             self._want(point.of, [self._source_seed(point, seed) for seed in seeds])
 
     def _source_seed(self, point: Point, seed: int) -> int:
-        """The seed of the dynamic run whose E[λ] a twin takes."""
+        """Seed of the dynamic run whose E[λ] a twin uses."""
         isolation = self.config.axes.isolation
         first = isolation is not None and isolation.reuse == "first-seed"
         return self.config.seeds[0] if first and point.kind == "twin" else seed
@@ -301,11 +301,11 @@ class _TaskPlanner:
 
 
 def objective(point: Point, *, lam: float | None = None) -> dict[str, Any]:
-    """The settings of `objective` that make a run this point.
+    """The `objective` settings of a run at this point.
 
     Args:
         point: The point.
-        lam: The constant of a twin.
+        lam: The constant λ of a twin.
     """
     if point.method is not None:
         return {"method": point.method.method, "params": point.method.params}
@@ -328,18 +328,18 @@ def train_config(
     output: Path | None = None,
     threads: int | None = None,
 ) -> TrainConfig:
-    """The whole configuration of one run.
+    """The complete configuration of one run.
 
     Args:
         study: The study file.
         task: Its task.
         seed: Its seed.
-        goal: What `objective` gave.
-        rollout: Settings of `rollout` that a point has of its own.
-        models: Role → folder of a model that the study has made.
-        cache: The folder of the teacher's scores, where the file does not name one.
+        goal: The result of `objective`.
+        rollout: The point's own `rollout` settings.
+        models: Role → folder of a model that the study has trained.
+        cache: Folder of the score cache, unless the file names one.
         output: The run's folder.
-        threads: Threads of the CPU, where the file does not say.
+        threads: CPU threads, unless the file sets them.
     """
     settings = _merged(study.train, study.tasks[task].train)
     settings["task"] = study.tasks[task].task
@@ -376,11 +376,11 @@ def train_config(
 def teach_config(
     study: StudyConfig, task: str, role: str, *, output: Path | None = None, threads: int | None = None
 ) -> TeachConfig | None:
-    """The configuration that makes the teacher or the student of a task; None where the study makes none."""
+    """The configuration that trains the teacher or student of a task, or None if the study trains none."""
     given = getattr(study.teach, role)
     if given is None:
         return None
-    # Test rows are read once for a model, by its baseline, and nothing is chosen on the way.
+    # A model's test rows are read once, by its baseline, and nothing is selected during training.
     settings = _merged({"evaluation": {"every": 0, "final": []}}, given)
     settings["task"] = _merged(study.tasks[task].task, settings.get("task", {}))
     if output is not None:
@@ -392,26 +392,26 @@ def teach_config(
 
 
 def model_name(study: StudyConfig, task: str, role: str) -> str | None:
-    """The name of a model that the study makes; None where it makes none."""
+    """Name of the model that the study trains for a role, or None if it trains none."""
     found = _model_identities(study, task).get(role)
     return None if found is None else f"{task}-{role}-{found[:8]}"
 
 
 def _model_identities(study: StudyConfig, task: str) -> dict[str, str]:
-    """Role → hash of what makes its model, where the study makes one."""
+    """Role → identity hash of the model that the study trains for it."""
     configs = {role: teach_config(study, task, role) for role in ROLES}
     return {role: _identity(config) for role, config in configs.items() if config is not None}
 
 
 def _identity(config: TrainConfig | TeachConfig) -> str:
-    """The identity that a configuration has before models and data are there. Plugins count by their source."""
+    """Identity of a configuration before models and data are resolved. Plugins are hashed by their source."""
     return identity(config, content={"plugins": plugins_digest(config.plugins)} if config.plugins else {})
 
 
 def ending(study: StudyConfig, task: str) -> str:
-    """Whether the runs of a task may end before their last step, and with which weights, as a clause; "" for neither.
+    """Describe a task's early stopping and checkpoint selection as a clause; "" if it has neither.
 
-    A task's runs differ in their objective and seed alone, so that all sides of a comparison follow the same rule.
+    A task's runs differ only in objective and seed, so both sides of a comparison follow the same rule.
     """
     settings = _merged(study.train, study.tasks[task].train)
     if "patience" not in (settings.get("evaluation") or ()) and "select" not in (settings.get("checkpoint") or ()):
@@ -429,11 +429,11 @@ def ending(study: StudyConfig, task: str) -> str:
 
 
 def baseline_name(study: StudyConfig, task: str, role: str) -> str:
-    """The name of the evaluation of a task's student or teacher as it is before the runs."""
+    """Name of the evaluation of a task's student or teacher before the runs."""
     run = train_config(study, task, study.seeds[0], {})
     config, name = dump_config(run), run.pair.model(role)
-    del config["evaluation"]["patience"]  # of a training
-    if not config["evaluation"]["probabilities"]:  # names from before there was the setting
+    del config["evaluation"]["patience"]  # only applies to training
+    if not config["evaluation"]["probabilities"]:  # keeps names from before the setting existed
         del config["evaluation"]["probabilities"]
     for kind in ("table", "text"):
         if config["task"][kind] is not None and config["task"][kind]["teacher_column"] is None:
@@ -454,7 +454,7 @@ def baseline_name(study: StudyConfig, task: str, role: str) -> str:
 
 
 def check(study: StudyConfig) -> Plan:
-    """The plan of a file, with every configuration that it implies."""
+    """Make the plan of a file, validating every configuration that it implies."""
     plan = make_plan(study)
     for name, task in study.tasks.items():
         parse_config(TaskConfig, task.task, where=f"{study.name}: tasks.{name}.task")
@@ -464,13 +464,13 @@ def check(study: StudyConfig) -> Plan:
 
 
 def slug(label: str) -> str:
-    """A label as part of a file name."""
+    """Make a label safe for file names."""
     text = re.sub(r"\((?=[-+])", "", label).replace("(", "-")
     return re.sub(r"[^A-Za-z0-9.+_-]", "", text)
 
 
 def _axis(right: Point) -> tuple[Axis, str | None]:
-    """The axis of a comparison with `right`, and the channel that is left where it is a restriction."""
+    """The axis of a comparison with `right`, and the name of the restriction if it is one."""
     if right.kind == "twin":
         return "isolation", None
     if right.kind == "control":
@@ -489,7 +489,7 @@ def _digest(recipe: Mapping[str, Any]) -> str:
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`above` over `below`, section by section."""
+    """Merge `above` into `below` recursively."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)

@@ -1,4 +1,4 @@
-"""The points of one task by their labels: those of the family, and all that they are compared with."""
+"""The points of one task by label: those of the family, and those they are compared with."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from gatespace.study.records import Kind
 
 GRID = ("G1", "G2", "G3", "G4", "G5")
 CANDIDATES = ("G1", "G3", "G4", "G5")
-"""What a base is chosen from. G2 is not: H1 … H4 are the HG points that it would have."""
+"""Candidates for a base. G2 is not one: its HG points would be H1 … H4."""
 D_STEPS = (2.0, 4.0, -2.0, -4.0)
 TWIN = {"lam": "twin", "rkl": "twin-rkl"}
-"""What a twin is matched on → how its label begins."""
+"""What a twin is matched on → prefix of its label."""
 _DERIVED = re.compile(r"(twin|twin-rkl|shuffled)\((.+)\)")
 _ON_BASE = re.compile(r"HG\*?,d([-+]\d+(?:\.\d+)?)")
 
@@ -28,12 +28,12 @@ class Point:
 
     Args:
         label: Its name in comparisons.
-        kind: What it is for.
-        gate: Where it is known without any run.
+        kind: Its purpose in the study.
+        gate: Its gate, if known without any run.
         method: A published method in place of a gate.
-        of: The dynamic point that a twin or a control is derived from,
-        match: and what a twin takes from it.
-        d: The gap coefficient of a point on a base that is not chosen yet.
+        of: The dynamic point that a twin or a control is derived from.
+        match: What a twin matches of it.
+        d: The gap coefficient of a point whose base is not chosen yet.
     """
 
     label: str
@@ -46,7 +46,7 @@ class Point:
 
     @property
     def rollout(self) -> Mapping[str, Any]:
-        """Settings of `rollout` that a published method has of its own."""
+        """A published method's own `rollout` settings."""
         return {} if self.method is None else self.method.rollout
 
     @property
@@ -56,12 +56,12 @@ class Point:
 
 
 class Catalogue:
-    """The points of a task. A gate has one label, wherever it comes from."""
+    """The points of a task. A gate has exactly one label, however it is derived."""
 
     def __init__(self, config: StudyConfig, task: str, base: str | None) -> None:
         self._study, self._task = config, task
         self.base = base
-        """The point that HG points are built on; None while it is to be chosen."""
+        """The point that HG points are built on; None if not chosen yet."""
         self._known: dict[str, Point] = {}
         self._labels: dict[Gate, str] = {}
         for label, gate in self._family().items():
@@ -101,15 +101,15 @@ class Catalogue:
         name = f"H{base.name}" if base.name in GRID else f"H({base})"
         return {f"{name},d{d:+g}": Gate(base.a, base.b, base.c, base.d + d, base.extra) for d in D_STEPS}
 
-    # ------------------------------------------------------------------ what it is compared with
+    # ------------------------------------------------------------------ points to compare with
 
     def gate(self, gate: Gate, kind: Kind) -> Point:
-        """The point of a gate, by the label that it already has or by its own."""
+        """The point of a gate, under its existing label if it has one."""
         label = self._labels.get(gate, gate.label)
         return self._known.get(label) or self._add(Point(label, kind, gate=gate))
 
     def restriction(self, label: str, name: str) -> Point | NotApplicable | None:
-        """The restriction ``entropy-only`` or ``gap-only`` of a point; None where it depends on a base still open."""
+        """The ``entropy-only`` or ``gap-only`` restriction of a point; None if it depends on a base not chosen yet."""
         point = self._known[label]
         if point.gate is None:
             if name == "entropy-only":
@@ -120,10 +120,10 @@ class Catalogue:
         return found if isinstance(found, NotApplicable) else self.gate(found, "restriction")
 
     def without_gap(self, label: str) -> Point | None:
-        """The same point with d = 0, where the family has it."""
+        """The same point with d = 0, if the family has it."""
         point = self._known[label]
         if point.gate is None:
-            return Point("base", "point")  # a name to show; the plan is computed again when it is known
+            return Point("base", "point")  # display only; the plan is recomputed once the base is known
         gate = point.gate
         if gate.d == 0:
             return None
@@ -145,7 +145,7 @@ class Catalogue:
         return self._known.get(method.point) or self._add(Point(method.point, "published", method=method))
 
     def find(self, text: str) -> Point:
-        """The point that a file calls `text`."""
+        """Look up a point as named in a file."""
         if text in self._known:
             return self._known[text]
         if match := _DERIVED.fullmatch(text):
@@ -182,7 +182,7 @@ class Catalogue:
 
 
 def base_of(config: StudyConfig, task: str) -> str | None:
-    """The base that the file names for a task, or None where the best is to be chosen."""
+    """The base that the file names for a task, or None if it is to be chosen."""
     named = config.tasks[task].base or config.base
     return None if named == BEST else named
 

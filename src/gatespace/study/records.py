@@ -1,4 +1,4 @@
-"""What a study is made of, as plain values: runs, comparisons, and what was found."""
+"""Plain dataclasses of a study: runs, comparisons and results."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Coefficients = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One training at one point and seed, as it is planned.
+    """A planned training run at one point and seed.
 
     Args:
-        id: Names the run and its folder: task, point, seed, and a hash of every setting that can change its numbers.
+        id: Name of the run and its folder: task, point, seed, and a hash of every setting that can change its numbers.
         task: The task's name in the study.
         point: Its label in comparisons, e.g. ``G5``, ``twin(G5)``, ``todi``.
-        kind: What it is for.
+        kind: Its purpose in the study.
         seed: Its seed.
-        gate: (a, b, c, d); None for a published method, and where it is known only when other runs are done.
+        gate: (a, b, c, d); None for a published method, or while it depends on unfinished runs.
         of: The dynamic point that a twin or a control belongs to.
-        needs: Runs that must be done before it can start.
+        needs: Runs that must finish before this one can start.
     """
 
     id: str
@@ -52,8 +52,8 @@ class Comparison:
         task: The task's name in the study.
         axis: What the two differ in.
         left: Label of the first point.
-        right: Label of the second; what it would have been where there is none.
-        seed: Of both runs.
+        right: Label of the second, or a placeholder if there is no such point.
+        seed: Seed of both runs.
         status: ``comparable``, or ``n/a`` by construction.
         reason: Why it is not applicable.
         restriction: ``entropy-only`` or ``gap-only`` on that axis.
@@ -71,12 +71,12 @@ class Comparison:
     role: Literal["sweep", "replication"] = "sweep"
 
 
-# ---------------------------------------------------------------------------------------------------- what was found
+# ---------------------------------------------------------------------------------------------------- results
 
 
 @dataclass(frozen=True)
 class Subset:
-    """Accuracy on a part of a split, or the mean score of free text."""
+    """Accuracy on part of a split, or mean score for free text."""
 
     correct: float
     count: int
@@ -86,10 +86,10 @@ class Subset:
 
 @dataclass(frozen=True)
 class Score:
-    """How well a model did on a split. `best_constant` is the accuracy of giving its most frequent label to all.
+    """A model's score on a split. `best_constant` is the accuracy of predicting the most frequent label everywhere.
 
-    Of free text `accuracy` is the mean score by `metric`, `correct` the sum of the scores, and what is about labels is
-    None or empty.
+    For free text, `accuracy` is the mean score by `metric`, `correct` is the sum of scores, and label fields are None
+    or empty.
     """
 
     split: str
@@ -103,31 +103,31 @@ class Score:
     best_constant_label: str | None
     labels: tuple[str, ...]
     confusion: Mapping[str, Mapping[str, int]]
-    """Gold label → predicted label → rows; what a row lacks to its label's support had no legal label."""
+    """Gold label → predicted label → rows. Responses without a legal label are not counted."""
     per_label: tuple[Mapping[str, Any], ...]
     duplicates: int = 0
-    """Rows of a test split whose text also stands in train."""
+    """Rows of a test split whose text also occurs in train."""
     without_duplicates: Subset | None = None
     calibration: Calibration | None = None
-    """Of the probabilities of labels, where the study asks for them."""
+    """Calibration of label probabilities, if the study asks for them."""
     metric: str = "accuracy"
     text: TextMetrics | None = None
-    """What an evaluation of free text found."""
+    """Metrics of a free-text evaluation."""
 
     @property
     def metrics(self) -> Metrics | TextMetrics:
-        """As the evaluation had them."""
+        """As the evaluation computed them."""
         if self.text is not None:
             return self.text
         return Metrics.from_json({"per_label": self.per_label, "confusion": self.confusion})
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Score:
-        """From what an evaluation wrote."""
+        """Parse the record that an evaluation wrote."""
         metrics, clean = record["metrics"], record["without_duplicates"]
         if "score" in metrics:
             return cls._of_text(record)
-        whole = Metrics.from_json(metrics)  # an earlier release did not write all of it
+        whole = Metrics.from_json(metrics)  # earlier releases wrote fewer fields
         subset = None
         if "accuracy" in clean:
             subset = Subset(clean["correct"], clean["count"], clean["accuracy"], clean["macro_f1"])
@@ -177,22 +177,22 @@ class Score:
 
 @dataclass(frozen=True)
 class LamStats:
-    """λ over all response tokens of a training, each token counting alike."""
+    """λ over all response tokens of a run, every token weighted equally."""
 
     mean: float
     sd: float
     saturated: float
-    """The share of tokens whose λ is within `SATURATION` of 0 or 1."""
+    """Fraction of tokens whose λ is within `SATURATION` of 0 or 1."""
     hist: tuple[float, ...]
-    """Tokens in bins of equal width over [0, 1]."""
+    """Token counts in equal-width bins over [0, 1]."""
     rkl_mean: float | None
-    """Σ λ·RKL / Σ RKL: the constant that gives reverse KL the same total weight."""
+    """Σ λ·RKL / Σ RKL: the constant λ that gives reverse KL the same total weight."""
     tokens: int
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a run took. Seconds differ from one moment to the next; tokens depend on what the cache held."""
+    """What a run cost. Seconds vary between executions; teacher tokens depend on what the cache held."""
 
     seconds: float
     cpu_seconds: float
@@ -201,15 +201,15 @@ class Cost:
     teacher_tokens: int
     """Tokens in the teacher's forward passes for this run."""
     scores_asked: int
-    """Response tokens that were scored,"""
+    """Response tokens that were scored."""
     scores_cached: int
-    """and those of them whose scores an earlier step or run had left in the cache."""
+    """Those of them whose scores were in the cache from an earlier step or run."""
 
 
 class Predicted(NamedTuple):
-    """One row of a split; `label` is None where the response had no legal one.
+    """Prediction for one row of a split; `label` is None if the response had no legal label.
 
-    Of free text `gold` is the first reference, `label` the response, and `score` by how much it is right.
+    For free text, `gold` is the first reference, `label` the response, and `score` its metric.
     """
 
     gold: str
@@ -219,12 +219,12 @@ class Predicted(NamedTuple):
 
     @property
     def right(self) -> float:
-        """1 where the label is right, 0 where it is not; of free text its score."""
+        """1 if the label is right, else 0; for free text, the score."""
         return float(self.gold == self.label) if self.score is None else self.score
 
 
 def predictions(folder: Path, split: str) -> list[Predicted]:
-    """What a run or a baseline predicted for every row of a split, in the order of the rows."""
+    """Predictions of a run or baseline for every row of a split, in row order."""
     return [
         Predicted(row["references"][0], row["response"], row["text"], row["score"])
         if "references" in row
@@ -235,14 +235,14 @@ def predictions(folder: Path, split: str) -> list[Predicted]:
 
 @dataclass(frozen=True)
 class RunResult:
-    """A run of the plan with what is known of it."""
+    """A planned run with its state and results."""
 
     spec: RunSpec
     state: State
     folder: Path
     error: str = ""
     gate: Coefficients | None = None
-    """As trained; None for a published method, and while it is not known."""
+    """As trained; None for a published method, or while unknown."""
     lam: float | None = None
     """The constant λ of a static point."""
     scores: Mapping[str, Score] = field(default_factory=dict)
@@ -250,18 +250,18 @@ class RunResult:
     cost: Cost | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
     content: Mapping[str, str] = field(default_factory=dict)
-    """What the settings pointed to: fingerprints of teacher and student, digest of the rows, precision behind auto."""
+    """What the settings resolved to: fingerprints of teacher and student, digest of the rows, precision of `auto`."""
     fingerprint: str = ""
-    """Of the trained weights."""
+    """Fingerprint of the trained weights."""
     chosen_step: int = 0
-    """The step that they are from: the last one, or that of the best evaluation on the way."""
+    """The step that the weights are from: the last one, or that of the best evaluation during training."""
     alarms: tuple[Concern, ...] = ()
-    """Those that were on at the end of training."""
+    """Alarms active at the end of training."""
     teachers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Of several teachers by name: rows, tokens, and the means of λ and of both divergences over them."""
+    """With several teachers, by name: rows, tokens, and the means of λ and of both divergences over them."""
 
     def predictions(self, split: str) -> list[Predicted]:
-        """The label of every row, in the order of the rows."""
+        """Predictions for every row, in row order."""
         return predictions(self.folder, split)
 
     def curve(self) -> list[dict[str, Any]]:
@@ -269,30 +269,30 @@ class RunResult:
         return RunFolder(self.folder).log("metrics")
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """The evaluations on the way: step, split, accuracy, macro_f1."""
+        """Evaluations during training: step, split, accuracy, macro_f1."""
         return RunFolder(self.folder).log("evaluations")
 
 
 @dataclass(frozen=True)
 class TaskBaseline:
-    """What stands beside every accuracy of a task."""
+    """Scores of a task's initial student and teacher."""
 
     name: str
-    """Of the data, e.g. ``tweeteval/emotion``."""
+    """Name of the data, e.g. ``tweeteval/emotion``."""
     digest: str
     start: Mapping[str, Score]
     """The student before training, by split."""
     teacher: Mapping[str, Score]
     folders: Mapping[str, Path] = field(default_factory=dict)
-    """``start`` and ``teacher`` → where its predictions are."""
+    """``start`` and ``teacher`` → folder with its predictions."""
 
     def predictions(self, model: Literal["start", "teacher"], split: str = "test") -> list[Predicted]:
-        """The predictions of the model, row by row; none where there are none."""
+        """Predictions of the model, row by row; empty if there are none."""
         return predictions(self.folders[model], split) if model in self.folders else []
 
 
 class SplitRead(NamedTuple):
-    """A model that was evaluated on a test split. Reading it again after a kill gives the same predictions again."""
+    """A model that was evaluated on a test split. Reading it again after a kill gives the same predictions."""
 
     run: str
     task: str
@@ -302,10 +302,10 @@ class SplitRead(NamedTuple):
 
 
 class Look(NamedTuple):
-    """A time at which statistics of test results were computed; the same results again are no other look."""
+    """One occasion on which test statistics were computed. Unchanged results do not count as another look."""
 
     digest: str
-    """Of (task, point, seed) of the runs that were done."""
+    """Hash of (task, point, seed) of the finished runs."""
     runs: int
     seeds: Mapping[str, Sequence[int]]
     """Task → seeds of those runs."""
@@ -313,7 +313,7 @@ class Look(NamedTuple):
 
 @dataclass(frozen=True)
 class StudyResults:
-    """A whole study as it stands."""
+    """A whole study in its current state."""
 
     name: str
     folder: Path
@@ -321,8 +321,8 @@ class StudyResults:
     seeds: tuple[int, ...]
     replication_seeds: tuple[int, ...]
     selection_seed: int | None
-    """What was chosen was chosen looking at this seed: it is left out where a choice is confirmed. None where the
-    comparisons were fixed before the study: all seeds are fresh."""
+    """Seed that selections were made on, left out when a selection is confirmed. None if the comparisons were fixed
+    before the study: all seeds are fresh."""
     tasks: tuple[str, ...]
     runs: Mapping[str, RunResult]
     comparisons: tuple[Comparison, ...]
@@ -330,11 +330,11 @@ class StudyResults:
     test_reads: tuple[SplitRead, ...]
     bases: Mapping[str, Base]
     problems: tuple[str, ...] = ()
-    """Why the results are not complete."""
+    """Why the results are incomplete."""
     looks: tuple[Look, ...] = ()
-    """At results of which these are the last: all that are recorded, and this one."""
+    """All recorded looks at the test results, and this one."""
     warnings: Mapping[str, tuple[Concern, ...]] = field(default_factory=dict)
-    """Id of a run, or name of a task → what is wrong with its results, or with its teacher."""
+    """Run id → concerns about its results; task name → concerns about its teacher."""
 
     def run(self, task: str, point: str, seed: int) -> RunResult | None:
         """The run at a point and seed."""
@@ -346,16 +346,16 @@ class StudyResults:
 
     @property
     def done(self) -> list[RunResult]:
-        """The runs that are done."""
+        """Finished runs."""
         return [result for result in self.runs.values() if result.state == "done"]
 
     def points(self, task: str, kind: Kind | None = None) -> list[str]:
-        """Labels of a task's points in the order of the plan."""
+        """Labels of a task's points, in plan order."""
         specs = [result.spec for result in self.runs.values()]
         return list(dict.fromkeys(s.point for s in specs if s.task == task and kind in (None, s.kind)))
 
     def warning_lines(self) -> list[str]:
-        """What is wrong with results that are there: a line for each teacher, and one for each kind with its points."""
+        """Concerns about the results: one line per concern about a teacher, and one per kind with its points."""
         found: list[str] = []
         points: dict[tuple[str, str, str], dict[str, list[int]]] = {}
         for name, concerns in self.warnings.items():

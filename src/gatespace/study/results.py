@@ -1,4 +1,4 @@
-"""A study read back from its folder: everything that statistics and reports are made of."""
+"""Read a study back from its folder: everything that statistics and reports are computed from."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gatespace.study.records import (
 
 
 def read_results(path: Path) -> StudyResults:
-    """The study in the folder or archive `path` as it stands, done or not. None of the user's own code is imported."""
+    """Read the study in the folder or archive `path`, finished or not. Imports none of the user's plugins."""
     if Path(path).is_file():
         path = provider("results", "archive", kind="reader of a study's results")(Path(path))
     folder = StudyFolder.open(path)
@@ -63,7 +63,7 @@ def read_results(path: Path) -> StudyResults:
 
 
 def look_at(path: Path) -> StudyResults:
-    """The results of a study whose test results are analysed now: a look at them, which is recorded first."""
+    """Read a study's results for analysis of its test scores, recording the look first."""
     results = read_results(path)
     folder = StudyFolder(results.folder)
     if len(results.looks) > len(folder.looks()):
@@ -72,7 +72,7 @@ def look_at(path: Path) -> StudyResults:
 
 
 def _looks(folder: StudyFolder, runs: Mapping[str, RunResult]) -> tuple[Look, ...]:
-    """Recorded looks, and this one where other runs are done than at the last."""
+    """Recorded looks, plus this one if the finished runs have changed since."""
     known = [Look(str(r.get("digest")), r.get("runs", 0), r.get("seeds", {})) for r in folder.looks()]
     done = sorted((run.spec.task, run.spec.point, run.spec.seed) for run in runs.values() if "test" in run.scores)
     digest = hashlib.sha256(json.dumps(done).encode()).hexdigest()[:16]
@@ -128,7 +128,7 @@ def _lam(run: Mapping[str, Any]) -> LamStats | None:
         saturated=run["lam_saturated"],
         hist=tuple(run["lam_hist"]),
         rkl_mean=run["lam_rkl_mean"],
-        tokens=round(run["tokens"]),  # expected ones are no whole number
+        tokens=round(run["tokens"]),  # expected tokens can be fractional
     )
 
 

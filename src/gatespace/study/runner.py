@@ -1,7 +1,7 @@
-"""Runs a study: all jobs that are not done yet, in the order of their dependencies; resumes after a kill.
+"""Run a study: all unfinished jobs, in dependency order; resumes after a kill.
 
-The runner keeps nothing in memory that the study's folder does not have. What a run's numbers are depends on its
-configuration alone, never on when, where or after how many attempts it was run.
+The runner has no state that is not also in the study's folder. A run's numbers depend only on its configuration, never
+on when, where or after how many attempts it ran.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def run_study(
     watch: Callable[[Outlook], None] = lambda outlook: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Outlook:
-    """Run all that is left of a study, and return its state. The engine is closed.
+    """Run the unfinished jobs of a study, close the engine, and return the study's state.
 
     Args:
         config: The study file.
         folder: Its folder.
-        engine: Does the jobs.
-        threads: Of each run.
-        retry: Try failed runs again.
+        engine: Runs the jobs.
+        threads: Threads per run.
+        retry: Retry failed runs.
         watch: Called with the outlook about twice a second.
-        note: Called with a message that a user should see.
+        note: Called with messages for the user.
     """
     try:
         with folder.claim():
@@ -57,12 +57,12 @@ class _Runner:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Read from the folder what is left to do, and how far it is."""
+        """Reload the plan, its jobs and their states from the folder."""
         self.plan, self.work = outline(self.folder, self.config, self.threads)
         self.states = {work.name: self._state(work) for work in self.work}
 
     def _state(self, work: Work) -> State:
-        """A folder that another process holds counts as open: `claim` will say so."""
+        """A folder locked by another process counts as waiting: `claim` will raise."""
         if work.name in self.running:
             return "running"
         state = work.folder.state
@@ -97,7 +97,7 @@ class _Runner:
             self._wait()
 
     def _wait(self) -> None:
-        """Wait for jobs that end, and write down what failed."""
+        """Wait for jobs to end and record failures."""
         work_of = {work.name: work for work in self.work}
         for name, outcome in self.engine.wait(0.5):
             self.running.discard(name)
@@ -114,7 +114,7 @@ class _Runner:
                 yield work
 
     def _choose_bases(self) -> bool:
-        """Choose the bases whose candidates are all done, on validation."""
+        """Choose bases on validation once all their candidates have ended."""
         chosen = False
         for task in self.plan.open_bases:
             runs = [run for run in self.plan.runs.values() if run.task == task and run.point in CANDIDATES]
@@ -123,7 +123,7 @@ class _Runner:
             means = self._validation(runs)
             if not means:
                 continue
-            best = max(GRID, key=lambda point: means.get(point, -1.0))  # the first of equals
+            best = max(GRID, key=lambda point: means.get(point, -1.0))  # ties: the first
             text = f"mean validation accuracy over {len(self.config.seeds)} seeds, of {', '.join(means)}"
             self.folder.choose(task, Base(best, text, means))
             self.note(f"{task}: HG points are built on {best}, the best on validation ({means[best]:.4f})")
@@ -131,7 +131,7 @@ class _Runner:
         return chosen
 
     def _validation(self, runs: list[RunSpec]) -> dict[str, float]:
-        """Candidate → mean validation accuracy, of those that are done at every seed."""
+        """Candidate → mean validation accuracy, for candidates finished at every seed."""
         means: dict[str, float] = {}
         for point in dict.fromkeys(run.point for run in runs):
             own = [run for run in runs if run.point == point and run.seed in self.config.seeds]

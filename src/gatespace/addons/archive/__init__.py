@@ -1,4 +1,4 @@
-"""A study's results as one file, without weights: packed, read safely, and joined with those of other machines."""
+"""A study's results as one file without weights: pack, read safely, and merge with those of other machines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def open_archive(path: Path) -> Path:
-    """The folder that an archive of a study is unpacked into; it is removed when this process ends."""
+    """Unpack a study's archive into a temporary folder, removed when this process ends."""
     from gatespace.addons.archive.unpack import opened
 
     return opened(path)

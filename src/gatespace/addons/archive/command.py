@@ -1,4 +1,4 @@
-"""`gatespace pack` and `gatespace merge`: results of a study as one file, and of several machines as one study."""
+"""`gatespace pack` and `gatespace merge`: a study's results as one file, and several machines' as one study."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pack(study: Study, output: File = None, quiet: options.Quiet = False, as_jso
     """Write the results of a study as one file, without models and caches.
 
     It has what report and explore read: settings, predictions, metrics,
-    recorded tokens, environments and the ledger of test reads. The same
+    recorded tokens, environments and the log of test reads. The same
     results give the same bytes.
 
     \b
@@ -68,8 +68,8 @@ def merge(sources: Sources, output: Output, as_json: options.AsJson = False) -> 
     """Join results of one study from several machines.
 
     Sources may differ in their seeds. A run that several of them have is
-    kept once; where its results differ, nothing is written. Runs that are
-    still missing are listed, and `gatespace run` on the new folder does them.
+    kept once; if its results differ, nothing is written. Runs still missing
+    are listed, and `gatespace run` on the new folder runs them.
 
     \b
     gatespace merge a.tar.xz b.tar.xz -o studies/both

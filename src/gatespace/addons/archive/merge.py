@@ -1,4 +1,4 @@
-"""Join the results of one study that several machines have computed."""
+"""Merge results of one study from several machines."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from gatespace.runs import ARCHIVE, RunFolder, StudyFolder
 from gatespace.study.plan import make_plan
 
 _OF_A_MACHINE = ("workers", "resources", "output", "keep_models", "tune")
-"""Settings of a study that say where and how it is computed, or that its runs do not depend on."""
+"""Settings of a study that its runs' results do not depend on."""
 
 
 @dataclass(frozen=True)
 class Merged:
-    """What came of it.
+    """Result of a merge.
 
     Args:
         path: The folder or archive.
-        done: Ids of runs of the plan that are there.
-        missing: Ids of those that are not.
-        twice: Names of what several sources had, with the same results.
+        done: Ids of the plan's finished runs.
+        missing: Ids of its missing runs.
+        twice: Names of jobs finished in several sources, with the same results.
     """
 
     path: Path
@@ -41,14 +41,14 @@ class Merged:
 
 
 def merge(sources: Sequence[Path], output: Path) -> Merged:
-    """Join folders or archives of one study into a new folder or archive.
+    """Merge folders or archives of one study into a new folder or archive.
 
-    Seeds may differ from source to source: the joined study has all of them. An error where the sources are not of one
-    study, or have a run with different results.
+    Sources may have different seeds: the merged study has all of them. Raises if the sources are not of one study, or
+    have a run with different results.
 
     Args:
         sources: Folders or archives.
-        output: The new folder, or the archive where its name ends with `ARCHIVE`.
+        output: The new folder, or an archive if its name ends with `ARCHIVE`.
     """
     if output.exists():
         raise UsageError("the output exists already", got=str(output), instead="a new name")
@@ -79,19 +79,19 @@ def merge(sources: Sequence[Path], output: Path) -> Merged:
 
 
 def _copy(part: Published, path: Path, whole: StudyFolder) -> None:
-    """Copy a file of a source to its place, as an archive would have it, unless an earlier source had it."""
+    """Copy a file of a source under its published name and content, unless an earlier source had it."""
     target = whole.path / part.name(path)
     if path.is_file() and not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(part.content(path))
-        shutil.copystat(path, target)  # how long a run took is read from times
+        shutil.copystat(path, target)  # a run's duration is read from file times
 
 
 # ---------------------------------------------------------------------------------------------------- the study
 
 
 def _joined(configs: Sequence[StudyConfig], sources: Sequence[Path]) -> StudyConfig:
-    """The study of all sources, with the seeds of all."""
+    """The common study of all sources, with all their seeds."""
     plain = [_comparable(config) for config in configs]
     for source, other in zip(sources, plain, strict=True):
         if differ := sorted(key for key in {*plain[0], *other} if plain[0].get(key) != other.get(key)):
@@ -139,7 +139,7 @@ def _join_bases(folders: Sequence[StudyFolder], sources: Sequence[Path], whole: 
 
 
 def _join_jobs(parts: Sequence[Published], whole: StudyFolder) -> tuple[str, ...]:
-    """Copy every baseline and run once; the names of those that several sources had done."""
+    """Copy every baseline and run once; return the names of those finished in several sources."""
     jobs: dict[Path, dict[RunFolder, Published]] = {}
     for part in parts:
         for job in part.folder.jobs():
@@ -168,18 +168,18 @@ def _join_jobs(parts: Sequence[Published], whole: StudyFolder) -> tuple[str, ...
 
 
 def _results(part: Published, job: RunFolder) -> dict[str, Any]:
-    """What has to be equal: all but where, when and how fast it was computed, and which tokens were recorded."""
+    """The results that must be equal: everything but machine, time, speed and which tokens were recorded."""
     aside = {job.config_file, job.reads_file, job.log_file("timings"), job.log_file("tokens")}
     aside |= {job.path / name for name in ("environment.json", "error.json")}
     found: dict[str, Any] = {path.name: part.content(path) for path in job.records() if path not in aside}
     if (name := "baseline.json") in found:
-        found[name] = job.baseline()["digest"]  # the rest says where the model was
+        found[name] = job.baseline()["digest"]  # the rest is where the model was
     return found
 
 
 def _ledger(jobs: Sequence[RunFolder]) -> bytes:
-    """All reads of held-out splits: a run that two machines have computed was read twice, and a copy of a run, which
-    has the same timings, once. Baselines have no timings, and count as copies."""
+    """All reads of held-out splits: a run computed on two machines counts twice, a copy of a run, recognized by equal
+    timings, once. Baselines have no timings and count as copies."""
     ledgers: dict[bytes, bytes] = {}
     for job in jobs:
         timings, reads = (

@@ -2,10 +2,10 @@
 
 An archive is a tar file (ustar, regular files only) compressed by xz:
 
-    manifest.json   {"format", "study", "files": [{"path", "bytes", "sha256"}, …]}; always the first
+    manifest.json   {"format", "study", "files": [{"path", "bytes", "sha256"}, …]}; always first
     study.yaml, runs/ID/metrics.jsonl, …   in the order of the manifest, named as in the study's folder
 
-Files of one name stand side by side: predictions of all runs have the same texts, which xz then stores once.
+Files with the same name are adjacent: predictions of all runs have the same texts, which xz then stores once.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ MANIFEST = "manifest.json"
 def pack(
     folder: StudyFolder, output: Path | None = None, *, progress: Callable[[int, int], None] = lambda done, of: None
 ) -> Path:
-    """Write the archive of a study, and return where it is. The same records give the same bytes.
+    """Write the archive of a study and return its path. The same records give the same bytes.
 
     Args:
-        folder: The study, done or not.
-        output: The file; None: beside the folder, by its name.
-        progress: Called with (files written, files in all).
+        folder: The study, finished or not.
+        output: The file; None: next to the folder, with its name.
+        progress: Called with (files written, total files).
     """
     place = Path(output) if output is not None else folder.path.with_name(folder.path.name + ARCHIVE)
     if not place.name.endswith(ARCHIVE):
@@ -61,7 +61,7 @@ def pack(
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    info = tarfile.TarInfo(name)  # no owner, no time: the bytes depend on names and contents alone
+    info = tarfile.TarInfo(name)  # no owner, no time: the bytes depend only on names and contents
     info.size = len(data)
     try:
         tar.addfile(info, io.BytesIO(data))

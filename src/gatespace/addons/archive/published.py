@@ -1,7 +1,7 @@
-"""A study's records as they are published: without the paths, hosts and users of the machine that made them.
+"""A study's records for publication: without paths, hosts and users of the original machine.
 
-Run ids are hashes of settings, also of where data and models are. So a study file whose places are shortened has other
-ids, and the folders of its runs are named by them: an archive is a whole study of its own.
+Run ids are hashes of settings, including the paths of data and models. So a study file with shortened paths has other
+ids, and its run folders are renamed accordingly: an archive is a complete study of its own.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from gatespace.runs import StudyFolder
 from gatespace.study.plan import ROLES, baseline_name, make_plan, model_name
 
 _FILES = ("config.yaml", "baseline.json", "error.json", "environment.json")
-"""The records that can name places."""
+"""Records that can contain paths or hosts."""
 _OF_A_TASK = ("summary.json", "evaluation-")
-"""Those that name the task beside numbers and labels. The rest holds numbers and texts."""
+"""Records with the task's name, numbers and labels. All others have only numbers and texts."""
 _URL = re.compile(r"\b([a-z][a-z0-9+.-]*://)([^\s/?#:@]*(?::[^\s/?#@]*)?@)?(\[[^\]\s]*\]|[^\s/?#:@]+)", re.I)
 _FILE = re.compile(r"\bfile:(?=/)", re.I)
 _PATH = re.compile(r"(?<![\w.:/~-])(?:~\w*)?/+(?! )(?:[^/'\"(),;:\n]+/+)+([^\s/'\"(),;:]*)")
-"""An absolute path within a text. Folders may have blanks in their names, so that a text with a second path after a
-blank can lose words between them: rather that than a name."""
+"""An absolute path within a text. Folder names may contain spaces, so words between two paths can be lost: better that
+than to leak a name."""
 
 
 def without_places(value: Any) -> Any:
-    """A value of settings or records: of an absolute path its last part, of an address no host.
+    """Strip a value of settings or records: absolute paths to their last part, addresses of their host.
 
     Examples:
         >>> without_places({"root": "/home/me/my data/tweets", "teacher": "zmq://10.0.0.7:5555", "steps": 30})
@@ -52,7 +52,7 @@ def without_places(value: Any) -> Any:
 
 
 class Published:
-    """The records of a study by the names and with the contents that others get.
+    """The records of a study with their published names and contents.
 
     Args:
         folder: The study.
@@ -60,7 +60,7 @@ class Published:
 
     def __init__(self, folder: StudyFolder) -> None:
         self.folder = folder
-        own = folder.config()  # with full paths of plugins, whose source counts
+        own = folder.config()  # with full paths of plugins, whose source is hashed
         settings = dump_config(own)
         shortened = without_places({**settings, "plugins": []}) | {"plugins": settings["plugins"], "about": own.about}
         plain = own
@@ -68,17 +68,17 @@ class Published:
         if shortened != settings:
             plain = parse_config(StudyConfig, shortened, where="the study as it is published")
             self._names = _renamed(own, plain, {task: base.point for task, base in folder.bases().items()})
-        # As the study's folder spells them, by hash: plugins/HASH/NAME.py.
+        # As in the study's folder: plugins/HASH/NAME.py.
         plugins = ["/".join(Path(name).parts[-3:]) if name.endswith(".py") else name for name in own.plugins]
         self.config = plain.model_copy(update={"plugins": tuple(plugins)})
 
     def name(self, path: Path) -> str:
-        """The published name of a file or folder of the study, relative to it."""
+        """The published name of a file or folder, relative to the study's folder."""
         parts = path.relative_to(self.folder.path).parts
         return "/".join(self._names.get(part, part) if place == 1 else part for place, part in enumerate(parts))
 
     def content(self, path: Path) -> bytes:
-        """The published bytes of a file. Places in the study's folder are relative; an error has no traceback."""
+        """The published bytes of a file. Paths in the study's folder become relative; tracebacks are removed."""
         if path == self.folder.study_file and self._names:
             return dump_yaml(self.config).encode()
         data = path.read_bytes()
@@ -97,7 +97,7 @@ class Published:
 
 
 def _renamed(own: StudyConfig, plain: StudyConfig, bases: Mapping[str, str]) -> dict[str, str]:
-    """Names of runs, baselines and models by the study's own file → by the published one."""
+    """Original name → published name of runs, baselines and models."""
     names = dict(zip(*(make_plan(config, bases).runs for config in (own, plain)), strict=True))
     for task in own.tasks:
         for role in ROLES:
@@ -109,7 +109,7 @@ def _renamed(own: StudyConfig, plain: StudyConfig, bases: Mapping[str, str]) -> 
 
 
 def _task_without_places(found: Any) -> Any:
-    """The name of a task may be that of its table; labels stay as they are."""
+    """Strip only the task's name, which may be its table's; keep labels."""
     if not isinstance(found, dict):
         return found
     named = {key: without_places(one) for key, one in found.items() if key == "task"}

@@ -1,9 +1,9 @@
-"""Read an archive that may come from anywhere.
+"""Unpack an archive from an untrusted source.
 
-The manifest comes first and says all: every name is checked before anything is written, and what follows has to be
-those regular files in that order with those sizes and hashes. So no link, device, name outside of the folder or file
-larger than announced is ever written, and memory is bounded. Nothing is imported or unpickled. An archive has no times:
-all files get one, by which a run's duration is not known.
+The manifest comes first and is complete: every name is checked before anything is written, and the rest must be exactly
+those regular files in that order with those sizes and hashes. So no link, device, name outside the folder or oversized
+file is ever written, and memory is bounded. Nothing is imported or unpickled. An archive has no file times: all files
+get the same one, so a run's duration is unknown.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from gatespace.runs import ARCHIVE, StudyFolder
 
 MOST_FILES = 200_000
 MOST_BYTES = 4 << 30
-"""Of all files together, unpacked."""
+"""Total size of unpacked files."""
 MOST_MANIFEST = 64 << 20
 _MOST_MEMORY = 128 << 20
-"""Of the decompressor; what `pack` writes needs 9 MB."""
+"""For the decompressor; archives of `pack` need 9 MB."""
 _CHUNK = 1 << 20
 _BLOCK = tarfile.BLOCKSIZE
 
 _opened: dict[str, tempfile.TemporaryDirectory[str]] = {}
-"""Hash of an archive → where it is unpacked, until this process ends."""
+"""Hash of an archive → folder it is unpacked in, until this process ends."""
 
 
 class Entry(NamedTuple):
-    """A file of an archive."""
+    """A file in an archive."""
 
     path: str
     bytes: int
@@ -45,7 +45,7 @@ class Entry(NamedTuple):
 
 
 def opened(path: Path) -> Path:
-    """The folder that an archive is unpacked into, once per process and content."""
+    """Unpack an archive, once per process and content, and return the folder."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     name = path.name.removesuffix(ARCHIVE) or "study"
@@ -61,7 +61,7 @@ def opened(path: Path) -> Path:
 
 
 def unpack(path: Path, folder: Path) -> None:
-    """Unpack an archive into a new folder; an error, and no folder, where it is not one that `pack` could write."""
+    """Unpack an archive into a new folder; raises, leaving no folder, unless `pack` could have written it."""
     folder.mkdir(parents=True)
     try:
         _unpack(path, folder)
@@ -104,8 +104,8 @@ def _unpack(path: Path, folder: Path) -> None:
 
 
 def _header(path: Path, source: _Xz, name: str) -> int:
-    """The size of the next file, which has to be a regular one of this name."""
-    # Not by `TarFile`, which would follow headers of other kinds and hold whatever size they announce in memory.
+    """The size of the next file, which must be a regular file with this name."""
+    # `TarFile` would follow other kinds of headers and allocate whatever size they announce.
     info = tarfile.TarInfo.frombuf(source.read(_BLOCK), "utf-8", "surrogateescape")
     if info.type != tarfile.REGTYPE or info.name != name or info.size < 0:
         raise _bad(path, f"{info.name!r} is in the place of the regular file {name!r}")
@@ -113,7 +113,7 @@ def _header(path: Path, source: _Xz, name: str) -> int:
 
 
 def _entries(path: Path, data: bytes) -> list[Entry]:
-    """What the manifest names; an error where anything about it is not as `pack` writes it."""
+    """The files in the manifest; raises if it deviates from what `pack` writes."""
     try:
         found: Any = json.loads(data)
         form = found["format"]
@@ -145,12 +145,12 @@ def _sound(entry: Entry) -> bool:
         and entry.bytes >= 0
         and name.isprintable()
         and "\\" not in name
-        and not {"", ".", ".."} & {*name.split("/")}  # an absolute name begins with an empty part
+        and not {"", ".", ".."} & {*name.split("/")}  # an absolute name starts with an empty part
     )
 
 
 class _Xz:
-    """Decompresses exactly as much as is asked for."""
+    """Decompresses exactly as many bytes as requested."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file

@@ -1,4 +1,4 @@
-"""The paper's published numbers: its tables recomputed, an audit, and its results beside those of a study."""
+"""The paper's published numbers: its tables recomputed, an audit, and a reference for a study's report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def reference() -> Reference:
-    """The paper's results, for the reports of studies with a task of its own."""
+    """The paper's results, for reports of studies on the paper's tasks."""
     from gatespace.addons.paper.facts import PaperReference
 
     return PaperReference()

@@ -1,6 +1,6 @@
-"""The paper held against its own numbers: its tables recomputed, and an audit. Needs no torch.
+"""The paper checked against its own numbers: tables recomputed, and an audit. Does not import torch.
 
-Every entry of the audit has its numbers and `says`, a sentence made of them.
+Every audit entry has its numbers, and `says`, a summary built from them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIMULATIONS = 99_999
 
 
 def recompute() -> dict[str, Any]:
-    """Every table with what is printed, what is computed and whether they match; then the audit."""
+    """Every table with printed values, computed values and whether they match, plus the audit."""
     return {
         "nine": nine(),
         "seed_sds": tables.seed_sds(),
@@ -43,7 +43,7 @@ def recompute() -> dict[str, Any]:
 
 
 def audit() -> dict[str, Row]:
-    """Topic → numbers and a sentence."""
+    """Topic → numbers and a summary."""
     return {
         "fresh_seeds": _fresh_seeds(),
         "group_claim": _group_claim(),

@@ -38,13 +38,13 @@ _VERDICTS = {True: "yes", False: "NO", None: "-"}
 
 
 def paper(as_json: options.AsJson = False) -> None:
-    """Compute the paper's tables again from its per-seed accuracies, and audit its numbers.
+    """Recompute the paper's tables from its per-seed accuracies, and audit its numbers.
 
-    Every printed figure stands beside the computed one. A dash says that
-    nothing else in the paper determines it. Then follows what can and what
-    cannot be derived of the published win counts, and an audit: fresh seeds,
+    Shows every printed figure next to the computed one; a dash means that
+    nothing else in the paper determines it. Also shows what can and cannot
+    be derived from the published win counts, and an audit: fresh seeds,
     power, ANOVA, majority class, duplicates, shared comparators, an
-    aggregate that cannot be, and the mean of λ.
+    infeasible aggregate, and the mean of λ.
 
     \b
     gatespace paper
@@ -90,7 +90,7 @@ def _recompute() -> dict[str, Any]:
 
 
 def _table(title: str, names: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table of text; the first column is bold, the others are set to the right."""
+    """A table of text; the first column is bold, the others are right-aligned."""
     from rich import box
     from rich.table import Table
 

@@ -1,8 +1,8 @@
-"""What can and cannot be derived of the paper's win counts and mean differences.
+"""What can and cannot be derived about the paper's win counts and mean differences.
 
-The 36 cells are not printed. What is: some accuracies, the best of each side, the ends of a grid, and differences from
-which others follow. So every run of seed 42 has a range of correct responses, often a single number, and every cell is
-won, lost or undecided.
+The 36 cells are not printed, but some accuracies are, and the best of each side, the ends of a grid, and differences
+from which others follow. So every run of seed 42 has a range of correct responses, often a single number, and every
+cell is won, lost or undecided.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Range(NamedTuple):
 
 
 def known_counts(task: str) -> dict[str, Range]:
-    """Point or restriction → what is known of its correct responses at seed 42."""
+    """Point or restriction → known range of its correct responses at seed 42."""
     n = facts()["tasks"][task]["n_test"]["value"]
     found: dict[str, Range] = {}
     for point, run in facts()["per_seed_accuracy"][task].items():
@@ -54,7 +54,7 @@ def known_counts(task: str) -> dict[str, Range]:
 
 
 def cells() -> list[Row]:
-    """The 36 cells, each with what is known of its difference in correct responses."""
+    """The 36 cells, each with the known bounds of its difference in correct responses."""
     rows = []
     for task, points in facts()["comparisons_36"].items():
         counts = known_counts(task)
@@ -69,7 +69,7 @@ def cells() -> list[Row]:
                         "group": f"{task}_{side.removesuffix('_only')}",
                         "left": row["config"],
                         "right": row[side],
-                        # None where nothing is known on that side
+                        # None if nothing is known on that side
                         "at_least": left.low - right.high if left.low else None,
                         "at_most": left.high - right.low if right.low else None,
                         "outcome": _outcome(left, right),
@@ -92,7 +92,7 @@ def _outcome(left: Range, right: Range) -> str:
 
 
 def win_counts() -> list[Row]:
-    """Per group: cells that are known to be won or lost, those that are not, and whether the published count fits."""
+    """Per group: cells known to be won or lost, undecided ones, and whether the published count fits."""
     found = cells()
     rows = []
     for group in GROUPS:
@@ -107,7 +107,7 @@ def win_counts() -> list[Row]:
 
 
 def _unnamed_wins(group: str) -> int:
-    """Cells that are won without it being known which.
+    """Number of cells won without knowing which.
 
     Three of four HG5 points are above G5, and HG5,d+4 is one of them. G5 is above entropy-only(-4) and above every
     gap-only run, hence so are two of the other three.
@@ -121,7 +121,7 @@ def _unnamed_wins(group: str) -> int:
 
 
 def _isolation() -> Row:
-    """Of the 26 dynamic points against their static twins only those named in text and tables are known."""
+    """The 26 dynamic points against their static twins, of which only those in text and tables are known."""
     printed = {(row["task"], row["a"]): row["delta_1seed"] for row in facts()["nine"] if row["axis"] == "isolation"}
     for cell in facts()["named_cells_seed42_pp"]:
         if cell["cell"].endswith("mean-matched static"):
@@ -151,7 +151,7 @@ def _counted(group: str, *, cells: int, won: int, lost: int, won_unnamed: int = 
 
 
 def verdict(published: int, at_least: int, at_most: int) -> str:
-    """Whether a published count is what follows, can be, or cannot be."""
+    """Whether a published count is derived, possible or contradicted."""
     if not at_least <= published <= at_most:
         return "contradicted"
     return "derived" if at_least == at_most else "possible"
@@ -161,11 +161,11 @@ def verdict(published: int, at_least: int, at_most: int) -> str:
 
 
 def mean_deltas() -> list[Row]:
-    """The published mean differences per group: what they leave for the cells that are not known, and if it can be.
+    """The published mean differences per group: what they imply for the open cells, and whether that is feasible.
 
-    `needed` is what the printed mean leaves for the open cells, in correct responses; `needed_widest` the same if every
-    printed accuracy had been rounded to four digits the most favourable way. `minimum` is the least that the open
-    cells can sum to where the published count makes each of them a lead.
+    `needed` is the sum that the printed mean leaves for the open cells, in correct responses; `needed_widest` the same
+    if every printed accuracy was rounded to four digits in the most favourable way. `minimum` is the smallest sum of
+    the open cells if the published count makes each of them a lead.
     """
     found = cells()
     rows = []
@@ -204,13 +204,13 @@ def mean_deltas() -> list[Row]:
 
 
 def _whole(mean: float, half: float, cells_: int, n: int, known: int) -> list[int]:
-    """The whole numbers of correct responses between the ends of a printed mean, less those that are known."""
+    """Bounds in whole correct responses that a printed mean implies, minus the known sum."""
     low, high = ((mean + sign * half) * cells_ * n / 100 for sign in (-1, 1))
     return [math.ceil(low - 1e-9) - known, math.floor(high + 1e-9) - known]
 
 
 def _minimum(group: str, open_cells: list[Row], *, lead: int) -> int:
-    """The least sum of the open cells if each is a lead of at least `lead`, with the HG5 points as `_unnamed_wins`."""
+    """Smallest sum of the open cells if each is a lead of at least `lead`, with HG5 points as in `_unnamed_wins`."""
     least = [lead if row["at_least"] is None else row["at_least"] for row in open_cells]
     unnamed = [i for i, row in enumerate(open_cells) if row["left"].startswith("HG5") and row["outcome"] == "unknown"]
     counts = known_counts(group.split("_")[0])
@@ -223,7 +223,7 @@ def _minimum(group: str, open_cells: list[Row], *, lead: int) -> int:
 
 
 def null_cells() -> list[Cell]:
-    """The 36 cells by the runs that they share, as won and lost as published: 33 and 3."""
+    """The 36 cells with the runs they share, won and lost as published: 33 and 3."""
     found = cells()
     won = facts()["counts"]["wins"]["value"]
     return [
@@ -233,7 +233,7 @@ def null_cells() -> list[Cell]:
 
 
 def sharing() -> list[Row]:
-    """Restriction → the cells of its task that it serves."""
+    """Number of cells that each restriction is compared in."""
     found = cells()
     rows = []
     for task in facts()["comparisons_36"]:
@@ -245,7 +245,7 @@ def sharing() -> list[Row]:
 
 
 def above_static() -> Row:
-    """Hate at seed 42: static λ = 0.5 against the restrictions and against the family, as far as it is known."""
+    """Hate at seed 42: static λ = 0.5 against the restrictions and the known runs of the family."""
     static, gap, entropy, _ = facts()["best_observed"]["hate"]["correct"]
     n = facts()["tasks"]["hate"]["n_test"]["value"]
     family = [row["config"] for row in facts()["comparisons_36"]["hate"]]

@@ -1,4 +1,4 @@
-"""The paper's figures as published, each with its place in the paper, and as a reference for reports."""
+"""The paper's figures as published, each with its location in the paper, and as a reference for reports."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 from gatespace.report.view import Published
 
 SEEDS: tuple[int, ...] = (42, 2, 3)
-"""The seeds of the paper; the first is that of its sweeps, on which comparisons were chosen."""
+"""The paper's seeds; the first is that of its sweeps, on which comparisons were selected."""
 
 
 @cache
 def facts() -> Mapping[str, Any]:
-    """All of them. `_about` explains units and provenance; `src` names a label of the paper, e.g. ``tab:3seed``."""
+    """All published figures. `_about` explains units and provenance; `src` is a label in the paper: ``tab:3seed``."""
     text = resources.files("gatespace.addons.paper").joinpath("data", "paper_facts.json").read_text(encoding="utf-8")
     return dict(json.loads(text))
 
 
 def hundredths(share: float) -> int:
-    """A printed accuracy of four digits as a whole number of hundredths of a percentage point."""
+    """A printed four-digit accuracy as an integer in hundredths of a percentage point."""
     return round(share * 10_000)
 
 
@@ -32,18 +32,18 @@ def seed_accuracies(task: str, point: str) -> dict[int, int]:
 
 
 def agrees(printed: float, value: float, decimals: int = 2) -> bool:
-    """Whether `value` rounds to what is printed. A half may be rounded either way."""
+    """Whether `value` rounds to the printed one. A half may round either way."""
     return abs(value - printed) <= 0.5 * float(f"1e-{decimals}") + 1e-9
 
 
 class PaperReference:
-    """The paper's results by the names that studies give to tasks and points."""
+    """The paper's results under the names that studies use for tasks and points."""
 
     seeds = SEEDS
     note = "The paper's numbers are of Qwen3-32B → Qwen3-4B and are shown for orientation."
 
     def accuracies(self, data: str) -> dict[str, dict[int, float]]:
-        """Point → seed → accuracy on test; empty for data that the paper does not have."""
+        """Point → seed → accuracy on test; empty for data not in the paper."""
         task = _task(data)
         twins = {f"static{row['lam']:g}": f"twin({row['config']})" for row in _rows("mean_matched_lambda", task)}
         return {
@@ -72,7 +72,7 @@ class PaperReference:
 
 
 def _task(data: str) -> str:
-    """The paper's name of some data; empty for what it does not have."""
+    """The paper's name for a dataset; "" if it is not in the paper."""
     name = data.removeprefix("tweeteval/")
     return name if name != data and name in facts()["per_seed_accuracy"] else ""
 

@@ -1,6 +1,6 @@
 """The paper's tables, recomputed from its per-seed accuracies (four digits, as printed).
 
-A `match` of None means that what is printed cannot be computed from anything else that is printed.
+A `match` of None means that the printed value cannot be computed from the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DYNAMIC = (("emotion", "HG5,d+4"), ("hate", "G4"), ("offensive", "H1"))
 
 
 def _check(printed: Any, value: Any, src: str, *, decimals: int | Sequence[int] = 2, **names: Any) -> Row:
-    """A printed figure, or several, beside the computed one."""
+    """Compare one or several printed figures with the computed ones."""
     row = {**names, "printed": printed, "recomputed": value, "match": None, "src": src}
     if value is not None:
         pairs = list(zip(printed, value, strict=True)) if isinstance(printed, list) else [(printed, value)]
@@ -41,7 +41,7 @@ def _percents(task: str, point: str) -> list[float]:
 
 
 def nine() -> list[Row]:
-    """Table 3seed: mean, SD, t, p and interval of the nine replicated comparisons, beside what is printed.
+    """Table 3seed: mean, SD, t, p and interval of the nine replicated comparisons, with the printed values.
 
     The paper subtracts printed accuracies. `from_counts` subtracts correct responses: its last digit differs.
     """
@@ -90,7 +90,7 @@ def _nine(printed: Row) -> Row:
 
 
 def _over_seeds(values: dict[int, float]) -> Paired:
-    found = paired(values, dict.fromkeys(values, 0.0))  # differences of whole hundredths stay exact
+    found = paired(values, dict.fromkeys(values, 0.0))  # differences of integer hundredths stay exact
     assert isinstance(found, Paired)
     return found
 
@@ -121,7 +121,7 @@ def seed_sds() -> list[Row]:
 
 
 def not_applicable() -> Row:
-    """N/A cells by the rule (gap-only keeps d, entropy-only keeps a), and the cells that remain."""
+    """N/A cells by the rule (gap-only keeps d, entropy-only keeps a), and the remaining cells."""
     configs, counts = facts()["configs"], facts()["counts"]
     per_task: dict[str, Row] = {}
     named_alike = True
@@ -153,7 +153,7 @@ def not_applicable() -> Row:
 
 
 def d_on_g2() -> list[Row]:
-    """Table d-on-G2. A delta can be checked where the H point's accuracy is printed elsewhere; else it defines it.
+    """Table d-on-G2. A delta can be checked if the H point's accuracy is printed elsewhere; else it defines it.
 
     G2 is taken from the range of the grid (its best point minus the printed range), not from this table.
     """
@@ -172,7 +172,7 @@ def d_on_g2() -> list[Row]:
 
 
 def best_observed() -> list[Row]:
-    """Table best-observed: the best of each side at seed 42, beside the best that is known from other tables."""
+    """Table best-observed: the best of each side at seed 42, with the best known from other tables."""
     rows = []
     for task, printed in facts()["best_observed"].items():
         runs = facts()["per_seed_accuracy"][task]
@@ -194,14 +194,14 @@ def best_observed() -> list[Row]:
                 row["best_known"] = {"point": point, "accuracy": mine[point]}
                 row["consistent"] = mine[point] <= printed[key] + 1e-9
                 same = agrees(printed[key], mine[point], 4)
-                # Of the restrictions most runs are not printed: the best known is only a lower bound for the best.
+                # Most runs of restrictions are not printed, so the best known is only a lower bound.
                 row["match"] = same if same or key == "ours_best" else None
             rows.append(row)
     return rows
 
 
 def named_cells() -> list[Row]:
-    """Single differences that the text names, at seed 42."""
+    """Individual differences mentioned in the text, at seed 42."""
     sides = {
         "G4 vs mean-matched static": ("G4", "static0.556"),
         "HG4,d+2 vs gap-only(+2)": ("HG4,d+2", "gap-only(+2)"),
@@ -240,7 +240,7 @@ def statements() -> list[Row]:
     shrink = [row["delta_1seed"] / row["mean"] for row in rows]
     ps = [row["p"] for row in rows]
     half = (rows[0]["ci"][1] - rows[0]["ci"][0]) / 2 / rows[0]["sd"]
-    # Over all points of the table it would begin at 0.33.
+    # Over all points of the table the range would start at 0.33.
     dynamic = [statistics.stdev(_percents(task, point)) for task, point in _DYNAMIC]
     positive = [row["mean"] for row in rows if row["mean"] > 0]
     best = _percents("emotion", "HG5,d+4")
@@ -265,7 +265,7 @@ def statements() -> list[Row]:
 
 
 def whole_counts() -> Row:
-    """Is every printed accuracy a whole number of correct responses? Nothing else could be printed."""
+    """Check that every printed accuracy is a whole number of correct responses, as it must be."""
     checked = wrong = 0
     for runs in facts()["per_seed_accuracy"].values():
         for run in runs.values():

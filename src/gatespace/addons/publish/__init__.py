@@ -8,14 +8,14 @@ if TYPE_CHECKING:
     from gatespace.runs import RunFolder
 
 CARD = "README.md"
-"""The name of a card's file in a model folder."""
+"""File name of the model card in a model folder."""
 
 
 def write_card(run: RunFolder) -> None:
-    """Write the card of a run beside its model; nothing where the run kept no model.
+    """Write the card of a run into its model folder, if the run kept its model.
 
-    Nothing either where jinja2 or huggingface_hub is missing, which come with torch and transformers: a run must not
-    fail for its card.
+    Skipped if jinja2 or huggingface_hub, which come with torch and transformers, is missing: a run must not fail for
+    its card.
     """
     from gatespace.addons.publish.card import model_card
     from gatespace.files import atomic_write

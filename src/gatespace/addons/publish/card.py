@@ -1,7 +1,7 @@
-"""The model card of a run: how a model was made and how good it is. The text is in card.md.j2, the values are here.
+"""The model card of a run: how a model was trained and how good it is. The text is in card.md.j2, the values are here.
 
-A card is what a stranger sees of a model, so it holds no paths and no addresses of the machine that made it. Equal runs
-have equal cards. No torch here, unless the objective is no gate: its class has its formula and citation.
+A card is public, so it contains no paths or addresses of the original machine. Equal runs have equal cards. Does not
+import torch, unless the objective is a published method, whose class has its formula and citation.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ __all__ = ["Evidence", "model_card"]
 _SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _HUB_NAME = re.compile(r"(?:hub:)?([\w-][\w.-]*/[\w.-]+)")
 _HUB_SOURCE = re.compile(r"(?:^|\s)([\w-][\w.-]*/[\w.-]+)@([\w.-]+)")
-"""A model of the Hub and its revision, wherever they stand in the record of an origin."""
+"""A Hub model and its revision, anywhere in the record of an origin."""
 _DATASET = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?::([\w.-]+))?")
 _SPLITS = ("test", "val", "train")
 _SHORT = 12
-"""Digits of a hash that are shown."""
+"""Number of hash digits shown."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a study says about the point of a run, in sentences.
+    """A study's evidence about the point of a run, in sentences.
 
     Args:
         study: The study's name.
-        state: How much of it there is.
-        point: About this point: its accuracy over seeds, and what it was compared with.
-        groups: About the groups of comparisons that the point is part of; only these are tested.
-        limits: What stands in the way of saying more.
+        state: How complete it is.
+        point: On this point: its accuracy over seeds, and its comparisons.
+        groups: On the groups of comparisons that the point is part of; only these are tested.
+        limits: Limitations of the evidence.
     """
 
     study: str
@@ -70,11 +70,11 @@ def model_card(
     """The card of the model that a run has trained.
 
     Args:
-        run: Of `gatespace train` or `teach`, with its summary.
-        evidence: What a study says about the run's point; None: the card says that one run is no evidence.
-        name: What a reader loads the model by: a Hub id, or a folder.
+        run: A run of `gatespace train` or `teach`, with its summary.
+        evidence: A study's evidence about the run's point; None: the card states that one run is no evidence.
+        name: Name to load the model by: a Hub id, or a folder.
         dtype: Precision of the written weights, fp32 or bf16.
-        license: Identifier of the model's licence; None: the card names none.
+        license: Identifier of the model's licence; None: not mentioned in the card.
     """
     found = _read(run)
     return _template().render(
@@ -97,7 +97,7 @@ def _template() -> jinja2.Template:
 
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("gatespace.addons.publish", "."),
-        autoescape=False,  # Markdown, which the filters below escape
+        autoescape=False,  # Markdown, escaped by the filters below
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -115,12 +115,12 @@ def _template() -> jinja2.Template:
     return environment.get_template("card.md.j2")
 
 
-# ---------------------------------------------------------------------------------------------------- what a run says
+# ---------------------------------------------------------------------------------------------------- the run
 
 
 @dataclass(frozen=True)
 class _Run:
-    """What the folder of a run says about its model."""
+    """A run's information about its model, read from its folder."""
 
     config: TrainConfig | TeachConfig
     identity: str
@@ -131,19 +131,19 @@ class _Run:
     labels: tuple[str, ...]
     task: str
     hub_data: tuple[str, str | None] | None
-    """The Hub's dataset behind the task and its part, where it is known to be one."""
+    """The task's Hub dataset and its config, if known to be one."""
     start: str
-    """The name of the model that the training began with,"""
+    """Name of the model that training started from."""
     source: str
-    """its origin, as it was recorded when it was loaded,"""
+    """Its origin, as recorded when it was loaded."""
     base: str | None
-    """and its Hub id, where it came from the Hub."""
+    """Its Hub id, if it came from the Hub."""
     chat_template: str | None
     teacher: str
     gate: Gate | None
     """The gate as trained; None for a published method."""
     point: str
-    """The point in a few words."""
+    """Short description of the point."""
 
     @property
     def is_distilled(self) -> bool:
@@ -161,14 +161,14 @@ class _Run:
 
     @property
     def method(self) -> Any:
-        """The class of a method, which has its formula and citation; None for a gate."""
+        """The class of a published method, which has its formula and citation; None for a gate."""
         if isinstance(self.config, TeachConfig) or self.gate is not None:
             return None
         from gatespace.gating import objectives
 
         try:
             return objectives.get(self.config.objective.method)
-        except UsageError:  # of a plugin that this process has not imported
+        except UsageError:  # from a plugin that this process has not imported
             return None
 
 
@@ -185,8 +185,8 @@ def _read(run: RunFolder) -> _Run:
     assert summary is not None
     content = own["content"]
     evaluations = {found["split"]: found for found in run.evaluations() if found.get("task_digest") == content["task"]}
-    evaluations |= summary["evaluation"]  # those that were made later stand beside these
-    for found in evaluations.values():  # an earlier release did not write all of it
+    evaluations |= summary["evaluation"]  # in addition to evaluations made later
+    for found in evaluations.values():  # earlier releases wrote fewer fields
         for part in (found["metrics"], found["without_duplicates"]):
             if "per_label" in part and "best_constant" not in part:
                 part.update(Metrics.from_json(part).as_json())
@@ -264,14 +264,14 @@ def _hub_data(task: TaskConfig) -> tuple[str, str | None] | None:
         return (HUB_TWEETEVAL, name.replace("/", "_")) if family == "tweeteval" and name in KNOWN else None
     path = Path(str(task.table.source))
     found = _DATASET.fullmatch(task.table.source) if isinstance(task.table.source, str) else None
-    # A relative folder looks like the name of a dataset, and comes before it.
+    # A relative folder looks like a dataset name, and takes precedence.
     if found is None or path.suffix.lower() in (".jsonl", ".csv", ".tsv", ".parquet") or path.expanduser().exists():
         return None
     return found[1], found[2]
 
 
 def _chat_template(model: Path) -> str | None:
-    """The template of the model's tokenizer, from whichever of the two places has it."""
+    """The chat template of the model's tokenizer, from either of its two locations."""
     try:
         return (model / "chat_template.jinja").read_text(encoding="utf-8")
     except OSError:
@@ -284,11 +284,11 @@ def _chat_template(model: Path) -> str | None:
 
 
 def _prompt(task: TaskConfig, labels: Sequence[str]) -> Prompt | None:
-    """The prompt of a task without its rows; None where it is not known.
+    """The prompt of a task without its rows, or None if unknown.
 
     Args:
-        task: The section `task`.
-        labels: As an evaluation had them, in their order; () where there was none.
+        task: The `task` section.
+        labels: In the order of an evaluation; () if there was none.
     """
     table, (family, _, name) = task.table, (task.name or "").partition("/")
     if task.name == "synthetic":
@@ -298,7 +298,7 @@ def _prompt(task: TaskConfig, labels: Sequence[str]) -> Prompt | None:
     elif family == "tweeteval":
         about = KNOWN.get(name, Labels("", {}))
         labels = tuple(labels) or tuple(about.definitions)
-        if set(labels) != set(about.definitions):  # a mapping of the user's own
+        if set(labels) != set(about.definitions):  # the user's own mapping
             about = Labels("Which label fits the tweet best?", {})
     else:
         return None
@@ -310,7 +310,7 @@ def _prompt(task: TaskConfig, labels: Sequence[str]) -> Prompt | None:
 
 
 def _metadata(run: _Run, license: str | None) -> str:
-    """The block that the Hub reads."""
+    """The metadata block for the Hub."""
     from huggingface_hub import EvalResult, ModelCardData
 
     tags = ["gatespace"]
@@ -333,7 +333,7 @@ def _metadata(run: _Run, license: str | None) -> str:
             metric_value=found["metrics"][key],
         )
         for split, found in run.evaluations.items()
-        # A glance at some rows is no result to be listed beside others.
+        # An evaluation on some rows only is not listed as a result.
         if dataset is not None and not _is_partial(found)
         for kind, metric, key in (("accuracy", "accuracy", "accuracy"), ("f1", "macro-F1", "macro_f1"))
     ]
@@ -351,11 +351,11 @@ def _metadata(run: _Run, license: str | None) -> str:
     return str(data.to_yaml())
 
 
-# ---------------------------------------------------------------------------------------------------- words
+# ---------------------------------------------------------------------------------------------------- formatting
 
 
 def lam_formula(gate: Gate) -> str:
-    """λ as it is computed, without the signals that have no weight."""
+    """The formula of λ, without signals of zero weight."""
     if gate.is_static:
         return f"λ = {gate.lam():.6g}"
     terms = [(gate.a, "h"), (gate.b, "u"), (gate.d, "gap"), *((w, name) for name, w in gate.extra.items())]
@@ -382,12 +382,12 @@ def _is_partial(found: Mapping[str, Any]) -> bool:
 
 
 def _inline(text: str) -> str:
-    """A text from outside that stays within its line or cell."""
+    """Escape untrusted text so that it stays within its line or cell."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
 def _code(text: str) -> str:
-    """A name as code, whatever is in it."""
+    """Format any text as inline code."""
     flat = " ".join(text.split()).replace("|", "\\|")
     fence = "`" * (max((len(run) for run in re.findall(r"`+", flat)), default=0) + 1)
     return f"{fence} {flat} {fence}" if len(fence) > 1 else f"`{flat}`"
@@ -399,7 +399,7 @@ def _fenced(body: str, language: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """A text as Python source, over several lines where that says the same."""
+    """Format a text as a Python string literal, over several lines if possible."""
     lines = text.split("\n")
     plain = all(line.isprintable() for line in lines) and "\\" not in text and '"""' not in text
     if len(lines) > 2 and plain and not text.startswith('"') and not text.endswith('"'):

@@ -54,8 +54,8 @@ def export(
     """Write a run's model as a normal model folder, with a model card.
 
     transformers and vLLM load it; adapters are merged into the weights.
-    The card says how the model was made, what it was measured at and, of
-    a run of a study, what the study's evidence supports about its point.
+    The card says how the model was trained, how well it does and, for a
+    run of a study, what the study's evidence supports about its point.
 
     \b
     gatespace export runs/train --output emotion-student
@@ -73,7 +73,7 @@ def export(
         raise UsageError("--private says how to push, and there is no --push", instead="--push OWNER/NAME --private")
     folder = RunFolder(run)
     if folder.path.name == "model" and not folder.exists and RunFolder(folder.path.parent).exists:
-        folder = RunFolder(folder.path.parent)  # its model's folder stands for a run
+        folder = RunFolder(folder.path.parent)  # a model folder stands for its run
     place = output.expanduser()
     exporting.check_export(folder, place, dtype=dtype)
     if push is not None:
@@ -115,7 +115,7 @@ def export(
 
 
 def _evidence(run: RunFolder, study: Path | None) -> Evidence | None:
-    """What the study says about the run's point; None where no study is named and the run is in none."""
+    """The study's evidence about the run's point; None if no study is given and the run is in none."""
     from gatespace.errors import missing_extra
     from gatespace.runs import StudyFolder
 
@@ -131,6 +131,6 @@ def _evidence(run: RunFolder, study: Path | None) -> Evidence | None:
 
 
 def _next(run: RunFolder, output: Path) -> str:
-    """The command that uses it."""
+    """The command to try next."""
     words = ["gatespace", "predict", str(output), "--config", str(run.config_file)]
     return f"{shlex.join(words)} < texts.txt"

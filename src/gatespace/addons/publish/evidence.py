@@ -1,4 +1,4 @@
-"""What a study says about one of its runs, in the sentences of a model card."""
+"""A study's evidence about one of its runs, as sentences for a model card."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _WORDS: Mapping[str, str] = {
     "published": "a published method",
     "gap": "without the gap signal",
 }
-"""Axis → what the right side is to the left one."""
+"""Axis → what the right side is relative to the left one."""
 
 
 def evidence_of(run: RunFolder, study: Path) -> Evidence:
-    """What the study in the folder `study` supports about the point of `run`; an error where it has no such run."""
+    """Evidence of the study in the folder `study` about the point of `run`; raises if it has no such run."""
     results = read_results(study)
     found = run_in(results, run)
     if found is None:
@@ -56,9 +56,9 @@ def run_in(results: StudyResults, run: RunFolder) -> RunResult | None:
 
 
 def point_evidence(results: StudyResults, run: RunResult) -> Evidence:
-    """What the study supports about the point of `run`.
+    """Evidence of the study about the point of `run`.
 
-    Comparisons with the point are described. What is tested are groups of comparisons, never a single one.
+    Comparisons with the point are only described. Tests are of groups of comparisons, never of a single one.
     """
     view = View(results, analyse(results))
     findings = find(view)
@@ -105,7 +105,7 @@ def _accuracy(view: View, run: RunResult) -> list[str]:
 
 
 def _chosen(view: View, run: RunResult) -> list[str]:
-    """Whether this model may have been picked by the numbers that it is judged by."""
+    """State whether this model may have been selected on the numbers it is judged by."""
     found = []
     if run.spec.kind == "point" and not isinstance(
         chosen := view.analysis.selection[run.spec.task].chosen, NotApplicable
@@ -122,7 +122,7 @@ def _chosen(view: View, run: RunResult) -> list[str]:
 
 
 def _difference(found: ComparisonEvidence, point: str) -> str:
-    """One comparison as seen from the point."""
+    """One comparison from the point's perspective."""
     pair = found.all
     assert pair is not None
     sign = 1.0 if found.left == point else -1.0

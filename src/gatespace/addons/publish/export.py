@@ -1,4 +1,4 @@
-"""Export of a run's model: a folder with weights, tokenizer and card, and from there to the Hugging Face Hub."""
+"""Export a run's model to a folder with weights, tokenizer and card, and push it to the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["DTYPES", "Exported", "check_export", "check_push", "export_model", "
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _MARK = "export"
-"""The key of a record that says that a folder is an export, and may be replaced by another one."""
+"""Key in the record of a folder that is an export, and so may be replaced by another one."""
 _REPLACED = ["*.safetensors", "*.safetensors.index.json"]
-"""What an earlier push may have left and this one does not have: a loader would take it for this model's."""
+"""Leftovers of an earlier push to delete: a loader would take them for this model's."""
 
 
 # ---------------------------------------------------------------------------------------------------- the folder
@@ -33,20 +33,20 @@ _REPLACED = ["*.safetensors", "*.safetensors.index.json"]
 
 @dataclass(frozen=True)
 class Exported:
-    """An export that was written."""
+    """A written export."""
 
     folder: Path
     identity: str
-    """Of the run."""
+    """Identity of the run."""
     fingerprint: str
-    """Of the weights as they were written."""
+    """Fingerprint of the weights as written."""
     files: tuple[str, ...]
     size: int
     """Bytes of all files."""
 
     @property
     def card(self) -> Path:
-        """The file of the model card."""
+        """The model card's file."""
         return self.folder / CARD
 
 
@@ -93,18 +93,18 @@ def export_model(
     license: str | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Exported:
-    """Write the model of a run with its card into `output`, whole or not at all. An earlier export is replaced.
+    """Write the model of a run with its card to `output` atomically, replacing an earlier export.
 
-    The weights must be those that the run's numbers are about, by their fingerprint.
+    The weights must be those that the run evaluated, by their fingerprint.
 
     Args:
-        run: A run that is done.
-        output: A new folder, or one of an earlier export.
-        dtype: Precision of the written weights: fp32, as they were trained, or bf16.
-        evidence: What a study says about the run's point.
-        name: What readers of the card load the model by; None: the name of the folder.
+        run: A finished run.
+        output: A new folder, or that of an earlier export.
+        dtype: Precision of the written weights: fp32, as trained, or bf16.
+        evidence: A study's evidence about the run's point.
+        name: Name in the card to load the model by; None: the folder's.
         license: Identifier of the model's licence, for the card.
-        report: Called with a message before what takes long.
+        report: Called with a message before slow operations.
     """
     check_export(run, output, dtype=dtype)
     card = model_card(run, evidence=evidence, name=name or output.name, dtype=dtype, license=license)
@@ -127,7 +127,7 @@ def export_model(
 
 
 def _check_weights(run: RunFolder, fingerprint: str) -> None:
-    """A card gives accuracies: they must be of these weights."""
+    """Raise unless the card's accuracies are of these weights."""
     settings, summary = run.settings(), run.summary()
     assert summary is not None
     if settings.get("pair", settings)["lora"] is not None:
@@ -145,11 +145,11 @@ def _check_weights(run: RunFolder, fingerprint: str) -> None:
 
 
 def check_push(repo: str, *, private: bool = False) -> None:
-    """Raise unless `repo` can be pushed to, before anything heavy is done: its name, the Hub, the login.
+    """Raise unless `repo` can be pushed to: check its name, the Hub and the login before any heavy work.
 
     Args:
         repo: ``owner/name``.
-        private: The repository must not be one that everybody can read.
+        private: The repository must not be public.
     """
     hub = _hub()
     try:
@@ -179,13 +179,13 @@ def push(folder: Path, repo: str, *, private: bool = False, bars: bool = False) 
 
     Args:
         folder: A model folder.
-        repo: ``owner/name``; made if it is not there.
-        private: Make it private; an error where it is there and public.
-        bars: Let the Hub's client draw its bars.
+        repo: ``owner/name``; created if it does not exist.
+        private: Make it private; raises if it exists and is public.
+        bars: Show the Hub client's progress bars.
     """
     api = _hub().HfApi()
     with _hub_errors(repo), nullcontext() if bars else _without_bars():
-        # Where the user does not say, the owner's own default counts.
+        # None: the owner's default visibility.
         where = api.create_repo(repo, private=True if private else None, exist_ok=True)
         _check_private(api, repo, private)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload a model", delete_patterns=_REPLACED)
@@ -224,12 +224,12 @@ def _without_bars() -> Iterator[None]:
 
 @contextmanager
 def _hub_errors(repo: str) -> Iterator[None]:
-    """The Hub's refusals and the network's failures as errors of ours."""
+    """Convert errors of the Hub and the network to `RunError`."""
     try:
         yield
     except GatespaceError:
         raise
-    except Exception as error:  # the Hub's client raises what its client of HTTP raises, which changes with releases
+    except Exception as error:  # the Hub's client leaks errors of its HTTP client, which changes with releases
         raise RunError(
             f"the push to {repo} failed",
             got=_reason(error),
@@ -239,7 +239,7 @@ def _hub_errors(repo: str) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """The Hub's own message where there is one, else that of its client."""
+    """The Hub's own message if there is one, else its client's."""
     message = getattr(error, "server_message", None)
     status = getattr(getattr(error, "response", None), "status_code", None)
     return f"HTTP {status}: {message}" if message else first_line(error)

@@ -1,1 +1,1 @@
-"""`gatespace tune`: a search for the gate of a study on validation, and on fresh seeds whether it is worth having."""
+"""`gatespace tune`: search for a study's best gate on validation, and judge it on fresh seeds."""

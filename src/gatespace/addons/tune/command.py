@@ -1,4 +1,4 @@
-"""`gatespace tune`: the best gate of a study, and whether it is worth having."""
+"""`gatespace tune`: find the best gate of a study, and judge whether it is worth having."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def tune(
 
     Constant λ, named gates, published methods and gates that Optuna
     proposes compete by successive halving. The best gate is then trained
-    at seeds that had no part in the choice, beside its static twin,
+    at seeds that had no part in the choice, along with its static twin,
     λ = 0.5, the best constant and the best published method, and compared
     on test, which nothing else reads. A search that was stopped or killed
     resumes with the same command, and ends with the same verdict.
@@ -77,7 +77,7 @@ def tune(
     from gatespace.addons.tune.settings import TuneConfig, parse_budget
     from gatespace.config import parse_config
 
-    engines.engine_opener(engine, address)  # raises where there is none
+    engines.engine_opener(engine, address)  # raises if there is none
     limit = None if budget is None else parse_budget(budget)
     require_optuna()
     config = _load(study, sets or [], plugins, trust_plugins)
@@ -107,12 +107,12 @@ def tune(
 
 
 def _load(study: str, sets: list[str], plugins: list[str] | None, trust_plugins: bool) -> StudyConfig:
-    """The study: shipped, a file, or made of a file for `gatespace train`."""
+    """Load the study: shipped, a file, or built from a file for `gatespace train`."""
     from gatespace.addons.tune.settings import study_of_train_file
     from gatespace.config.text import read_yaml
 
     path, found = Path(study).expanduser(), None
-    with suppress(OSError, UnicodeDecodeError):  # what that is about, `load_study` says
+    with suppress(OSError, UnicodeDecodeError):  # `load_study` reports the error
         found = read_yaml(path.read_text(encoding="utf-8-sig"), where=study)
     if isinstance(found, dict) and "tasks" not in found and {"pair", "task", "objective"} & found.keys():
         config = study_of_train_file(path, sets)
@@ -121,7 +121,7 @@ def _load(study: str, sets: list[str], plugins: list[str] | None, trust_plugins:
 
 
 def _run(spec: Spec, engine: str, address: str | None, *, quiet: bool) -> tuple[Search, Verdict]:
-    """Search and verdict."""
+    """Run search and verdict."""
     from dataclasses import replace
 
     from gatespace.addons.tune.jobs import perform
@@ -166,7 +166,7 @@ def _run(spec: Spec, engine: str, address: str | None, *, quiet: bool) -> tuple[
 
 
 def _dry_run(spec: Spec, *, as_json: bool) -> None:
-    """Print what a search would do."""
+    """Print a search's plan and maximum cost."""
     fixed, proposals = [one.label for one in spec.fixed()], spec.config.proposals
     count, check = len(fixed) + proposals, spec.verdict_cost()
     rungs = [

@@ -1,14 +1,14 @@
-"""The folder of a search: that of a study, which the verdict becomes, with the trials and the runs of the search.
+"""The folder of a search: the folder of the verdict's study, plus the records and runs of the search.
 
 tune.jsonl        append-only: warm-up, plan, candidates, scores and decisions, in the order of the search
-warm-up/          signals.json: signals at the tokens of the first prompts, and how long things took
+warm-up/          signals.json: signals at the tokens of the first prompts, and timings
 search/ID/        a run per candidate and seed, paused at its rungs
 tune.html         the page
 verdict.json      what `gatespace tune --json` prints
-                  all else is the verdict's study, see `StudyFolder`
+                  everything else is the verdict's study, see `StudyFolder`
 
-A search is a function of its settings and of what tune.jsonl says. One that was killed goes through all of it again:
-what is recorded is read, and what runs have left in their folders is not computed twice.
+A search is a function of its settings and tune.jsonl. A killed search replays from the start, reading what is recorded
+and reusing finished runs.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ class TuneFolder(StudyFolder):
 
 
 class Ledger:
-    """The records of a search, in order: each is made once, and read from the file by a later process."""
+    """The records of a search, in order: each is made once, then read from the file when resuming."""
 
     def __init__(self, path: Path) -> None:
         self._known, self._next = read(path), 0
         whole = b"".join(map(encode, self._known))
         self._log = JsonLines(path)
-        self._log.cut(Mark(len(whole), hashlib.sha256(whole).hexdigest()))  # a line that a kill has torn
+        self._log.cut(Mark(len(whole), hashlib.sha256(whole).hexdigest()))  # drop a line torn by a kill
 
     def once(self, what: str, make: Callable[[], Mapping[str, Any]], **about: Any) -> Record:
-        """The next record: as the file has it, or made now.
+        """The next record, from the file or made now.
 
         Args:
             what: Its kind.
-            make: What it says.
-            about: Further keys, which a record of the file must have too.
+            make: Returns its content.
+            about: Further keys, which a record in the file must match.
         """
         head = {"step": self._next, "what": what, **about}
         if (record := self.peek()) is None:
@@ -74,7 +74,7 @@ class Ledger:
         return record
 
     def peek(self, ahead: int = 0) -> Record | None:
-        """The next record, or one further on, where the file has it."""
+        """The next record, or a later one, if the file has it."""
         place = self._next + ahead
         return self._known[place] if place < len(self._known) else None
 

@@ -1,12 +1,12 @@
-"""From a place of the search space to a gate, and back: mean gate λ̄, spread of its logit, direction over channels.
+"""Map places of the search space to gates and back: mean gate λ̄, spread of its logit, direction over channels.
 
-The coefficients of a gate depend on the scale of its signals, which depends on the pair, the task and K. What is
-proposed does not: with the signals of a warm-up batch in standard units,
+A gate's coefficients depend on the scale of its signals, and so on the pair, the task and K. Proposals do not: with
+the signals of a warm-up batch standardized,
 
     logit_t = τ·z_t + c₀,      z = Σ v_i·(x_i - mean x_i)/SD x_i   scaled to SD 1,      c₀ such that mean σ(logit) = λ̄
 
-τ is the spread, v the direction, and a, b, c, d follow. Both hold for the warm-up: a student that learns changes its
-signals, so that the verdict compares with the constant λ that the gate then really had on average.
+τ is the spread, v the direction, and a, b, c, d follow. Mean and spread hold for the warm-up only: training changes the
+signals, so the verdict compares with the mean λ that the gate actually had.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from gatespace.errors import UsageError
 from gatespace.gating.coefficients import COEFFICIENTS, Gate
 
 _COEFFICIENT = {"h": "a", "u": "b", "gap": "d"}
-"""Channel → its coefficient; any other signal has one by its own name."""
+"""Channel → its coefficient; any other signal's coefficient has the signal's name."""
 _CONSTANT = 1e-6
-"""A signal of a smaller standard deviation is a constant, and no gate can depend on it."""
+"""A signal with a smaller standard deviation counts as constant: no gate can depend on it."""
 _SAME = 0.999
-"""Two signals of a higher correlation are one channel."""
+"""Two signals with a higher correlation count as one channel."""
 
 
 class Place(NamedTuple):
-    """A place of the search space. The direction has length 1 in standard units of the channels."""
+    """A place in the search space. The direction has length 1 over standardized channels."""
 
     lam: float
     spread: float
@@ -44,7 +44,7 @@ class Signals:
 
     Args:
         values: Channel → (N,).
-        weights: (N,) of the tokens: 1, or their probabilities where rollouts are expected ones.
+        weights: (N,) token weights: 1, or their probabilities for expected rollouts.
     """
 
     values: Mapping[str, np.ndarray]
@@ -52,20 +52,20 @@ class Signals:
 
     @classmethod
     def of(cls, values: Mapping[str, Sequence[float]], weights: Sequence[float]) -> Signals:
-        """From plain lists."""
+        """Build from plain lists."""
         return cls({name: np.asarray(column, float) for name, column in values.items()}, np.asarray(weights, float))
 
     def mean(self, column: Any) -> float:
-        """The weighted mean of a value per token."""
+        """Weighted mean of a per-token value."""
         return float(np.average(column, weights=self.weights))
 
     def sd(self, column: Any) -> float:
-        """Its standard deviation."""
+        """Weighted standard deviation."""
         return float(np.sqrt(np.average((column - self.mean(column)) ** 2, weights=self.weights)))
 
     @cached_property
     def channels(self) -> tuple[str, ...]:
-        """The channels that differ over tokens, and from each other."""
+        """The channels that vary over tokens, without duplicates."""
         found: list[str] = []
         for name, column in self.values.items():
             if self.sd(column) > _CONSTANT and not any(self._alike(name, other) for other in found):
@@ -80,7 +80,7 @@ class Signals:
         return (column - self.mean(column)) / self.sd(column)
 
     def solve(self, place: Place) -> Gate:
-        """The gate at a place: its λ has the mean and its logit the spread there, over these tokens."""
+        """The gate at a place: over these tokens its λ has that mean and its logit that spread."""
         weights = {name: place.direction.get(name, 0.0) for name in self.channels}
         z = sum((weight * self._standard(name) for name, weight in weights.items()), np.zeros(len(self.weights)))
         if not self.channels or self.sd(z) <= _CONSTANT:
@@ -98,7 +98,7 @@ class Signals:
         return Gate.of({_COEFFICIENT.get(name, name): value for name, value in found.items()} | {"c": _rounded(c)})
 
     def place(self, gate: Gate) -> Place:
-        """Where a gate is; the direction of a static one is empty, and that of others is over `channels`."""
+        """The place of a gate; its direction is over `channels`, or empty for a static gate."""
         weights = dict(zip(COEFFICIENTS, gate.abcd, strict=True)) | dict(gate.extra)
         keys = {name: _COEFFICIENT.get(name, name) for name in self.values}
         parts = [weights[key] * self.values[name] for name, key in keys.items() if key in weights]

@@ -1,4 +1,4 @@
-"""The jobs of a search as a worker does them: signals of the warm-up, and a run up to a rung."""
+"""Execution of a search's jobs by a worker: measure the warm-up signals, train a run up to a rung."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from gatespace.study.jobs import perform as perform_of_study
 
 
 def perform(job: Job) -> None:
-    """Do a job of the search, or one of a study."""
+    """Run a job of the search or of a study."""
     {"warm-up": _warm_up, "rung": _rung}.get(job["do"], perform_of_study)(job)
 
 
 def reached(run: RunFolder, steps: int) -> RunFolder | None:
-    """The folder that has a run's evaluation after so many steps; None where it is not there yet."""
+    """The folder with a run's evaluation after `steps` steps, or None if it is not there yet."""
     if run.is_done and (run.summary() or {})["steps"] == steps:
         return run
     place = run.at_step(steps)
@@ -32,7 +32,7 @@ def reached(run: RunFolder, steps: int) -> RunFolder | None:
 
 
 def row_scores(place: RunFolder) -> list[float]:
-    """The score of every validation row, higher is better: log p(gold label), or that of a text; NaN of a NaN."""
+    """Score of every validation row, higher is better: log p(gold label), or a text's score. NaN stays NaN."""
 
     def one(row: Mapping[str, Any]) -> float:
         value = row["score"] if "score" in row else row["probabilities"][row["gold"]]
@@ -44,7 +44,7 @@ def row_scores(place: RunFolder) -> list[float]:
 
 
 def read_rows(runs: Mapping[int, RunFolder], steps: int) -> Rows | None:
-    """Seed → scores of all rows after so many steps; None where a run has not come so far."""
+    """Seed → scores of all rows after `steps` steps; None if a run has not got that far."""
     places = {seed: reached(run, steps) for seed, run in runs.items()}
     rows = {seed: row_scores(place) for seed, place in places.items() if place is not None}
     return rows if len(rows) == len(places) else None
@@ -60,13 +60,13 @@ def _rung(job: Job) -> None:
 
 
 def _warm_up(job: Job) -> None:
-    """Measure the signals of the untouched student and its teacher on the first batches, and its validation score."""
+    """Measure the signals of the untrained student and its teacher on the first batches, and the validation score."""
     import torch
 
     from gatespace.training.clock import Clock
     from gatespace.training.train import opened
 
-    began = time.perf_counter()  # after the imports, which a worker does once
+    began = time.perf_counter()  # after the imports, which happen once per worker
     config, channels = parse_config(TrainConfig, job["config"]), job["channels"]
     columns: dict[str, list[float]] = {name: [] for name in channels}
     weights: list[float] = []
@@ -77,7 +77,7 @@ def _warm_up(job: Job) -> None:
             with run.micro_batches(step, Clock(run.place.device)) as batches:
                 for batch in batches:
                     out: Any = run.loss(step, batch)
-                    out.loss.backward()  # as a step does; the optimizer never uses it
+                    out.loss.backward()  # for realistic timing; the gradients are discarded
                     for name in channels:
                         column = getattr(out, name) if name in ("h", "u", "gap") else out.signals[name]
                         columns[name] += column.flatten().double().tolist()

@@ -1,4 +1,4 @@
-"""What a search has found, for readers: lines for a terminal, JSON, and one page with the gate plane and the funnel."""
+"""Output of a search: lines for a terminal, JSON, and one page with the gate plane and the funnel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEY = (("● proposal", BLUE), ("◆ point of the family", ORANGE), ("■ const
 
 
 def paste(verdict: Verdict) -> str:
-    """The settings that train the winner; "" where there is none."""
+    """The settings that train the winner, or "" if there is none."""
     if verdict.gate is None:
         return ""
     gate = Gate.parse(verdict.gate)
@@ -32,11 +32,11 @@ def paste(verdict: Verdict) -> str:
 
 
 def summary(search: Search, verdict: Verdict) -> dict[str, Any]:
-    """All of it for programs: what --json prints."""
+    """The whole result, as --json prints it."""
     spec, arms = search.spec, len(verdict.against) + 1 if verdict.against else 0
     check = arms * len(spec.config.fresh) * spec.rungs[-1].steps
     grid = spec.grid_steps(len(search.candidates))
-    pairing = {  # of the first rung that has it, which has the most candidates
+    pairing = {  # from the first rung where defined, which has the most candidates
         what: next((found for made in search.decisions if (found := made["pairing"][what]) is not None), None)
         for what in ("seeds", "rows")
     }
@@ -69,7 +69,7 @@ def summary(search: Search, verdict: Verdict) -> dict[str, Any]:
 
 
 def notes(search: Search, verdict: Verdict) -> list[str]:
-    """What to know beside the verdict, a sentence each."""
+    """Notes besides the verdict, one sentence each."""
     found = summary(search, verdict)
     cost, pairing, curse = found["cost"], found["pairing"], verdict.curse
     lines = [
@@ -99,7 +99,7 @@ def notes(search: Search, verdict: Verdict) -> list[str]:
 
 
 def _plain(search: Search, score: float) -> str:
-    """A score as its metric has it."""
+    """Format a score in terms of its metric."""
     return f"{score:.4f}" if search.spec.is_text else f"a log-loss of {-score:.4f}"
 
 
@@ -122,7 +122,7 @@ def write_page(search: Search, verdict: Verdict) -> None:
 
 
 def _against(verdict: Verdict) -> Table:
-    """The comparisons of the verdict."""
+    """Table of the verdict's comparisons."""
     columns = (
         text("reference"),
         text("about", "what it is"),
@@ -145,7 +145,7 @@ def _rungs(search: Search) -> list[str]:
 
 
 def _trials(search: Search) -> Table:
-    """All candidates, those that came farthest first."""
+    """All candidates, those that advanced farthest first."""
 
     def rank(one: Candidate) -> tuple[float, ...]:
         known = search.scores.get(one.id, ())
@@ -164,7 +164,7 @@ def _trials(search: Search) -> Table:
 
 
 def _plane(search: Search) -> Chart:
-    """λ̄ across and spread upwards; how far a trial came is its size."""
+    """Plot spread against λ̄; larger marks advanced farther."""
     shown = [(one, Place(**one.place)) for one in search.candidates.values() if one.place is not None]
     winner = search.winner
     key = _KEY if winner is not None else _KEY[:-1]

@@ -1,4 +1,4 @@
-"""What a search consists of: candidates, the configuration of their runs, and what they cost at most."""
+"""Parts of a search: candidates, the configuration of their runs, and their maximum cost."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from gatespace.study.plan import train_config
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something that may win, as its record has it.
+    """A candidate of the search, as recorded.
 
     Args:
         id: c000, c001, …
         kind: static (a constant λ), point (a gate that the file names), proposal or published.
         label: Its name in tables.
-        gate: As `Gate.parse` reads it; None of a published method.
+        gate: As `Gate.parse` reads it; None for a published method.
         method: Settings of the published method, see `PublishedConfig`.
         lr: Its learning rate; None: the study's.
         place: The `Place` of its gate as a mapping.
@@ -47,7 +47,7 @@ class Candidate:
 
     @classmethod
     def of(cls, record: Record) -> Candidate:
-        """From its record, whose keys have lost their order."""
+        """Build from a record, whose keys have lost their order."""
         known = {field.name: record[field.name] for field in fields(cls)}
         if known["place"] is not None:
             known["place"] = Place(**known["place"])._asdict()
@@ -62,14 +62,14 @@ class Candidate:
 
     @property
     def objective(self) -> dict[str, Any]:
-        """Its settings of `objective`."""
+        """Its `objective` settings."""
         if self.method is not None:
             return {"method": self.method["method"], "params": self.method["params"]}
         return {"method": "gated", "gate": self.gate}
 
 
 class Cost(NamedTuple):
-    """The most that a rung or the verdict costs: candidates, runs that are begun or resumed, and training steps."""
+    """Maximum cost of a rung or the verdict: candidates, runs started or resumed, and training steps."""
 
     candidates: int
     runs: int
@@ -78,16 +78,16 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class Spec:
-    """What is searched, and with what.
+    """Specification of a search.
 
     Args:
-        study: Models, training and published methods of the study file, and nothing else of its plan.
-        task: The task of it.
-        config: The section `tune`.
-        folder: Where all of it is.
-        threads: Of each run.
+        study: Models, training and published methods of the study file, without the rest of its plan.
+        task: The task to search on.
+        config: The `tune` section.
+        folder: The folder of the search.
+        threads: Threads per run.
         workers: Runs at once.
-        budget: Of search and verdict together; None: no limit.
+        budget: For search and verdict together; None: no limit.
     """
 
     study: StudyConfig
@@ -100,7 +100,7 @@ class Spec:
 
     @classmethod
     def of(cls, study: StudyConfig, config: TuneConfig, folder: TuneFolder, **more: Any) -> Spec:
-        """Of one task of a study, with all that it names checked."""
+        """Build and validate the search on one task of a study."""
         task = config.task or next(iter(study.tasks))
         if task not in study.tasks:
             raise unknown_name("task (tune.task)", task, study.tasks)
@@ -121,7 +121,7 @@ class Spec:
         return spec
 
     def _check(self) -> None:
-        """Raise where a candidate cannot be trained, or candidates could not be compared."""
+        """Raise if a candidate cannot be trained, or candidates could not be compared."""
         from gatespace.gating import signals
         from gatespace.gating.configured import build_objective
 
@@ -141,21 +141,21 @@ class Spec:
 
     @cached_property
     def base(self) -> TrainConfig:
-        """The study's training, with any objective."""
+        """The study's training, with an arbitrary objective."""
         return train_config(self.study, self.task, self.config.seeds[0], {})
 
     @cached_property
     def rungs(self) -> tuple[Rung, ...]:
-        """Those of the file, or by the study's steps."""
+        """From the file, or from the study's steps."""
         return self.config.ladder(self.base.steps)
 
     @property
     def is_text(self) -> bool:
-        """Whether responses are free text, which has a score, and not labels, which have a log-loss."""
+        """Whether responses are free text, judged by a score, rather than labels, judged by log-loss."""
         return self.base.task.text is not None
 
     def run_config(self, candidate: Candidate, seed: int, output: RunFolder | None = None) -> TrainConfig:
-        """The whole configuration of a candidate's run: all rungs are parts of this one training."""
+        """The complete configuration of a candidate's run, of which every rung is a part."""
         whole = train_config(
             self.study,
             self.task,
@@ -176,7 +176,7 @@ class Spec:
         return parse_config(TrainConfig, settings, where=f"tune: {candidate.label}")
 
     def fixed(self, signals: Signals | None = None) -> list[Candidate]:
-        """Candidates that are always there: constants, points of the family, published methods."""
+        """Candidates that are always included: constants, points of the family, published methods."""
         gates = {Gate.static(lam): "static" for lam in sorted({*self.config.lam, HALF})}
         for text in self.config.points:
             with in_setting("tune.points"):
@@ -194,16 +194,16 @@ class Spec:
         return found
 
     def costs(self, count: int, place: int = 0) -> list[Cost]:
-        """The most that a rung with so many candidates costs, and each rung after it."""
+        """Maximum cost of the rung at `place` with `count` candidates, and of each rung after it."""
         wholes = [0, *(rung.steps * rung.seeds for rung in self.rungs)]
         found = []
         for rung, (done, whole) in [*zip(self.rungs, pairwise(wholes), strict=True)][place:]:
             found.append(Cost(count, count * rung.seeds, count * (whole - done)))
-            count = min(count, math.ceil(self.config.keep * count) + 1)  # and the best gate
+            count = min(count, math.ceil(self.config.keep * count) + 1)  # plus the best gate
         return found
 
     def verdict_cost(self) -> Cost:
-        """The most that the verdict costs: winner, twin, λ = 0.5, best constant, best published method."""
+        """Maximum cost of the verdict: winner, twin, λ = 0.5, best constant, best published method."""
         arms = 4 + bool(self.study.axes.published)
         runs = arms * len(self.config.fresh)
         return Cost(arms, runs, runs * self.rungs[-1].steps)
@@ -213,7 +213,7 @@ class Spec:
         return candidates * self.rungs[-1].steps * self.rungs[-1].seeds
 
     def identity(self) -> dict[str, Any]:
-        """What must stay the same when a search is resumed."""
+        """Settings that must not change when a search is resumed."""
         study, tune = dump_config(self.study), dump_config(self.config)
         for key in ("workers", "resources", "output", "keep_models", "tune", "plugins", "about"):
             del study[key]
@@ -224,5 +224,5 @@ class Spec:
 
 
 def with_lr(label: str, lr: float | None) -> str:
-    """A label with the learning rate, where that is searched for."""
+    """A label with the learning rate, if that is searched over."""
     return label if lr is None else f"{label} lr={lr:g}"

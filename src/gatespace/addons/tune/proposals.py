@@ -1,4 +1,4 @@
-"""Proposals of Optuna, as a function of what is known and of a named stream: its state is rebuilt for every round."""
+"""Optuna's proposals as a function of the known scores and a named stream: its state is rebuilt for every round."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gatespace.seeding import stream
 
 
 class Proposal(NamedTuple):
-    """A place of the search space, and a learning rate; None: the study's."""
+    """A place in the search space, and a learning rate; None: the study's."""
 
     place: Place
     lr: float | None
@@ -23,14 +23,14 @@ class Proposal(NamedTuple):
 def propose(
     count: int, config: TuneConfig, channels: Sequence[str], known: Sequence[tuple[Proposal, float]], *, first: int
 ) -> list[Proposal]:
-    """So many proposals.
+    """Return `count` proposals.
 
     Args:
-        count: How many.
-        config: The section `tune`.
-        channels: That a gate can depend on.
+        count: Number of proposals.
+        config: The `tune` section.
+        channels: Those that a gate can depend on.
         known: Candidates with their scores at the first rung; higher is better.
-        first: The number of the first one among all proposals; it names the random stream.
+        first: Index of the first one among all proposals; it names the random stream.
     """
     optuna = require_optuna()
     space = _space(config, channels)
@@ -43,7 +43,7 @@ def propose(
     study = optuna.create_study(direction="maximize", sampler=sampler)
     for proposal, score in known:
         values = _values(proposal, channels)
-        # a named point may lie outside of the space, or have no learning rate
+        # a named point may lie outside the space, or have no learning rate
         if all(name in values and one._contains(one.to_internal_repr(values[name])) for name, one in space.items()):
             values = {name: values[name] for name in space}
             study.add_trial(optuna.create_trial(params=values, distributions=space, value=score))
@@ -52,7 +52,7 @@ def propose(
 
 
 def require_optuna() -> Any:
-    """Optuna, without its messages."""
+    """Import Optuna and silence it."""
     try:
         import optuna
     except ImportError as error:
@@ -65,7 +65,7 @@ def require_optuna() -> Any:
 def _space(config: TuneConfig, channels: Sequence[str]) -> dict[str, Any]:
     floats = require_optuna().distributions.FloatDistribution
     space = {"spread": floats(*config.spread, log=True), **{f"to {name}": floats(-1.0, 1.0) for name in channels}}
-    if len(config.lam) > 1:  # a number, of which the nearest level is taken: the levels have an order
+    if len(config.lam) > 1:  # continuous, rounded to the nearest level, because the levels are ordered
         space["lam"] = floats(config.lam[0], config.lam[-1])
     if len(config.lr) > 1:
         space["lr"] = floats(config.lr[0], config.lr[-1], log=True)

@@ -1,8 +1,8 @@
-"""Who goes on from a rung: paired differences to the incumbent, and what pairing buys.
+"""Which candidates advance from a rung: paired differences to the incumbent, and the gain from pairing.
 
-All candidates have the same prompts in the same order, the same random streams and the same validation rows, so that
-two of them are compared row by row and seed by seed. The incumbent is the best of many, and looks better than it is: a
-decision here is a good guess, which the verdict confirms on fresh seeds or does not.
+All candidates have the same prompts in the same order, the same random streams and the same validation rows, so they
+are compared row by row and seed by seed. The incumbent is the best of many and looks better than it is: a decision here
+is only a good guess, for the verdict to confirm on fresh seeds.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class Difference(NamedTuple):
     se: float
     """Standard error over rows and seeds."""
     p: float
-    """One-sided: how likely a difference as low would be if the candidate were as good."""
+    """One-sided p-value: probability of a difference this low if the candidate were as good."""
 
 
 def score(rows: Rows) -> float:
-    """The mean over seeds of the mean over rows."""
+    """Mean over seeds of the mean over rows."""
     return fmean(fmean(values) for values in rows.values())
 
 
 def difference(candidate: Rows, incumbent: Rows) -> Difference:
-    """The paired difference at the seeds that both have, with rows and seeds as two crossed samples.
+    """The paired difference at the seeds that both have, with rows and seeds as crossed random effects.
 
-    Its variance is SD²(seeds)/S + SD²(rows)/N less what both contain, and no less than either; of one seed it is that
-    of the rows. Degrees of freedom after Satterthwaite.
+    Its variance is SD²(seeds)/S + SD²(rows)/N minus the part counted in both, and at least either term; with one seed,
+    that of the rows. Satterthwaite degrees of freedom.
     """
     seeds = [seed for seed in candidate if seed in incumbent]
     cells = np.array([candidate[seed] for seed in seeds], float) - np.array([incumbent[seed] for seed in seeds], float)
@@ -58,22 +58,22 @@ def difference(candidate: Rows, incumbent: Rows) -> Difference:
 
 
 def decide(found: Mapping[str, Rows], *, gates: set[str], keep: float, level: float) -> dict[str, Any]:
-    """Keep the best share, without those that are worse than the incumbent, the best of all, at this level.
+    """Keep the best share, except candidates significantly worse than the incumbent, the best of all.
 
-    One seed has no error over seeds: rows alone tell two runs apart that another seed would rank the other way. So none
-    is called worse there, and the share decides by itself. The best gate stays unless it is worse at this level: what
-    the verdict asks is whether a gate is worth having, and bad luck at one seed is no answer.
+    With one seed there is no error over seeds, and rows alone would separate runs that another seed ranks the other
+    way; so the test is skipped and the share alone decides. The best gate stays unless it is significantly worse: the
+    verdict asks whether a gate is worth having, which bad luck at one seed must not settle.
 
     Args:
         found: Candidate → its scores at this rung.
         gates: Candidates whose λ depends on the token.
-        keep: The share that goes on.
-        level: Of the test of one candidate at this rung: corrected for the number of rungs.
+        keep: The share that advances.
+        level: Significance level for one candidate at this rung, corrected for the number of rungs.
 
     Returns:
-        The record of the decision: incumbent, kept (the best first), differences to the incumbent, pairing, score.
+        The record of the decision: incumbent, kept (best first), differences to the incumbent, pairing, score.
     """
-    order = sorted(found, key=lambda name: -score(found[name]))  # stable: the first of equals
+    order = sorted(found, key=lambda name: -score(found[name]))  # stable: ties keep their order
     best = order[0]
     differences = {name: difference(found[name], found[best]) for name in order[1:]}
     several = len(found[best]) > 1
@@ -92,9 +92,9 @@ def decide(found: Mapping[str, Rows], *, gates: set[str], keep: float, level: fl
 
 
 def pairing(found: Mapping[str, Rows], incumbent: str) -> dict[str, float | None]:
-    """Variance of a paired difference / that of an unpaired one, over seeds and over rows; None where there is none.
+    """Variance of a paired difference / that of an unpaired one, over seeds and over rows; None if undefined.
 
-    1 is what independent runs would have; 0.1 means that unpaired runs would need ten times as many.
+    Independent runs would have 1; 0.1 means that ten times as many unpaired runs would be needed.
     """
 
     def ratio(column: Any) -> float | None:

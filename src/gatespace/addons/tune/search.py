@@ -1,7 +1,7 @@
 """The search: warm-up, proposals at the first rung, successive halving over the others.
 
-All random choices come from named streams and all decisions from recorded scores, so that a search which was killed
-and resumed, on any number of workers, ends with the same trials.
+All random choices come from named streams and all decisions from recorded scores, so a search that is killed and
+resumed, on any number of workers, ends with the same trials.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from gatespace.study.plan import ROLES, model_name, slug
 
 
 class Search:
-    """A search: what was found, and how the rest of it is done.
+    """State and execution of a search.
 
     Args:
-        spec: What is searched.
-        engine: Does the runs.
-        watch: Called with a line about a job that has ended, and the seconds that are left at most; None: not known.
-        note: Called with a message that a user should see.
+        spec: The search specification.
+        engine: Runs the jobs.
+        watch: Called with a line about each ended job, and the maximum number of seconds left, None if unknown.
+        note: Called with messages for the user.
     """
 
     def __init__(
@@ -52,25 +52,25 @@ class Search:
     ) -> None:
         self.spec = spec
         self.warm_up: Record = {}
-        """Score of the untouched student, name of the metric, channels."""
+        """Score of the untrained student, name of the metric, channels."""
         self.candidates: dict[str, Candidate] = {}
         self.scores: dict[str, list[float]] = {}
-        """Candidate → its score at every rung that it has reached."""
+        """Candidate → its score at every rung reached."""
         self.errors: dict[str, str] = {}
         """Candidate → why it failed."""
         self.decisions: list[Record] = []
-        """Of every rung."""
+        """One per rung."""
         self.winner: Candidate | None = None
-        """The best gate of the last rung; None where all gates were clearly worse than something else."""
+        """The best gate of the last rung; None if all gates were significantly worse than another candidate."""
         self._engine, self._watch, self._note = engine, watch, note
         self._ledger = Ledger(spec.folder.records_file)
         self._began = self._clock = time.monotonic()
         self._done = self._left = 0
-        """Training steps of this process, and those that are left at most."""
+        """Training steps done by this process, and the maximum number left."""
 
     @property
     def leader(self) -> Candidate:
-        """The best candidate of the last rung, whatever it is."""
+        """The best candidate of the last rung, of any kind."""
         return self.candidates[self.decisions[-1]["incumbent"]]
 
     @property
@@ -80,14 +80,14 @@ class Search:
         return sum(rung.steps * rung.seeds for rung in last)
 
     def best(self, kind: str) -> Candidate | None:
-        """The best candidate of a kind, among those that came farthest."""
+        """The best candidate of a kind, among those that advanced farthest."""
         own = [one for one in self.candidates.values() if one.kind == kind and one.id in self.scores]
         return max(own, key=lambda one: (len(self.scores[one.id]), self.scores[one.id][-1]), default=None)
 
     # ------------------------------------------------------------------ the search
 
     def go(self) -> Search:
-        """Do all that is left of it."""
+        """Run the rest of the search."""
         spec, ledger = self.spec, self._ledger
         self._begin()
         measured = json.loads(spec.folder.warm_up.read_bytes())
@@ -107,7 +107,7 @@ class Search:
             self.decisions.append(ledger.once("decision", partial(self._decide, alive, place), rung=place))
             alive = self.decisions[-1]["kept"]
             dropped = [one for name, one in self.candidates.items() if name not in alive]
-            for one, seed in product(dropped, spec.config.seeds):  # each is larger than two students
+            for one, seed in product(dropped, spec.config.seeds):  # each is larger than two students' weights
                 shutil.rmtree(self._run(one, seed).checkpoints, ignore_errors=True)
         ledger.close()
         self.winner = next((one for name in alive if (one := self.candidates[name]).is_gate), None)
@@ -116,7 +116,7 @@ class Search:
         return self
 
     def _begin(self) -> None:
-        """Check that the folder holds this search or none; make the models and measure the signals first of all."""
+        """Check that the folder holds this search or none, then train the models and measure the signals."""
         spec, own = self.spec, self.spec.identity()
         if (before := self._ledger.peek()) is not None and before.get("settings") != own:
             raise UsageError(
@@ -132,7 +132,7 @@ class Search:
                 self._measure()
 
     def _make_models(self) -> None:
-        """Make the models that the study makes, and nothing else of it."""
+        """Train the study's models, and run nothing else of it."""
         spec = self.spec
         names = {model_name(spec.study, spec.task, role) for role in ROLES}
         _, work = outline(spec.folder, spec.study, spec.threads)
@@ -153,10 +153,10 @@ class Search:
             raise RunError("the signals could not be measured", got=errors["warm-up"])
 
     def _affordable(self, seconds: Mapping[str, float], signals: Signals) -> int:
-        """How many proposals the budget allows. A time becomes a number here, once: a resumed search keeps it."""
+        """Number of proposals the budget allows. Recorded, so that a resumed search keeps it despite other timings."""
         spec, budget, most = self.spec, self.spec.budget, self.spec.config.proposals
         if not signals.channels and most:
-            signals.solve(Place(HALF, 1.0, {}))  # raises: says why there is no gate to be found
+            signals.solve(Place(HALF, 1.0, {}))  # raises, explaining why there is no gate to find
         if budget is None:
             return most
         fixed, spent = len(spec.fixed()), time.monotonic() - self._began
@@ -166,7 +166,7 @@ class Search:
             steps = sum(cost.steps for cost in costs)
             if isinstance(budget, int):
                 return steps
-            runs = sum(cost.runs for cost in costs) + costs[-1].runs  # the verdict's are evaluated on two splits
+            runs = sum(cost.runs for cost in costs) + costs[-1].runs  # the verdict evaluates on two splits
             work = runs * (seconds["load"] + seconds["evaluate"]) + steps * seconds["step"]
             return spent + work / max(1, spec.workers)
 
@@ -198,7 +198,7 @@ class Search:
         return found
 
     def _add(self, count: int, make: Callable[[], list[Candidate]], *, further: int) -> None:
-        """Record so many candidates, and score them at the first rung. `make` is called where one is not recorded."""
+        """Record `count` candidates and score them at the first rung. `make` is called unless all are recorded."""
         made: list[Record] = [{}] * count
         if self._ledger.peek(count - 1) is None:
             made = [vars(one) for one in make()]
@@ -208,7 +208,7 @@ class Search:
         self._score(names, 0, further=further)
 
     def _score(self, names: Sequence[str], place: int, *, further: int = 0) -> None:
-        """Bring candidates to a rung, and record their scores there. `further` ones are proposed after them."""
+        """Train candidates up to a rung and record their scores. `further` more will be proposed after them."""
         rung = self.spec.rungs[place]
         some = [self.candidates[name] for name in names]
         jobs: dict[str, tuple[Job, str, int]] = {}
@@ -261,7 +261,7 @@ class Search:
         return decide(found, gates=gates, keep=keep, level=config.alpha / len(rungs))
 
     def _check_that_gates_were_judged(self) -> None:
-        """Raise where no gate is left because those that were to go on have failed: that is no verdict."""
+        """Raise if no gate is left because those that should have advanced failed: that is not a verdict."""
         gates = {name for name, one in self.candidates.items() if one.is_gate}
         judged = [made for made in self.decisions if gates & {*made["score"]}]
         if not judged or gates & {*judged[-1]["kept"]}:
@@ -282,7 +282,7 @@ class Search:
         return {seed: self._run(candidate, seed) for seed in seeds}
 
     def _do(self, jobs: Mapping[str, tuple[Job, str, int]]) -> dict[str, str]:
-        """Do jobs with their titles and steps, as many at once as the engine has slots; returns name → error."""
+        """Run name → (job, title, steps) with as many at once as the engine has slots; return name → error."""
         waiting, running, errors = [*jobs], set[str](), dict[str, str]()
         while waiting or running:
             self.spec.folder.check_claim()
@@ -294,7 +294,7 @@ class Search:
                 _, title, steps = jobs[name]
                 self._left, self._done = self._left - steps, self._done + steps
                 if not self._done:
-                    self._clock = time.monotonic()  # models and warm-up say nothing about the time of a step
+                    self._clock = time.monotonic()  # models and warm-up do not count towards the time per step
                 if outcome["state"] == "failed":
                     errors[name] = outcome["error"]
                     self._note(f"{title} failed: {outcome['error'].splitlines()[0]}")

@@ -1,4 +1,4 @@
-"""The section `tune` of a study file or of a file for `gatespace train`, and budgets."""
+"""The `tune` section of a study file or of a file for `gatespace train`, and budgets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gatespace.gating.coefficients import Gate
 
 _UNITS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
 HALF = 0.5
-"""The constant λ that every gate has to beat."""
+"""The constant λ that every gate must beat."""
 Inner = Annotated[float, Strict(), AllowInfNan(False), Field(gt=0, lt=1)]
 
 
@@ -32,10 +32,10 @@ class Rung(Section):
     """A rung of successive halving."""
 
     steps: Count
-    """Steps that a candidate has done in all when it is judged."""
+    """Total steps of a candidate when it is judged."""
 
     seeds: Count
-    """At how many of the seeds."""
+    """Number of seeds."""
 
 
 class TuneConfig(Section):
@@ -51,20 +51,19 @@ class TuneConfig(Section):
     """Values of the mean gate, rising. Each is also a candidate as a constant."""
 
     spread: Annotated[tuple[Positive, Positive], AfterValidator(_rising)] = (0.5, 4.0)
-    """The least and the largest standard deviation of the gate's logit over the tokens of the warm-up."""
+    """Minimum and maximum standard deviation of the gate's logit over the tokens of the warm-up."""
 
     lr: Annotated[tuple[Positive, ...], AfterValidator(_rising)] = ()
-    """Learning rates to search over too, rising; constants, points and methods are tried at each. []: that of the
-    study."""
+    """Learning rates to also search over, rising; constants, points and methods are tried at each. []: the study's."""
 
     points: tuple[Name, ...] = ("G1", "G2", "G3", "G4", "G5")
-    """Points of the family that are candidates beside the proposals."""
+    """Points of the family that are candidates in addition to the proposals."""
 
     sampler: Literal["tpe", "gp"] = "tpe"
     """Optuna's sampler: tree-structured Parzen estimators, or a Gaussian process."""
 
     proposals: CountOrZero = 24
-    """Gates that Optuna proposes, at most; a budget may allow fewer."""
+    """Maximum number of gates that Optuna proposes; a budget may allow fewer."""
 
     batch: Count = 8
     """Proposals per round. All runs of a round are done, on any number of workers, before the next is proposed."""
@@ -74,10 +73,10 @@ class TuneConfig(Section):
     the study's steps, at one, two and all `seeds`. The last rung's steps are those of the verdict."""
 
     keep: Inner = 0.3
-    """The share of candidates that goes on from a rung, rounded up; fewer where some are clearly worse."""
+    """The share of candidates that advances from a rung, rounded up; fewer if some are significantly worse."""
 
     alpha: Inner = 0.05
-    """Level of the paired tests of the search, of one candidate at all rungs together. That of the verdict is .05."""
+    """Level of the search's paired tests, for one candidate over all rungs. That of the verdict is .05."""
 
     seeds: Seeds = (1, 2, 3, 4)
     """Seeds of the search."""
@@ -93,7 +92,7 @@ class TuneConfig(Section):
     """Batches of prompts whose tokens the signals are measured at, before any training."""
 
     seed: Seed = 0
-    """Of the proposals and the warm-up."""
+    """Seed of the proposals and the warm-up."""
 
     @model_validator(mode="after")
     def _is_consistent(self) -> TuneConfig:
@@ -109,7 +108,7 @@ class TuneConfig(Section):
         return self
 
     def ladder(self, steps: int) -> tuple[Rung, ...]:
-        """The rungs, for runs of so many steps where the file names none."""
+        """The rungs of the file, or defaults for runs of `steps` steps."""
         if self.rungs:
             return self.rungs
         wanted = [(max(1, steps // 6), 1), (max(1, steps // 2), min(2, len(self.seeds))), (steps, len(self.seeds))]
@@ -117,11 +116,11 @@ class TuneConfig(Section):
 
 
 Budget = int | float
-"""What a search and its verdict may cost: training steps (int), or seconds of wall time (float)."""
+"""Limit for a search and its verdict: training steps (int), or seconds of wall time (float)."""
 
 
 def parse_budget(text: str) -> Budget:
-    """Read a budget.
+    """Parse a budget.
 
     Examples:
         >>> parse_budget("2h"), parse_budget("90 min"), parse_budget("5000 steps")
@@ -138,14 +137,14 @@ def parse_budget(text: str) -> Budget:
 
 
 class _TrainFile(TrainConfig):
-    """A file for `gatespace train` with a section of this command."""
+    """A file for `gatespace train` with a `tune` section."""
 
     tune: TuneConfig = TuneConfig()
     """Settings of the search."""
 
 
 def study_of_train_file(path: Path, sets: list[str]) -> StudyConfig:
-    """A study with the one task of a file for `gatespace train`; its own gate or method is among the candidates."""
+    """Build a study from a file for `gatespace train`; the file's own gate or method is among the candidates."""
     config = load_config(_TrainFile, path, sets)
     given: dict[str, Any] = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
     plugins, tune, objective = given.pop("plugins", ()), given.pop("tune", {}), given.pop("objective", {})

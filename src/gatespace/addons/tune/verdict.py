@@ -1,4 +1,4 @@
-"""The verdict: an ordinary study of the winner on fresh seeds, and what its paired differences on test may claim."""
+"""The verdict: an ordinary study of the winner on fresh seeds, and what its paired test differences support."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ State = Literal["better", "no better", "undecided"]
 
 @dataclass(frozen=True)
 class Against:
-    """The winner against one reference on test at the fresh seeds, in the unit of the objective; positive is better."""
+    """The winner against one reference on test at the fresh seeds; positive differences are better."""
 
     reference: str
     """Its label in the study."""
@@ -34,41 +34,41 @@ class Against:
     state: State
     mean: float
     low: float | None
-    """Of the 95 % interval; None where the differences do not vary."""
+    """Lower end of the 95 % interval; None if the differences do not vary."""
     high: float | None
     sign_flip_p: float | None
     seeds: int
     more: int
-    """Seeds beside those that would decide it; 0 where it is decided."""
+    """Further seeds that would decide it; 0 if decided."""
 
     @property
     def interval(self) -> str:
-        """In words."""
+        """The interval as text."""
         return "[no spread]" if self.low is None or self.high is None else f"[{self.low:+.4f}, {self.high:+.4f}]"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a search ends with."""
+    """The result of a search."""
 
     state: State
     """Better than all references, no better than one of them, or undecided."""
     sentence: str
     unit: str
-    """Of the differences."""
+    """Unit of the differences."""
     gate: str | None
-    """The winner's coefficients; None where no gate was left."""
+    """The winner's coefficients; None if no gate was left."""
     against: tuple[Against, ...] = ()
     more: int = 0
-    """Fresh seeds that would decide it."""
+    """Further fresh seeds that would decide it."""
     curse: Mapping[str, float] | None = None
     """Validation score of the winner at the seeds of the search, at fresh seeds, and the first minus the second."""
     lr: float | None = None
-    """The learning rate of all sides, where that was searched for too."""
+    """The learning rate of all sides, if that was searched over."""
 
 
 def check_looks(spec: Spec) -> None:
-    """Raise where a fresh seed is left out whose test results were seen: that would be choosing seeds by their test."""
+    """Raise if a fresh seed whose test results were seen is left out: that would be selecting seeds on test."""
     seen = {seed for look in spec.folder.looks() for seed in look.get("seeds", {}).get(spec.task, ())}
     if gone := sorted(seen - {*spec.config.fresh}):
         raise UsageError(
@@ -79,7 +79,7 @@ def check_looks(spec: Spec) -> None:
 
 
 def references(search: Search) -> dict[str, str]:
-    """Label in the verdict's study → what it is: twin, λ = 0.5, and the best constant and published method found."""
+    """Label in the verdict's study → description: twin, λ = 0.5, and the best constant and published method found."""
     known = {f"twin({TUNED})": "the constant λ that it had on average", Gate.static(HALF).label: "λ = 0.5"}
     for kind, about in (("static", "the best constant λ of the search"), ("published", "the best published method")):
         if (best := search.best(kind)) is not None:
@@ -88,14 +88,14 @@ def references(search: Search) -> dict[str, str]:
 
 
 def _label(candidate: Candidate) -> str:
-    """Its label in the verdict's study, where all have the same learning rate."""
+    """Label in the verdict's study, where all points have the same learning rate."""
     if candidate.method is not None:
         return parse_config(PublishedConfig, candidate.method).point
     return Gate.parse(str(candidate.gate)).label
 
 
 def verdict_study(search: Search) -> StudyConfig:
-    """The study of the winner against its references on fresh seeds: comparisons were fixed before it."""
+    """The study of the winner against its references on fresh seeds, with comparisons fixed in advance."""
     spec, winner, published = search.spec, search.winner, search.best("published")
     assert winner is not None
     settings = dump_config(spec.study)
@@ -120,7 +120,7 @@ def verdict_study(search: Search) -> StudyConfig:
 
 
 def without_gate(search: Search) -> Verdict:
-    """The verdict where every gate was clearly worse than something else on validation."""
+    """The verdict if every gate was significantly worse than another candidate on validation."""
     sentence = (
         f"No better: on validation every gate was worse than {search.leader.label} by the paired test, so that no gate "
         "was taken to fresh seeds, and test was not read."
@@ -163,7 +163,7 @@ def _unit(search: Search) -> str:
 
 
 def compare(label: str, about: str, test: Any, margin: float) -> Against:
-    """No better: the interval is below the margin. Better: it is above 0, and the exact test agrees."""
+    """Compare with one reference. No better: interval below the margin. Better: above 0, and the exact test agrees."""
     low, high = (test.mean, test.mean) if test.low is None else (test.low, test.high)
     state: State = "undecided"
     if high < margin:
@@ -173,7 +173,7 @@ def compare(label: str, about: str, test: Any, margin: float) -> Against:
     more = 0
     if state == "undecided":
         needed = [least_differences()]
-        if test.sd:  # what would be shown soonest if the mean is the true difference: that it is there, or too small
+        if test.sd:  # seeds to show the mean to be above 0 or below the margin, whichever needs fewer
             goals = [goal for goal in (test.mean, margin - test.mean) if goal > 0]
             needed.append(min(seeds_needed(test.sd, goal) for goal in goals))
         more = max(1, max(needed) - test.n)
