@@ -197,7 +197,7 @@ class Rung:
         return torch.cat([row[place] for row, place in zip(found, places, strict=True)])
 
     def _after(self, forward: Forward, responses: Sequence[Sequence[int]]) -> Tensor:
-        """(N, H) hidden states, continuing the rollout's prefill: only responses go through the network."""
+        """(N, H) hidden states from the rollout's prefill: only responses are computed."""
         if self.work.max_new_tokens == 1:
             return forward.last()
         fed = [list(ids[:-1]) for ids in responses]

@@ -3,8 +3,7 @@
     python benchmarks/memory.py [--hidden 512] [--layers 8] [--cases fp32,bf16,checkpointing,8bit,lora] [--json FILE]
 
 A random Qwen3 student learns from a random teacher of the same size on the synthetic task, for two steps. Each case has
-a fresh process, warmed up with a tiny run. Measured is the peak resident memory of the run above what the process held
-before it.
+a fresh process, warmed up with a tiny run. The figure is the peak resident memory of the run above that before it.
 """
 
 from __future__ import annotations

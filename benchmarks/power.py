@@ -152,7 +152,7 @@ def ratios(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _range(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[float, float]:
-    """95 % bootstrap interval of the ratio of standard deviations; both use the same resampled seeds."""
+    """95 % paired bootstrap interval over seeds of the ratio of standard deviations."""
     from gatespace.seeding import generator
 
     draw = generator(0, "benchmarks", "power")

@@ -104,7 +104,7 @@ class UrlResults:
         return partial(perform_through, url=self._storage.url, study=str(self._folder))
 
     def publish(self) -> None:
-        """Upload the study file, so that another machine can resume the study from the URL alone."""
+        """Upload what another machine needs to resume the study from the URL."""
         for path in (self._folder.store_file, self._folder.study_file):
             self._storage.write(path.name, path.read_bytes())
 

@@ -57,7 +57,7 @@ class Storage:
     # ------------------------------------------------------------------ single files
 
     def read(self, place: str) -> bytes | None:
-        """Return the content of the file at `place`; None if it does not exist."""
+        """Read the file at `place`; None if it does not exist."""
         with self._call(f"{place} could not be read from"):
             try:
                 return bytes(self._fs.cat_file(self._path(place)))

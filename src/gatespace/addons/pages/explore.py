@@ -306,7 +306,7 @@ def _metric(settings: Mapping[str, Any]) -> str:
 
 
 def _gate_data(gate: Gate) -> dict[str, Any]:
-    """Return a gate for JSON. c of a static λ of 0 or 1 is infinite, which JSON lacks: it becomes text."""
+    """Gate for JSON; an infinite c (a static λ of 0 or 1) becomes text."""
     values = [value if math.isfinite(value) else str(value) for value in gate.abcd]
     return {"abcd": values, "extra": dict(gate.extra)}
 
@@ -384,7 +384,7 @@ def _thinned(records: Sequence[Mapping[str, Any]], share: float) -> list[Mapping
 
 
 def _further(kept: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Return recorded signals beyond the paper's."""
+    """Signals beyond the paper's."""
     names = {name for records in kept for record in records for name in record["values"]}
     return sorted(names - _NO_SIGNALS)
 

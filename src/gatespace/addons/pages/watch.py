@@ -408,7 +408,7 @@ def _state(seen: _State, states: list[str]) -> str:
 
 
 def _mark(path: Path) -> tuple[int, int, int] | None:
-    """Return a value that changes whenever the file does."""
+    """A value that changes with the file."""
     try:
         about = path.stat()
     except OSError:

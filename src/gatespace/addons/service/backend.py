@@ -390,7 +390,7 @@ class Scorer:
 
 
 def _fields(payload: Tensor | TeacherTopK) -> tuple[Tensor, ...]:
-    """Return the tensors of a ScoreReply, each with positions as the first dimension."""
+    """Tensors of a ScoreReply, positions in dim 0."""
     if isinstance(payload, Tensor):
         return (payload[0],)
     if payload.sampled_log_probs is None:

@@ -129,7 +129,7 @@ class Front(Closing):
         self._wake()
 
     def close(self) -> None:
-        """End, wait for the thread, and release all sockets."""
+        """End and release everything."""
         if self._end is None:
             self.end(0.0)
         if self._thread.ident is not None:

@@ -598,7 +598,7 @@ class TeacherServer(Closing):
 
 
 def _known(session: Session | None, named: str) -> Session:
-    """Return a connection's session if the message names it; otherwise refuse."""
+    """The connection's session, if the message names it."""
     if session is not None and secrets.compare_digest(session.id.encode(), named.encode()):
         return session
     why = "the server was restarted, the connection was lost, or the client was silent for long"

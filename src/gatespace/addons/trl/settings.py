@@ -150,7 +150,7 @@ class GatedDistillationConfig(DistillationConfig):  # type: ignore[misc]  # TRL 
                 )
 
     def _check_sampler(self, objective: Objective) -> None:
-        """Raise unless sampled tokens have the student's own probabilities, if the objective uses them."""
+        """Raise if the objective uses sampled tokens and the sampler changes their probabilities."""
         own: dict[str, tuple[Any, ...]] = {
             "temperature": (1,),
             "top_p": (1, None),

@@ -109,7 +109,7 @@ class Telemetry:
         self.run: Tally | None = None
 
     def row(self, out: LossOutput, mask: Tensor) -> Tensor:
-        """Statistics of this process's micro-batch; the same length on every process, even without tokens."""
+        """Statistics of this process's micro-batch; same length on every process, even without tokens."""
         chosen = mask.bool()
         columns: dict[str, Tensor] = {name: getattr(out, name) for name in self.columns}
         columns |= {name: out.signals[name] for name in self.signals}

@@ -54,7 +54,7 @@ class GatedLossConfig(seam.DistillationLossConfig):  # type: ignore[misc]
         super().__post_init__()
 
     def for_student(self, rows: int) -> LossSettings:
-        """Return the loss settings for a student whose head has `rows` rows."""
+        """Loss settings for a student head with `rows` rows."""
         size = rows if self.vocab_size is None else self.vocab_size
         if size > rows:
             raise UsageError(
