@@ -1,12 +1,12 @@
-"""What the score cache costs: entries per second, and a teacher's scores out of it, beside LMDB.
+"""Cost of the score cache: entries per second, and a teacher's scores from it, compared with LMDB.
 
     python benchmarks/cache.py [--model tiny|smollm2|FOLDER] [--beside MODULE:CLASS] [--quick] [--json]
 
-A batch is what a training step asks for: 24 responses of about 8 tokens, each token one entry of 1152 to 4096 bytes
-(SmolLM2's 576 numbers in bf16 and fp32, and 1024 in fp32). All contenders do the same batches in turns. Figures are
-medians of CPU time, which other processes disturb less than wall time. `lmdb` is LMDB with the least around it: no
-checksum, no bound, and a damaged file ends the process; it is left out where the package is not installed. `--beside`
-adds another implementation of `ScoreCache`, such as that of an earlier commit.
+A batch is what a training step requests: 24 responses of about 8 tokens, each token one entry of 1152 to 4096 bytes
+(SmolLM2's 576 numbers in bf16 and fp32, and 1024 in fp32). All contenders process the same batches in turns. Figures
+are medians of CPU time, which other processes disturb less than wall time. `lmdb` is bare LMDB: no checksum, no size
+bound, and a damaged file crashes the process; it is skipped if the package is not installed. `--beside` adds another
+implementation of `ScoreCache`, such as that of an earlier commit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Batch = list[tuple[bytes, bytes]]
 
 
 class Cache(Protocol):
-    """What is measured of a cache."""
+    """The measured interface of a cache."""
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]: ...
     def put_many(self, items: Iterable[tuple[bytes, bytes]]) -> None: ...
@@ -39,7 +39,7 @@ class Cache(Protocol):
 
 
 class Lmdb:
-    """LMDB as it comes."""
+    """Bare LMDB."""
 
     def __init__(self, folder: Path) -> None:
         import lmdb
@@ -60,7 +60,7 @@ class Lmdb:
 
 
 def contenders(beside: str | None) -> dict[str, Callable[[Path], Cache]]:
-    """Those that can be imported, by name."""
+    """Importable contenders by name."""
     found: dict[str, Callable[[Path], Cache]] = {"gatespace": ScoreCache}
     if beside is not None:
         module, _, name = beside.partition(":")
@@ -74,7 +74,7 @@ def contenders(beside: str | None) -> dict[str, Callable[[Path], Cache]]:
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """CPU seconds, and what was returned."""
+    """Return CPU seconds and the result."""
     began = time.process_time()
     result = work()
     return time.process_time() - began, result
@@ -84,7 +84,7 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def entries(folder: Path, kinds: dict[str, Callable[[Path], Cache]], size: int, batches: int) -> list[dict[str, Any]]:
-    """Microseconds per entry of every contender, for payloads of `size` bytes."""
+    """Measure microseconds per entry of every contender, for payloads of `size` bytes."""
     draw = generator(0, "benchmarks", "cache", size)
     caches = {name: kind(folder / f"{name}-{size}") for name, kind in kinds.items()}
     seconds: dict[str, dict[str, list[float]]] = {name: {"put": [], "get": [], "miss": []} for name in caches}
@@ -123,7 +123,7 @@ def _row(random_bytes: Callable[[int], bytes], length: int, size: int) -> Batch:
 
 
 def scores(folder: Path, kinds: dict[str, Callable[[Path], Cache]], model_name: str, turns: int) -> dict[str, Any]:
-    """Milliseconds in which a teacher scores a batch that is in the cache, by contender."""
+    """Measure milliseconds for a teacher to score a cached batch, by contender."""
     from gatespace.models import build_tiny, load_model, smollm2_folder
     from gatespace.tasks import synthetic_task
     from gatespace.teacher.local import LocalTeacher

@@ -1,10 +1,10 @@
-"""Frames per second of the explorer while a slider is dragged, in a real Chromium.
+"""Frame rate of the explorer while a slider is dragged, in a real Chromium.
 
     python benchmarks/explorer.py [--tokens 20000] [--length 64] [--seconds 4] [--compare] [--json]
 
-The page has one run with so many recorded tokens, all of them selected, and two gates with --compare. The
-slider of `a` goes to and fro, by one `input` event in every frame; counted are frames, and how long the longest took.
-Needs Playwright (extra dev) and a Chromium; GATESPACE_CHROMIUM names one that is not found by itself.
+The page has one run with --tokens recorded tokens, all selected, and two gates with --compare. The slider of `a` moves
+back and forth with one `input` event per frame; frames and their durations are recorded. Needs Playwright (extra dev)
+and a Chromium; GATESPACE_CHROMIUM names one that is not found automatically.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DRAG = """(seconds) => new Promise((done) => {
   };
   requestAnimationFrame(next);
 })"""
-"""Moves the slider in every frame, so that no frame is counted in which nothing had to be done."""
+"""Moves the slider in every frame, so that no idle frame is counted."""
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def write_run(folder: Path, *, tokens: int, length: int) -> None:
-    """A run folder with plausible numbers; nothing is trained."""
+    """Write a run folder with plausible numbers; nothing is trained."""
     draw = generator(0, "benchmarks", "explorer")
     folder.mkdir(parents=True)
     objective = {"method": "gated", "gate": "4,0,-1,0", "top_k": 8, "entropy": "top_k"}
@@ -119,7 +119,7 @@ def _response(draw: random.Random, words: list[str], row: int, count: int) -> di
 
 
 def measure(page_file: Path, seconds: float) -> dict[str, float]:
-    """Open the page, drag a slider for so long, and count."""
+    """Open the page, drag a slider for `seconds`, and count frames."""
     from playwright.sync_api import sync_playwright
 
     chromium = os.environ.get("GATESPACE_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
@@ -151,7 +151,7 @@ def measure(page_file: Path, seconds: float) -> dict[str, float]:
 
 
 def _busy(session: Any) -> float:
-    """CPU seconds of the page's main thread: what a frame costs, however busy the machine is with other things."""
+    """CPU seconds of the page's main thread: the cost of a frame, independent of other load."""
     metrics = session.send("Performance.getMetrics")["metrics"]
     return float(next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration"))
 

@@ -1,19 +1,19 @@
-"""What a kill costs: the same distillation killed at random and resumed, by gatespace and by TRL's own trainer.
+"""Cost of a kill: the same distillation killed at random and resumed, by gatespace and by TRL's own trainer.
 
     python benchmarks/kills.py [--kills N] [--steps N] [--save-every N] [--seed N] [--quick] [--json]
 
 Both sides distil the same tiny pair on the same prompts of the generated task, with reverse KL, the same steps, batch,
 length, learning rate and checkpoints, in float32 on one thread. A trial is a run that gets SIGKILL at a random moment
-of a random step and is started again as a user would: gatespace with the same command, TRL with
-`train(resume_from_checkpoint=...)` where there is a checkpoint. It is then held against a run that nobody killed:
+of a random step and is restarted as a user would: gatespace with the same command, TRL with
+`train(resume_from_checkpoint=...)` if there is a checkpoint. It is then compared with an uninterrupted run:
 
-    resumed      the second start ended, without a hand
+    resumed      the second start finished without intervention
     same loss    the loss of the last step differs by at most 1e-6
     same bytes   model.safetensors is the same file
-    steps again  how many steps were done twice, on average
+    steps again  mean number of steps repeated
 
-Two runs that nobody killed are compared first; where they differ, a kill cannot be blamed. Every life is a process of
-its own, forked after the imports.
+Two uninterrupted runs are compared first; if they differ, the kill is not to blame. Every life is its own process,
+forked after the imports.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ QUIET = {"every": 0, "final": []}
 
 
 class Work(NamedTuple):
-    """What every run does."""
+    """Settings of every run."""
 
     pair: TinyPair
     steps: int
@@ -57,7 +57,7 @@ class Work(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """How a run ended."""
+    """Result of a finished run."""
 
     loss: float
     weights: str
@@ -68,10 +68,10 @@ Side = Callable[[Work, Path, Tell], Ending]
 
 
 def prepared(folder: Path, steps: int) -> TinyPair:
-    """A pair whose teacher has been taught, in a process of its own: autograd in this one would bar it from forking."""
+    """Build a pair with a trained teacher, in a child process: after using autograd, this one could not fork."""
     if (child := os.fork()) == 0:
         with contextlib.suppress(BaseException):
-            # TRL wants as many rows in both heads.
+            # TRL requires heads with the same number of rows.
             pair = build_tiny(synthetic_task(), folder / "tiny", student=replace(STUDENT, pad_to=64, spare=1))
             lesson = {"task": TASK, "model": str(pair.teacher), "steps": steps, "batch_size": 24}
             options = {"optimizer": {"lr": RATE}, "evaluation": QUIET, "output": str(folder / "taught")}
@@ -84,7 +84,7 @@ def prepared(folder: Path, steps: int) -> TinyPair:
 
 
 def ours(work: Work, folder: Path, tell: Tell) -> Ending:
-    """`gatespace train`; the same call resumes."""
+    """Run `gatespace train`; the same call resumes."""
 
     class Steps(Silent):
         def step(self, *_: Any) -> None:
@@ -110,7 +110,7 @@ def ours(work: Work, folder: Path, tell: Tell) -> Ending:
 
 
 def trl(work: Work, folder: Path, tell: Tell) -> Ending:
-    """TRL's DistillationTrainer as it comes, resumed as its documentation says."""
+    """Run TRL's DistillationTrainer unchanged, resumed as documented."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from transformers.trainer_utils import get_last_checkpoint
@@ -173,16 +173,16 @@ def _hash(model: Path) -> str:
 
 
 class Life(NamedTuple):
-    """One process of a run: how it ended, why it failed, or None if it was killed; and how many steps it has done."""
+    """One process of a run: its result, its error, or None if it was killed; and the number of steps it did."""
 
     ended: Ending | str | None
     steps: int
 
 
 def life(side: Side, work: Work, folder: Path, *, kill_at: tuple[int, float] | None = None) -> Life:
-    """Let one process of a run live.
+    """Run one process of a run.
 
-    `kill_at`: after so many steps of this process (0: after its start) and so many seconds more.
+    `kill_at`: (steps, seconds): kill it this long after this many of its steps (0: after its start).
     """
     folder.mkdir(parents=True, exist_ok=True)
     reader, writer = os.pipe()
@@ -211,7 +211,7 @@ def life(side: Side, work: Work, folder: Path, *, kill_at: tuple[int, float] | N
 
 
 def _be(side: Side, work: Work, folder: Path, writer: int) -> None:
-    """The child's life: a dot at the start and after each step, then how it ended."""
+    """Child process: write a dot at the start and after each step, then the result."""
     with open(folder / "log", "a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -229,7 +229,7 @@ def _be(side: Side, work: Work, folder: Path, writer: int) -> None:
 
 
 def trial(side: Side, work: Work, folder: Path, rng: random.Random, pace: float) -> tuple[Life, Life]:
-    """Killed once at a random moment, then left alone: both lives."""
+    """Kill a run once at a random moment, then let it resume; return both lives."""
     for attempt in range(20):
         place = folder / str(attempt)
         killed = life(side, work, place, kill_at=(rng.randrange(work.steps), rng.random() * pace))
@@ -239,7 +239,7 @@ def trial(side: Side, work: Work, folder: Path, rng: random.Random, pace: float)
 
 
 def compare(side: Side, work: Work, folder: Path, kills: int, seed: int) -> dict[str, Any]:
-    """All trials of a side."""
+    """Run all trials of a side."""
     begun = time.perf_counter()
     reference, repeated = (life(side, work, folder / f"whole-{n}").ended for n in range(2))
     pace = (time.perf_counter() - begun) / 2 / work.steps
@@ -281,7 +281,7 @@ def main(arguments: Sequence[str]) -> None:
     if asked.quick:
         asked.kills, asked.steps, asked.save_every = 2, 6, 2
     try:
-        from trl import DistillationTrainer  # noqa: F401  # imported once, before any life begins
+        from trl import DistillationTrainer  # noqa: F401  # imported once, before any fork
     except ImportError as error:
         missing = f"cannot be imported: {error}"
     else:

@@ -1,9 +1,9 @@
-"""What each exact speed-up of a step buys, switched on one after another, and how far the whole is from the limit.
+"""Gain of each exact speed-up of a step, enabled one after another, and distance of the full step from the limit.
 
-All rungs do the same work: the same prompts, and responses that were drawn once and are as long as the cap allows. Each
-rung keeps what the rungs above it have, and runs in a fresh process. Loss and gradient of every rung are compared with
-those of the first. The limit is the time of the products that no implementation can leave out, at the rate that this
-machine reaches for them in this run, and of the optimizer's memory traffic. See benchmarks/README.md for the method.
+All rungs do the same work: the same prompts, and responses sampled once, at the maximum length. Each rung keeps the
+speed-ups of the rungs above it, and runs in a fresh process. Loss and gradient of every rung are compared with those of
+the first. The limit is the time of the matrix products that no implementation can avoid, at the rate this machine
+reaches for them in this run, plus the optimizer's memory traffic. See benchmarks/README.md for the method.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from step import (
 
 WORKER = Path(__file__).with_name("ladder_worker.py")
 SAME = {"fp32": 1e-4}
-"""Relative difference from the first rung beyond which loss or gradient are called different."""
+"""Relative difference from the first rung above which loss or gradient count as different."""
 SHARE = {"fp32": 0.65, "bf16": 0.6}
-"""Share of the limit that is promised for the engine's step."""
+"""Target share of the limit for the engine's step."""
 KINDS = {
     "attention products": r"bmm|baddbmm|.*scaled_dot_product.*",
     "matrix products": r"(add)?mm|(mkldnn_)?linear.*|matmul|(add)?mv|dot",
@@ -49,12 +49,12 @@ KINDS = {
     r"index.*|slice.*|select_.*|repeat.*|resize_",
     "elementwise work and reductions": r".*",
 }
-"""Kind of an operation → names that it has in torch; the first that fits counts."""
+"""Kind of operation → pattern of torch names; the first match counts."""
 
 
 @dataclass(frozen=True)
 class Rung:
-    """What is switched on. A row with `engine` is `Distillation.step` as it is, with responses of its own."""
+    """Enabled speed-ups. A row with `engine` is the unmodified `Distillation.step`, with its own responses."""
 
     about: str
     all_logits: bool = False
@@ -104,7 +104,7 @@ RUNGS = _rungs()
 
 @dataclass(frozen=True)
 class Settings:
-    """One run of this benchmark, as asked for."""
+    """Settings of one benchmark run."""
 
     model: str
     teacher: str | None
@@ -122,16 +122,16 @@ class Settings:
     timeout: float
     patience: int
     check_times: bool
-    """Whether the sizes are those that the targets are about."""
+    """Whether the targets apply to these sizes."""
     precision: str = "fp32"
-    """Of the responses that all rungs work on."""
+    """Precision in which the shared responses are sampled."""
     profile: bool = False
-    """Whether rows of the engine are run once more under torch's profiler."""
+    """Whether engine rows are rerun under torch's profiler."""
 
 
 @dataclass
 class Found:
-    """What was measured: rung → answer, precision → rates of this machine, and rung → profile."""
+    """Measurements: rung → answer, precision → rates of this machine, and rung → profile."""
 
     rungs: dict[str, dict[str, Any]] = field(default_factory=dict)
     rates: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class Found:
 
 
 def run(settings: Settings, report: Callable[[str], None] = lambda line: None) -> Found:
-    """All measurements, one process at a time, from the first rung to the last, then the machine's rates."""
+    """Run all measurements, one process at a time: rungs from first to last, then the machine's rates."""
     work, found = work_of(settings, report), Found()
     with tempfile.TemporaryDirectory(prefix="gatespace-bench-") as root:
 
@@ -169,7 +169,7 @@ def run(settings: Settings, report: Callable[[str], None] = lambda line: None) -
             found.rungs[name] = min(tries, key=lambda answer: disturbance([answer]))
         for name in settings.rungs:
             if settings.profile and RUNGS[name].engine:
-                report(f"profile of {name}")  # by itself: the profiler takes time too
+                report(f"profile of {name}")  # separately, as the profiler adds overhead
                 found.profiles[name] = rung_once(name, "profile")
         for precision in dict.fromkeys(RUNGS[name].precision for name in settings.rungs):
             answers = [
@@ -186,17 +186,17 @@ def run(settings: Settings, report: Callable[[str], None] = lambda line: None) -
     return found
 
 
-# ---------------------------------------------------------------------- the limit
+# ---------------------------------------------------------------------- limit
 
 
 def counts(answer: dict[str, Any]) -> dict[str, float]:
-    """What one step has to do, mean over the steps: each real token once."""
+    """Minimal work of one step, mean over the steps: each real token once."""
     shape = answer["shape"]
     positions = mean(step["response_tokens"] for step in answer["steps"])
     fed = positions - shape["rows"]  # the last token of a response predicts nothing
     own = shape["suffix"] + fed
     length = own / shape["rows"]
-    # A token at place i looks at i + 1 keys; rows are taken to be equally long, which is the least there can be.
+    # A token at position i attends to i + 1 keys; rows are assumed equally long, which is the minimum.
     prefix = shape["prefix"]
     row_pairs = shape["rows"] * (length * prefix + length * (length + 1) / 2)
     return {
@@ -210,7 +210,7 @@ def counts(answer: dict[str, Any]) -> dict[str, float]:
 
 
 def limit(answer: dict[str, Any], rates: dict[str, Any], *, precision: str, warm: bool, kind: str) -> dict[str, float]:
-    """Least seconds (wall or CPU) of a step by part: FLOPs × seconds per FLOP, and bytes × seconds per byte."""
+    """Minimum seconds (wall or CPU) of a step by part: FLOPs × seconds per FLOP, and bytes × seconds per byte."""
     n, sizes = counts(answer), rates["sizes"]
 
     def seconds(flops: float, rate: str) -> float:
@@ -219,7 +219,7 @@ def limit(answer: dict[str, Any], rates: dict[str, Any], *, precision: str, warm
     attention = 4 * n["pairs"] * sizes["attention"]
     body, head = 2 * sizes["body"] * n["tokens"], 2 * sizes["head"] * n["positions"]
     # AdamW reads the gradient, and reads and writes weight and two moments in float32; clipping reads the gradient
-    # once more; beside bfloat16 passes the rounded weights are written.
+    # again; with bfloat16 passes the rounded weights are written too.
     half = precision == "bf16"
     traffic = sizes["parameters"] * (24 + 2 * (2 if half else 4) + (2 if half else 0))
     parts = {
@@ -241,7 +241,7 @@ def limit(answer: dict[str, Any], rates: dict[str, Any], *, precision: str, warm
 
 
 def summaries(settings: Settings, found: Found) -> list[dict[str, Any]]:
-    """One flat record per rung: medians over its steps, gain over the rung before, distance from the first."""
+    """One flat record per rung: medians over its steps, gain over the previous rung, difference from the first."""
     records: list[dict[str, Any]] = []
     first: dict[str, Any] | None = None
     before: dict[str, Any] | None = None
@@ -276,7 +276,7 @@ def summaries(settings: Settings, found: Found) -> list[dict[str, Any]]:
 
 
 def shares(operations: dict[str, float]) -> dict[str, float]:
-    """Kind of operation → its share of the time in all of them, the largest first."""
+    """Kind of operation → share of the total time, largest first."""
     total: dict[str, float] = {}
     for name, time in operations.items():
         kind = next(kind for kind, names in KINDS.items() if re.fullmatch(names, name))
@@ -286,14 +286,14 @@ def shares(operations: dict[str, float]) -> dict[str, float]:
 
 
 def largest_difference(records: Iterable[dict[str, Any]], precision: str) -> dict[str, float]:
-    """The largest relative distance from the first rung, of loss, gradient and its norm."""
+    """Largest relative difference from the first rung, of loss, gradient and its norm."""
     keys = ("loss_error", "gradient_norm_error", "gradient_error")
     compared = [r for r in records if r["precision"] == precision and "loss_error" in r]
     return {key: max(r[key] for r in compared) for key in keys} if compared else {}
 
 
 def kept(settings: Settings, found: Found) -> bool:
-    """Whether all rungs ran, warm caches were warm, all compute the same, and the engine reaches its share."""
+    """Whether all rungs ran, warm caches had no misses, results agree, and the engine reaches its target share."""
     records = summaries(settings, found)
     if any("unavailable" in record for record in (*records, *found.rates.values(), *found.profiles.values())):
         return False
@@ -320,7 +320,7 @@ def as_json(settings: Settings, facts: dict[str, Any], found: Found) -> dict[str
 
 
 def show(settings: Settings, facts: dict[str, Any], found: Found) -> None:
-    """The ladder, what the rungs are, what they computed, and the limit."""
+    """Print the ladder, the rungs' descriptions, their results, and the limit."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -367,7 +367,7 @@ def about_lines(settings: Settings, records: Iterable[dict[str, Any]]) -> list[s
 
 
 def same_lines(records: Sequence[dict[str, Any]]) -> list[str]:
-    """What the rungs computed in their first step, against the first rung."""
+    """Results of the rungs' first step, compared with the first rung."""
     compared = [r for r in records if "loss_error" in r]
     lines = [
         f"  {r['rung']:<15} loss {r['loss']:.6f}, gradient norm {r['gradient_norm']:.6f}; relative distance from the "
@@ -385,7 +385,7 @@ def same_lines(records: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def limit_lines(settings: Settings, records: Sequence[dict[str, Any]], found: Found) -> list[str]:
-    """How the limit of the last rung of each precision, and of all engine rows, comes about."""
+    """Breakdown of the limit, for the last rung of each precision and all engine rows."""
     lines = []
     for precision, rates in found.rates.items():
         if "unavailable" in rates:
@@ -423,7 +423,7 @@ def limit_lines(settings: Settings, records: Sequence[dict[str, Any]], found: Fo
 
 
 def profile_lines(found: Found) -> list[str]:
-    """By rung, the share of each kind of operation."""
+    """Share of each kind of operation, by rung."""
     lines = []
     for name, profile in found.profiles.items():
         parts = [f"{kind} {share:.0%}" for kind, share in shares(profile.get("operations", {})).items()]

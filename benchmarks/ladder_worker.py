@@ -1,7 +1,7 @@
-"""What a measuring process of ladder.py executes: the steps of a rung, responses, a profile, or the machine's rates.
+"""Worker process of ladder.py: the steps of a rung, responses, a profile, or the machine's rates.
 
-A rung is put together from the public parts of the engine, so that every speed-up can be left out by itself; the rows
-`engine-…` are the engine's step as it is.
+A rung is assembled from the public parts of the engine, so that every speed-up can be disabled separately; the rows
+`engine-…` are the engine's unmodified step.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from gatespace.training.batches import Row
 from gatespace.training.optimizer import Optimizer
 
 NOISE = 0.05
-"""A student that is its own teacher has nothing to learn and no loss to compare: its weights are moved by this much."""
+"""Relative noise on the teacher's weights if student and teacher are the same model, as the loss would be zero."""
 Responses = list[list[list[int]]]
-"""Per step, per row."""
+"""Token ids per step and row."""
 
 
 def pair(work: Work) -> tuple[Model, Model]:
-    """Student in float32, and a teacher with other weights in the precision of the work."""
+    """Load the student in float32, and a teacher with different weights in the precision of the work."""
     student, teacher = load_model(work.student), load_model(work.teacher)
     if work.student == work.teacher:
         draw = torch.Generator().manual_seed(stream(work.seed, "teacher") % 2**63)
@@ -54,7 +54,7 @@ def pair(work: Work) -> tuple[Model, Model]:
 
 
 def write_responses(work: Work, file: Path) -> None:
-    """What the student writes to every row, always to the cap, so that every rung has the same tokens to work on."""
+    """Sample the student's responses to every row, always at the maximum length, to share among all rungs."""
     student, _ = pair(work)
     encoder = work.encoder(student.tokenizer)
     body, found = body_of(student), []
@@ -81,7 +81,7 @@ def _sample(work: Work, number: int, body: Any, forward: Forward, vocab_size: in
 
 
 class Rung:
-    """One step with some of the speed-ups; `rung` is a row of ladder.RUNGS."""
+    """A step with some of the speed-ups; `rung` is a row of ladder.RUNGS."""
 
     def __init__(self, work: Work, rung: dict[str, Any], responses: Responses, folder: Path, micro_rows: int) -> None:
         self.work, self.rung, self.folder, self.micro_rows = work, rung, folder, micro_rows
@@ -122,7 +122,7 @@ class Rung:
         meter.end(responses)
 
     def _prompts(self, rows: Sequence[Row], phase: str) -> tuple[list[list[int]], list[int] | None]:
-        """The prompts of a phase, and the prefix where it is shared there."""
+        """Prompts of a phase, and the prefix if it is shared."""
         if phase in self.rung["share"]:
             return [row.prompt for row in rows], self.encoder.prefix
         return whole_prompts(self.encoder, rows), None
@@ -152,7 +152,7 @@ class Rung:
 
     @torch.no_grad()
     def _score(self, rows: Sequence[Row], responses: Sequence[Sequence[int]]) -> Tensor:
-        """(N, H) hidden states, or (N, V) logits where all logits are made."""
+        """(N, H) hidden states, or (N, V) logits on rungs that compute all logits."""
         if self.scorer is not None:
             payload = self.scorer.score([row.prompt for row in rows], responses).payload
             assert isinstance(payload, Tensor)
@@ -174,13 +174,13 @@ class Rung:
         return total
 
     def _parts(self, rows: Sequence[Row], responses: Sequence[Sequence[int]]) -> Any:
-        """Rows that go through a network together where each has its whole prompt."""
+        """Split rows with whole prompts into micro-batches."""
         for start in range(0, len(rows), self.micro_rows):
             chosen = slice(start, start + self.micro_rows)
             yield rows[chosen], responses[chosen]
 
     def _pass(self, model: Model, rows: Sequence[Row], responses: Sequence[Sequence[int]]) -> Tensor:
-        """What the model has at the positions that predict the response tokens, (N, H) or (N, V)."""
+        """Hidden states or logits at the positions that predict the response tokens, (N, H) or (N, V)."""
         prompts, prefix = self._prompts(rows, "update" if model is self.student else "score")
         whole = [[*prompt, *ids[:-1]] for prompt, ids in zip(prompts, responses, strict=True)]
         places = [slice(len(prompt) - 1, len(row)) for prompt, row in zip(prompts, whole, strict=True)]
@@ -197,7 +197,7 @@ class Rung:
         return torch.cat([row[place] for row, place in zip(found, places, strict=True)])
 
     def _after(self, forward: Forward, responses: Sequence[Sequence[int]]) -> Tensor:
-        """(N, H) by the pass that the rollout began with: only responses are read."""
+        """(N, H) hidden states from the rollout's prefill: only responses are computed."""
         if self.work.max_new_tokens == 1:
             return forward.last()
         fed = [list(ids[:-1]) for ids in responses]
@@ -205,7 +205,7 @@ class Rung:
         return torch.cat([torch.cat(pieces) for pieces in zip(forward.last().split(1), rest, strict=True)])
 
     def _learn(self, found: Tensor, responses: Sequence[Sequence[int]], scores: Tensor) -> float:
-        """Backward from the sum of the losses of all tokens."""
+        """Backpropagate the sum of the losses of all tokens."""
         lengths = torch.tensor([len(ids) for ids in responses])
         inputs = LossInputs(
             sampled=torch.tensor([[token for ids in responses for token in ids]]),
@@ -225,7 +225,7 @@ class Rung:
         return float(output.loss)
 
     def _gradient(self, tokens: int) -> dict[str, float]:
-        """Norm of the gradient, and its distance from that of the first rung."""
+        """Norm of the gradient, and its relative difference from the first rung's."""
         found = {n: p.grad / tokens for n, p in self.optimizer.masters.items() if p.grad is not None}
         norm = sum(float(g.double().norm()) ** 2 for g in found.values()) ** 0.5
         file, error = self.folder / "reference.safetensors", 0.0
@@ -272,7 +272,7 @@ def _engine(asked: dict[str, Any], work: Work, meter: Meter) -> tuple[Callable[[
 
 
 def profiled(asked: dict[str, Any], work: Work) -> dict[str, Any]:
-    """Operation of torch → microseconds in it alone, over the measured steps of the engine."""
+    """Torch operation → self CPU time in microseconds, over the measured steps of the engine."""
     step, *_ = _engine(asked, work, Meter())
     for number in range(work.warm_up):
         step(number)
@@ -283,14 +283,14 @@ def profiled(asked: dict[str, Any], work: Work) -> dict[str, Any]:
     return {"operations": {event.key.removeprefix("aten::"): event.self_cpu_time_total for event in events}}
 
 
-# ---------------------------------------------------------------------- what the machine can do
+# ---------------------------------------------------------------------- machine rates
 
 
 def rates(asked: dict[str, Any], work: Work) -> dict[str, Any]:
     """Seconds per FLOP of the step's products at the model's own shapes, seconds per byte of a copy, and sizes.
 
-    Every product runs over the weights of all layers in turn, as a step does, so that small ones wait for memory as a
-    step does; results go into memory that is at hand.
+    Every product runs over the weights of all layers in turn, so that small ones wait for memory as in a step; results
+    go into preallocated memory.
     """
     student, teacher = pair(work)
     student.network.to(work.dtype)
@@ -327,7 +327,7 @@ def _weights(model: Model) -> list[Tensor]:
 
 
 def _attention_width(model: Model) -> int:
-    """Layers × heads × width of a head."""
+    """Layers × heads × head dimension."""
     config: Any = model.network.config.get_text_config()
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(config.num_hidden_layers * config.num_attention_heads * width)
@@ -349,7 +349,7 @@ Product = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 def _rate(weights: Sequence[Tensor], tokens: int, product: Product) -> dict[str, float]:
-    """Wall and CPU seconds per FLOP, the best of a few passes."""
+    """Wall and CPU seconds per FLOP, best of a few passes."""
     dtype = weights[0].dtype
     inputs = {k: torch.randn(tokens, k).to(dtype) for k in {w.shape[1] for w in weights}}
     outputs = {n: torch.randn(tokens, n).to(dtype) for n in {w.shape[0] for w in weights}}
@@ -391,7 +391,7 @@ def main() -> None:
         measure.answer(profiled(asked, work))
     else:
         found, cost = measure.measured(lambda: rates(asked, work))
-        # A disturbed machine seems slow, its limit low, and our share of it high.
+        # A disturbed machine measures slow rates, which inflates the limit and our share of it.
         measure.answer(found | {"others_share": cost.others / (cost.wall * measure.usable_cores())})
 
 

@@ -1,10 +1,10 @@
-"""Time and memory of a step as prompts grow: ours beside a plain transformers loop with SDPA attention, in one run.
+"""Time and memory of a step as prompts grow: ours and a plain transformers loop with SDPA attention, in one run.
 
     python benchmarks/length.py [--model smollm2|FOLDER] [--lengths 250,500,1000,2000] [--json FILE]
 
-A step samples a few tokens after each prompt, scores them with a teacher of the same size, and goes backward through a
-KL mixture; AdamW is left out, being the same for both. Each contender and length has a fresh process. Memory is the
-peak beyond what the process held before the step. The exponent is the slope of log memory over log length.
+A step samples a few tokens after each prompt, scores them with a teacher of the same size, and backpropagates a KL
+mixture; AdamW is omitted, as it is the same for both. Each contender and length has a fresh process. Memory is the
+peak above what the process held before the step. The exponent is the slope of log memory over log length.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONTENDERS = ("plain", "gatespace", "gatespace-checkpointing")
 
 
 def work(request: dict[str, Any]) -> dict[str, Any]:
-    """In the fresh process: two steps, of which the second is measured."""
+    """In the fresh process: run two steps and measure the second."""
     import torch
 
     from gatespace.models import load_model
@@ -67,7 +67,7 @@ def plain(student: Any, teacher: Any, new: int) -> Any:
 
 
 def ours(student: Any, teacher: Any, request: dict[str, Any]) -> Any:
-    """The passes of our loop: one over the prompts for rollout and update, canonical scores, the fused loss."""
+    """Passes of our loop: one over the prompts for rollout and update, canonical scores, the fused loss."""
     import torch
 
     from gatespace.gating import Gate, LossInputs
@@ -108,12 +108,12 @@ def ours(student: Any, teacher: Any, request: dict[str, Any]) -> Any:
 
 
 def exponent(lengths: Sequence[int], values: Sequence[float]) -> float:
-    """The slope of log value over log length, from the first to the last."""
+    """Slope of log value over log length, from the first to the last."""
     return math.log(values[-1] / values[0]) / math.log(lengths[-1] / lengths[0])
 
 
 def main() -> None:
-    """Measure, and print a table."""
+    """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="student and teacher")
     parser.add_argument("--lengths", default="250,500,1000,2000", help="tokens of a prompt")

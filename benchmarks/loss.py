@@ -1,12 +1,12 @@
 """Memory and time of the gated loss, forward and backward: naive autograd, TRL, Liger and gatespace, in one run.
 
 Every contender gets the same hidden states and head matrices and returns the gradients of the student's hidden states
-and head. Each measurement is a fresh process, contenders take turns, and ratios are formed within one turn. What they
-computed is compared with float64, so that nobody is fast by being wrong.
+and head. Each measurement is a fresh process, contenders take turns, and ratios are formed within one turn. Results are
+compared with float64, so that nobody is fast by being wrong.
 
-No peer can do the whole task, so each does the largest part it can: TRL takes λ per token from outside and gives no
-gradient through it; Liger knows one constant λ only. The rows gatespace-detached and gatespace-static do the same
-parts. See benchmarks/README.md for the method.
+No peer can do the whole task, so each does the largest part it can: TRL takes a given λ per token, without gradient
+through it; Liger supports only one constant λ. The rows gatespace-detached and gatespace-static do the same parts. See
+benchmarks/README.md for the method.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Contender:
-    """One row. `function` is the function of loss_worker.py that makes its loss.
+    """One row. `function` is the function of loss_worker.py that computes its loss.
 
-    `gradient_in_forward`: it may compute the gradients in its forward pass, and then only hands them over in backward.
-    `whole_warm_up`: it compiles itself anew for each shape, so a small warm-up would not do.
+    `gradient_in_forward`: it may compute the gradients in its forward pass and only return them in backward.
+    `whole_warm_up`: it recompiles for each shape, so a small warm-up is not enough.
     `dtypes`: those in which it differs from other rows.
     """
 
@@ -83,7 +83,7 @@ PEERS = tuple(name for name in CONTENDERS if not name.startswith(("naive", "gate
 QUICK_CONTENDERS = ("naive", "gatespace")
 
 _RATIOS: tuple[tuple[str, str, str, str, float | None, bool], ...] = (
-    # name, what is compared, of whom, with whom, the limit that is promised (None: none), is it a lower limit
+    # name, key, numerator, denominator, target (None: none), whether the target is a lower bound
     ("peak memory / naive", "peak_extra_mib", "gatespace", "naive", 0.05, False),
     ("wall time / naive", "wall", "gatespace", "naive", 1.0, False),
     ("CPU time / naive", "cpu", "gatespace", "naive", 1.0, False),
@@ -93,15 +93,15 @@ _RATIOS: tuple[tuple[str, str, str, str, float | None, bool], ...] = (
     ("CPU time / naive-exact", "cpu", "gatespace", "naive-exact", None, False),
 )
 TOLERANCE = {"fp32": (1e-4, 1e-3), "bf16": (1e-2, 2e-2)}
-"""Relative error of the loss and of the gradients beyond which a row is marked: its time then buys less."""
+"""Relative error of the loss and of the gradients above which a row is marked as less accurate."""
 ERRORS = {"loss": "error: loss", "hidden": "∂hidden", "head": "∂head"}
 BUSY = 0.1
-"""Share of the machine taken by other processes beyond which the run is called disturbed."""
+"""Share of the machine taken by other processes above which the run counts as disturbed."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One run of this benchmark, as asked for."""
+    """Settings of one benchmark run."""
 
     tokens: int
     vocab: int
@@ -120,7 +120,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Target:
-    """A ratio, measured, and what was promised of it; None where nothing was."""
+    """A measured ratio and its target (None: no target)."""
 
     dtype: str
     name: str
@@ -136,11 +136,11 @@ class Target:
 
 
 Turns = dict[tuple[str, str], list[dict[str, Any]]]
-"""(dtype, contender) → its answers, one per repeat; an answer with the key "unavailable" has no numbers."""
+"""(dtype, contender) → answers, one per repeat; an answer with the key "unavailable" has no numbers."""
 
 
 def run(settings: Settings, report: Any = lambda line: None) -> Turns:
-    """All measurements, one process at a time; contenders take turns, each repeat in another order."""
+    """Run all measurements, one process at a time; contenders take turns, each repeat in a different order."""
     turns: Turns = {
         (dtype, name): []
         for dtype in settings.dtypes
@@ -184,14 +184,14 @@ def run(settings: Settings, report: Any = lambda line: None) -> Turns:
 
 
 def disturbance(answers: Sequence[dict[str, Any]]) -> float:
-    """Share of the machine that other processes took while these answers were measured."""
+    """Share of the machine taken by other processes during these measurements."""
     steps = [step for answer in answers for step in answer.get("steps", ())]
     wall = sum(step["wall"] for step in steps)
     return sum(step["others"] for step in steps) / (wall * measure.usable_cores()) if wall else 0.0
 
 
 def numbers(answers: Sequence[dict[str, Any]], key: str) -> list[float]:
-    """One number per turn: the median over its steps, or, for memory, the highest."""
+    """One number per turn: the median over its steps, or the maximum for memory."""
     over_steps = max if key.startswith("peak") else median
     return [over_steps(step[key] for step in answer["steps"]) for answer in answers]
 
@@ -220,7 +220,7 @@ def summaries(settings: Settings, turns: Turns) -> list[dict[str, Any]]:
 
 
 def targets(settings: Settings, turns: Turns) -> list[Target]:
-    """The ratios that this run can speak of: medians over the turns of ratios within one turn. Quick runs: none."""
+    """Ratios this run supports: medians over the turns of ratios within one turn. Quick runs: none."""
     if settings.quick:
         return []
 
@@ -240,7 +240,7 @@ def targets(settings: Settings, turns: Turns) -> list[Target]:
 
 
 def kept(settings: Settings, turns: Turns) -> bool:
-    """Whether every promise was measured and met, and our own numbers are accurate. A quick run promises accuracy."""
+    """Whether every target was measured and met, and our own results are accurate. Quick runs check only accuracy."""
     promised = [target for target in targets(settings, turns) if target.limit is not None]
     ours = [r for r in summaries(settings, turns) if CONTENDERS[r["contender"]].function == "gatespace"]
     limits = sum(limit is not None for *_, limit, _ in _RATIOS)
@@ -260,7 +260,7 @@ def as_json(settings: Settings, facts: dict[str, Any], turns: Turns) -> dict[str
 
 
 def show(settings: Settings, facts: dict[str, Any], turns: Turns) -> None:
-    """One table per dtype, then the promises one by one."""
+    """Print one table per dtype, then the targets one by one."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -308,7 +308,7 @@ def show(settings: Settings, facts: dict[str, Any], turns: Turns) -> None:
 
 
 def target_lines(settings: Settings, records: Iterable[dict[str, Any]], found: Iterable[Target]) -> list[str]:
-    """Plain lines, one per promise, and a warning if the machine was not ours alone."""
+    """One line per target, and a warning if other processes disturbed the run."""
     lines = ["A quick run has no targets: it is too small to say anything of memory or time."] if settings.quick else []
     for target in found:
         as_text = "{:.1%}" if "memory" in target.name else "{:.2f}×"

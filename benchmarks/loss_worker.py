@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 GATE = (4.0, 4.0, -1.5, -4.0)
-"""(a, b, c, d) = the paper's H4: every signal counts, d != 0, and λ is far from saturation on these inputs."""
+"""(a, b, c, d) = the paper's H4: uses every signal, d != 0, and λ is far from saturation on these inputs."""
 TOP_K = 8
 ROW = 64
-"""Tokens per sample: the signal u is read at the first of them."""
+"""Tokens per sample; the signal u is taken at the first."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WARM_UP_TOKENS, WARM_UP_VOCAB = 64, 4096
@@ -30,7 +30,7 @@ _EVERY = 32
 
 @dataclass(frozen=True)
 class Inputs:
-    """Hidden states and head matrices of both sides, and λ where a contender has to be told it."""
+    """Hidden states and head matrices of both sides, and λ for contenders that need it given."""
 
     student_hidden: Tensor  # (N, H), with gradient
     student_head: Tensor  # (V, H), with gradient
@@ -58,7 +58,7 @@ class Inputs:
 
 
 def make_inputs(*, tokens: int, vocab: int, hidden: int, teacher_hidden: int, dtype: str, seed: int) -> Inputs:
-    """The same numbers for every contender. Teacher and student agree in part; some tokens are sharp, some flat."""
+    """Make the same inputs for every contender. Teacher and student partly agree; some tokens are sharp, some flat."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -81,11 +81,11 @@ def make_inputs(*, tokens: int, vocab: int, hidden: int, teacher_hidden: int, dt
     )
 
 
-# The contenders: each is the forward pass, a loss from inputs. Its gradient is asked of autograd for all alike.
+# Contenders: each is a forward pass from inputs to a loss. Autograd computes the gradient for all.
 
 
 def naive(x: Inputs, *, exact: bool = False) -> Tensor:
-    """What one writes first: whole logits, log_softmax in float32, and autograd. `exact`: logits of float32 factors."""
+    """The obvious version: full logits, log_softmax in float32, and autograd. `exact`: logits of float32 factors."""
 
     def log_probs(hidden: Tensor, head: Tensor) -> Tensor:
         logits = hidden.float() @ head.float().T if exact else (hidden @ head.T).float()
@@ -106,7 +106,7 @@ def naive(x: Inputs, *, exact: bool = False) -> Tensor:
 
 
 def trl(x: Inputs) -> Tensor:
-    """TRL's autograd Function, called for each KL. λ is computed beforehand and costs TRL nothing here."""
+    """TRL's autograd Function, called for each KL. λ is computed beforehand, at no cost to TRL."""
     from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
     assert x.lam is not None
@@ -119,7 +119,7 @@ def trl(x: Inputs) -> Tensor:
 
 
 def liger_two_calls(x: Inputs, *, chunk_size: int, compiled: bool) -> Tensor:
-    """Liger's JSD loss at its two ends. λ goes in as weight_soft_loss, which spares it a scaling of gradients."""
+    """Liger's JSD loss at its two ends. λ goes in as weight_soft_loss, which saves scaling the gradients."""
     from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
 
     def divergence(beta: float, weight: float) -> Tensor:
@@ -133,7 +133,7 @@ def liger_two_calls(x: Inputs, *, chunk_size: int, compiled: bool) -> Tensor:
 
 
 def liger_subclass(x: Inputs, *, chunk_size: int) -> Tensor:
-    """Liger's base class with a loss of the user's own: one call, float32 inside, still one constant λ."""
+    """Liger's base class with a custom loss: one call, float32 inside, still one constant λ."""
     from liger_kernel.chunked_loss.fused_linear_distillation import LigerFusedLinearDistillationBase
 
     class Mixture(LigerFusedLinearDistillationBase):
@@ -184,14 +184,14 @@ FORWARD: dict[str, Callable[..., Tensor]] = {
 }
 
 
-# The reference: float64, token by token of the definition, gradient by autograd at the logits.
+# Reference: float64, token by token from the definition, gradient by autograd at the logits.
 
 
 def reference(x: Inputs, tasks: Iterable[str]) -> dict[str, Any]:
-    """Loss and gradients of each task in float64 on the very inputs (already rounded to their dtype).
+    """Loss and gradients of each task in float64 on the same inputs (already rounded to their dtype).
 
-    Of the head's gradient it keeps every 32nd row and the rows of the teacher's choices, and for all the rest one
-    random ±1 combination of all rows.
+    Of the head's gradient it keeps every 32nd row and the rows of the teacher's choices, and one random ±1 combination
+    of all rows to cover the rest.
     """
     vocab = x.student_head.shape[0]
     student_head, teacher_head = x.student_head.detach().double(), x.teacher_head.double()
@@ -255,7 +255,7 @@ def _signs(vocab: int) -> Tensor:
 
 
 def errors(loss: float, hidden: Tensor, head: Tensor, *, ref: dict[str, Any], rows: Tensor) -> dict[str, float]:
-    """Relative errors: of the loss, and of each gradient in the Euclidean norm."""
+    """Relative errors of the loss, and of each gradient in the Euclidean norm."""
 
     def relative(value: Tensor, truth: Tensor) -> float:
         return ((value.double() - truth).norm() / truth.norm()).item()
@@ -270,15 +270,15 @@ def errors(loss: float, hidden: Tensor, head: Tensor, *, ref: dict[str, Any], ro
     }
 
 
-# The process
+# Process
 
 
 def run(contender: Contender, x: Inputs, *, steps: int) -> tuple[dict[str, Any], float, tuple[Tensor, Tensor]]:
-    """Warm up, then `steps` times forward and backward. Peaks count from the memory at rest before the first step.
+    """Warm up, then run forward and backward `steps` times. Peaks are relative to the memory before the first step.
 
-    Gradients are results, not overhead: their bytes are taken off a backward pass's peak, and off a forward pass's
-    peak if the contender can make them there and that pass has left so much in memory. (Where a peak lies before the
-    gradients exist, as in naive autograd, this takes off too much, to the advantage of that contender.)
+    Gradients are results, not overhead: their bytes are subtracted from a backward pass's peak, and from a forward
+    pass's peak if the contender can compute them there and that pass has left as much in memory. (If the peak comes
+    before the gradients exist, as in naive autograd, this subtracts too much, in that contender's favour.)
     """
 
     forward_pass = FORWARD[contender.function]
@@ -296,7 +296,7 @@ def run(contender: Contender, x: Inputs, *, steps: int) -> tuple[dict[str, Any],
     done = []
     gradients: tuple[Tensor, ...] = ()
     for _ in range(steps):
-        gradients = ()  # the previous step's must not lie in memory beside this one's
+        gradients = ()  # free the previous step's before this one's are computed
         loss, gradients, forward, backward, between = step(x)
         size = sum(g.numel() * g.element_size() for g in gradients)
         early = contender.gradient_in_forward and between - rest > 0.9 * size

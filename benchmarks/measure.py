@@ -1,7 +1,7 @@
-"""What every benchmark here needs: peak memory and time of one piece of work, fresh processes, facts of the machine.
+"""Shared by all benchmarks: peak memory and time of a call, fresh processes, facts about the machine.
 
 Memory is resident memory (RSS), because that is what runs out; it includes what a tensor library does not count, such
-as the packing buffers of a matrix product. Nothing here imports torch.
+as packing buffers of matrix products. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one call: highest RSS while it ran (bytes, absolute), wall seconds, CPU seconds over all threads.
+    """Cost of one call: peak RSS (bytes, absolute), wall seconds, CPU seconds over all threads.
 
-    `others` is CPU seconds that other processes (or the machine's host) took meanwhile: a wall time beside them is no
-    measurement of the work alone.
+    `others` is CPU seconds that other processes (or the machine's host) took meanwhile, during which wall time does not
+    measure the work alone.
     """
 
     peak_rss: int
@@ -52,13 +52,13 @@ def rss() -> int:
 
 
 def give_back_free_memory() -> None:
-    """Return what the C allocator holds but nobody uses, so that a baseline is not inflated by set-up work."""
-    with contextlib.suppress(OSError, AttributeError):  # not glibc: the baseline is what it is, for all alike
+    """Return unused memory of the C allocator, so that set-up work does not inflate a baseline."""
+    with contextlib.suppress(OSError, AttributeError):  # not glibc: the same baseline for all
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def measured(work: Callable[[], T]) -> tuple[T, Cost]:
-    """Run `work` and measure it: memory by the kernel's high-water mark, where it may be reset, and by sampling."""
+    """Run `work` and measure it: memory by the kernel's high-water mark, if it can be reset, and by sampling."""
     exact = _reset_high_water_mark()
     sampler = _Sampler()
     busy, wall, cpu = _busy_everywhere(), time.perf_counter(), time.process_time()
@@ -85,7 +85,7 @@ class _Sampler:
 
 
 def _busy_everywhere() -> float:
-    """CPU seconds that the whole machine has been busy, stolen time included; 0 where the kernel does not tell."""
+    """CPU seconds the whole machine has been busy, including stolen time; 0 if the kernel does not report it."""
     try:
         user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     except (OSError, ValueError):
@@ -111,7 +111,7 @@ def _high_water_mark() -> int:
 def in_fresh_process(script: Path, request: dict[str, Any], *, threads: int, timeout: float) -> dict[str, Any]:
     """Call `python script`, which must end in `answer(...)`, with the request on stdin; return its answer.
 
-    The allocator stays at its defaults for everybody: variables that tune or replace it are not handed down.
+    Everybody gets the default allocator: variables that tune or replace it are not passed on.
     """
     env = {k: v for k, v in os.environ.items() if not k.startswith(_ALLOCATOR_VARIABLES)}
     env |= {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} | {"HF_HUB_OFFLINE": "1"}
@@ -137,17 +137,17 @@ def in_fresh_process(script: Path, request: dict[str, Any], *, threads: int, tim
 
 
 def request() -> dict[str, Any]:
-    """In the fresh process: what was asked."""
+    """In the fresh process: read the request."""
     return json.load(sys.stdin)
 
 
 def answer(result: dict[str, Any]) -> None:
-    """In the fresh process: hand the result back."""
+    """In the fresh process: return the result."""
     print(_MARK + json.dumps(result), flush=True)
 
 
 def environment(threads: int) -> dict[str, Any]:
-    """Facts that a reader needs before he compares two runs."""
+    """Facts about the machine that a reader needs to compare two runs."""
     packages: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
@@ -165,7 +165,7 @@ def environment(threads: int) -> dict[str, Any]:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Number of cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -177,6 +177,6 @@ def _cpu_name() -> str:
         }
     except OSError:
         return platform.processor()
-    # bf16 products are fast only where the CPU multiplies bf16 itself, so say whether it does.
+    # bf16 products are fast only with native bf16 instructions, so show the flags.
     flags = set(info.get("flags", "").split()) & {"avx2", "avx512f", "avx512_bf16", "amx_bf16"}
     return " ".join([info.get("model name", "unknown CPU"), *sorted(flags)])

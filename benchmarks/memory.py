@@ -1,10 +1,9 @@
-"""Peak memory of real runs on this CPU beside what `--dry-run` says of them.
+"""Peak memory of real runs on this CPU compared with the `--dry-run` estimate.
 
     python benchmarks/memory.py [--hidden 512] [--layers 8] [--cases fp32,bf16,checkpointing,8bit,lora] [--json FILE]
 
 A random Qwen3 student learns from a random teacher of the same size on the synthetic task, for two steps. Each case has
-a fresh process, which has made a tiny run before. Measured is the highest resident memory during the run beyond what
-the process held before it.
+a fresh process, warmed up with a tiny run. The figure is the peak resident memory of the run above that before it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def work(request: dict[str, Any]) -> dict[str, Any]:
-    """In the fresh process: what was said, and what was needed."""
+    """In the fresh process: return the estimate and the measured memory."""
     from gatespace.cli.estimate import estimate
     from gatespace.config import TrainConfig, parse_config
     from gatespace.training.train import train
@@ -65,7 +64,7 @@ def work(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def network(folder: Path, request: dict[str, Any]) -> Path:
-    """A random Qwen3 with the tokens of the synthetic task."""
+    """Create a random Qwen3 with the synthetic task's vocabulary."""
     import transformers
 
     from gatespace.config import TaskConfig, parse_config
@@ -90,7 +89,7 @@ def network(folder: Path, request: dict[str, Any]) -> Path:
 
 
 def main() -> None:
-    """Measure, and print a table."""
+    """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}")
     parser.add_argument("--hidden", type=int, default=512, help="a multiple of 128")

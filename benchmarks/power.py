@@ -1,10 +1,10 @@
-"""What it takes to tell two methods apart: seeds and CPU-hours, by how many responses a prompt has.
+"""Seeds and CPU-hours needed to tell two methods apart, by the number of responses per prompt.
 
-The demo's pair is trained at several arms (gates, a static λ, a published method) with the same seeds, once for each
-kind of rollout: 1, 4 or 8 sampled responses per prompt, or the likely ones by their probabilities (`rollout.expected`).
-Two arms are compared by their differences seed by seed. Their standard deviation says how many seeds a paired t-test
-needs to find a difference of one percentage point, and the CPU time of a run what these seeds cost. See
-benchmarks/README.md for the method.
+The demo's pair is trained in several arms (gates, a static λ, a published method) with the same seeds, once per kind of
+rollout: 1, 4 or 8 sampled responses per prompt, or the likely ones weighted by probability (`rollout.expected`). Arms
+are compared by paired differences over seeds. Their standard deviation gives the seeds a paired t-test needs to detect
+a difference of one percentage point, and the CPU time of a run gives their cost. See benchmarks/README.md for the
+method.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
 }
 DIFFERENCE, POWER = 1.0, 0.8
-"""Percentage points that are to be found, and with what probability."""
+"""Percentage points to detect, and with what power."""
 HOURS = 0.6
 """Target: CPU-hours of the best kind / those of one response per prompt."""
 ARMS = (
@@ -63,7 +63,7 @@ Accuracies = dict[str, dict[int, float]]
 
 @dataclass(frozen=True)
 class Settings:
-    """One run of this benchmark, as asked for."""
+    """Settings of one benchmark run."""
 
     kinds: tuple[str, ...]
     seeds: int
@@ -77,7 +77,7 @@ class Settings:
 
 
 def run(settings: Settings, folder: Path, report: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:
-    """All kinds, one after the other, from the same two models."""
+    """Run all kinds, one after the other, from the same two models."""
     from gatespace.cli.study_file import load_study
     from gatespace.runs import StudyFolder
     from gatespace.study.plan import check
@@ -104,7 +104,7 @@ def run(settings: Settings, folder: Path, report: Callable[[str], None] = lambda
 
 
 def record(kind: str, accuracies: Accuracies, cost: Mapping[str, float]) -> dict[str, Any]:
-    """A kind's numbers."""
+    """Results of a kind."""
     from gatespace.evidence.paired import seeds_needed
 
     spread, runs = pooled(accuracies, sorted(next(iter(accuracies.values())))), sum(map(len, accuracies.values()))
@@ -125,13 +125,13 @@ def record(kind: str, accuracies: Accuracies, cost: Mapping[str, float]) -> dict
 
 
 def pooled(accuracies: Accuracies, seeds: Sequence[int]) -> float:
-    """The standard deviation of a paired difference, pooled over all pairs of arms."""
+    """Standard deviation of a paired difference, pooled over all pairs of arms."""
     pairs = combinations(accuracies.values(), 2)
     return sqrt(fmean(variance([one[seed] - other[seed] for seed in seeds]) for one, other in pairs))
 
 
 def ratios(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each kind against one response per prompt; ranges are of 95 % of resamples of the seeds."""
+    """Each kind relative to one response per prompt; ranges are 95 % bootstrap intervals over seeds."""
     base = next((r for r in records if r["kind"] == "1"), None)
     if base is None:
         return []
@@ -152,7 +152,7 @@ def ratios(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _range(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[float, float]:
-    """Of the ratio of standard deviations, over resampled seeds, the same for both."""
+    """95 % paired bootstrap interval over seeds of the ratio of standard deviations."""
     from gatespace.seeding import generator
 
     draw = generator(0, "benchmarks", "power")
@@ -168,7 +168,7 @@ def _range(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[float, flo
 
 
 def target(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The kind that needs the fewest CPU-hours, against one response per prompt."""
+    """The kind that needs the fewest CPU-hours, relative to one response per prompt."""
     found = [r for r in ratios(records) if r["kind"] in ("8", "expected", "expected-0.9")]
     if not found:
         return None

@@ -1,11 +1,11 @@
-"""What a teacher's scores cost: one response per prompt or several, all of them missing in the cache or a tenth.
+"""Cost of a teacher's scores: one response per prompt or several, with an empty cache or 90 % hits.
 
     python benchmarks/score.py [--root tweeteval] [--per-prompt 1,4,8] [--hits 0,0.9] [--quick] [--check] [--json]
 
-`gatespace` is `LocalTeacher`: each prompt once, in canonical shapes, so that bits do not depend on the batch. `whole`
-is the same network over the same rows, each prompt with each of its responses as one packed row, in passes of up to 512
-tokens without any padding: what scoring costs where nothing is shared but the prefix, and bits depend on the batch.
-Both take turns in one process. See benchmarks/README.md for the method.
+`gatespace` is `LocalTeacher`: each prompt once, in canonical shapes, so that scores are batch-invariant. `whole` is the
+same network over the same rows, each prompt with each of its responses as one packed row, in passes of up to 512 tokens
+without padding: the cost of scoring if only the prefix is shared and bits may depend on the batch. Both take turns in
+one process. See benchmarks/README.md for the method.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Rows = tuple[list[list[int]], list[list[int]]]
 
 @dataclass(frozen=True)
 class Settings:
-    """One run of this benchmark, as asked for."""
+    """Settings of one benchmark run."""
 
     model: str
     task: str
@@ -46,11 +46,11 @@ class Settings:
     threads: int
     seed: int
     check: bool
-    """Whether the sizes are those that the targets are about."""
+    """Whether the targets apply to these sizes."""
 
 
 def run(settings: Settings) -> list[dict[str, Any]]:
-    """A record per number of responses and share of hits."""
+    """Return a record per number of responses and share of hits."""
     import torch
     from step_worker import Work
 
@@ -72,7 +72,7 @@ def run(settings: Settings) -> list[dict[str, Any]]:
 
 
 def written(settings: Settings, number: int, body: Any, prefix: list[int], prompts: list[list[int]], each: int) -> Rows:
-    """What the model itself answers, as a student does; equal answers of a prompt are asked once, as in training."""
+    """Sample the model's own responses, like a student; duplicates of a prompt are scored once, as in training."""
     import torch
 
     from gatespace.rollout import Sampling, sample
@@ -97,7 +97,7 @@ def written(settings: Settings, number: int, body: Any, prefix: list[int], promp
 def measured(
     settings: Settings, model: Any, body: Any, prefix: list[int], batches: list[Rows], each: int, hits: float
 ) -> dict[str, Any]:
-    """Both contenders on the rows that are not cached."""
+    """Measure both contenders on the rows that are not cached."""
     from gatespace.seeding import generator
     from gatespace.teacher.cache import ScoreCache
     from gatespace.teacher.local import LocalTeacher
@@ -142,7 +142,7 @@ def measured(
 
 
 def whole(body: Any, prefix: Any, rows: Sequence[tuple[list[int], list[int]]]) -> None:
-    """Hidden states of whole rows, as many in a pass as it holds."""
+    """Compute hidden states of whole rows, as many per pass as fit."""
     import torch
 
     from gatespace.teacher.local import PASS
@@ -159,13 +159,13 @@ def whole(body: Any, prefix: Any, rows: Sequence[tuple[list[int], list[int]]]) -
 
 
 def cost(act: Callable[[], Any]) -> tuple[float, float, float]:
-    """Wall and CPU seconds, and the share of the machine that other processes took."""
+    """Wall and CPU seconds, and the share of the machine taken by other processes."""
     _, found = measure.measured(act)
     return found.wall, found.cpu, found.others / (found.wall * measure.usable_cores())
 
 
 def verdicts(settings: Settings, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The targets that this run can speak of."""
+    """The targets that apply to this run."""
     found = []
     for r in records:
         if r["hits"] >= 0.9:

@@ -1,7 +1,7 @@
 """Tokens scored per second: a teacher in this process, the same teacher as a service over ZMQ, and a vLLM server.
 
-All score the same responses to the same prompts, batch after batch, in turns within one run; no score is cached. Client
-and service share the cores of the machine. See benchmarks/README.md for the method.
+All score the same responses to the same prompts, batch after batch, in turns within one run; nothing is cached. Client
+and service share the machine's cores. See benchmarks/README.md for the method.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import measure
 import step
 
 TARGET = 0.9
-"""Of the tokens per second of a teacher in this process."""
+"""Target speed of the service relative to a teacher in this process."""
 BUSY = 0.1
-"""Share of the machine taken by other processes beyond which the run is called disturbed."""
+"""Share of the machine taken by other processes above which the run counts as disturbed."""
 _READY = 300.0
-"""Seconds in which a service has to be there."""
+"""Seconds for a service to become ready."""
 
 Batch = tuple[list[list[int]], list[list[int]]]
 """Prompts after the shared prefix, and responses."""
@@ -35,7 +35,7 @@ Batch = tuple[list[list[int]], list[list[int]]]
 
 @dataclass(frozen=True)
 class Settings:
-    """One run of this benchmark, as asked for."""
+    """Settings of one benchmark run."""
 
     model: str
     task: str
@@ -49,12 +49,12 @@ class Settings:
     threads: int
     vllm: str | None
     check: bool
-    """Whether the sizes are those that the target is about."""
+    """Whether the target applies to these sizes."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is scored."""
+    """Batches to score."""
 
     folder: str
     prefix: list[int]
@@ -64,29 +64,29 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Response tokens of a turn."""
+        """Response tokens per turn."""
         return sum(len(response) for _, responses in self.batches for response in responses)
 
     @property
     def read(self) -> int:
-        """Prompt and response tokens of a turn, without the shared prefix."""
+        """Prompt and response tokens per turn, without the shared prefix."""
         return self.tokens + sum(len(prompt) for prompts, _ in self.batches for prompt in prompts)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One contender over all batches once."""
+    """One contender's pass over all batches."""
 
     contender: str
     wall: float
     cpu: float
-    """Of this process and the service."""
+    """CPU seconds of this process and the service."""
     others: float
-    """Share of the machine that other processes took."""
+    """Share of the machine taken by other processes."""
 
 
 def work_of(settings: Settings) -> Work:
-    """Real prompts, and their gold labels as responses: what a teacher scores in training, without the student."""
+    """Real prompts with their gold labels as responses: a teacher's training workload, without a student."""
     from gatespace.addons.service.wire import vocabulary_digest
     from gatespace.models import build_tiny, load_model, smollm2_folder
     from gatespace.models.encode import Encoder
@@ -114,7 +114,7 @@ def work_of(settings: Settings) -> Work:
 
 @contextlib.contextmanager
 def service(settings: Settings, work: Work) -> Iterator[tuple[int, str]]:
-    """`gatespace teacher serve` in a process of its own: its number, and its address."""
+    """Run `gatespace teacher serve` in its own process; yield its pid and address."""
     command = [sys.executable, "-m", "gatespace", "teacher", "serve", "--model", work.folder]
     command += ["--bind", "tcp://127.0.0.1:0", "--precision", settings.precision, "--device", "cpu"]
     command += ["--cache", "none", "--json", "--quiet"]
@@ -136,7 +136,7 @@ def service(settings: Settings, work: Work) -> Iterator[tuple[int, str]]:
 
 @contextlib.contextmanager
 def vllm(settings: Settings, work: Work) -> Iterator[tuple[int | None, str]]:
-    """A vLLM server with the same model: the one that is named, or one that is started here and ends with the run."""
+    """Yield pid and address of a vLLM server with the same model: the given one, or one started for this run."""
     from gatespace.addons.vllm.process import VllmProcess
 
     assert settings.vllm is not None
@@ -144,7 +144,7 @@ def vllm(settings: Settings, work: Work) -> Iterator[tuple[int | None, str]]:
         yield None, settings.vllm
         return
     longest = max(len(prompt) for prompts, _ in work.batches for prompt in prompts)
-    # Threads as they are for the others, and no thread to a core: they all share the cores, taking turns.
+    # The same number of threads as the others, unpinned: all contenders share the cores in turns.
     threads = {name: str(settings.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     with tempfile.TemporaryDirectory() as scratch:
         step.tell("starting vLLM")
@@ -162,7 +162,7 @@ def vllm(settings: Settings, work: Work) -> Iterator[tuple[int | None, str]]:
 
 
 def run(settings: Settings) -> tuple[Work, list[Turn], dict[str, Any]]:
-    """All turns, and whether the scores are right."""
+    """Run all turns, and check the scores."""
     import torch
 
     from gatespace.addons.service.client import RemoteTeacher
@@ -193,7 +193,7 @@ def run(settings: Settings) -> tuple[Work, list[Turn], dict[str, Any]]:
             server = VllmTeacher(place, spec("top_k"), model.tokenizer)
             stack.callback(server.close)
             scorers["vllm"] = server.score
-        checks = check(work, scorers)  # which warms all of them up
+        checks = check(work, scorers)  # also warms them up
         turns: list[Turn] = []
         names = list(scorers)
         for number in range(settings.repeats):
@@ -219,7 +219,7 @@ def turn(name: str, score: Callable[..., Any], work: Work, pid: int | None) -> T
 
 
 def check(work: Work, scorers: dict[str, Callable[..., Any]]) -> dict[str, Any]:
-    """Whether a service gives the teacher's scores, to the bit; and how far vLLM is from them."""
+    """Check that a service returns the teacher's scores bitwise, and how far vLLM's are from them."""
     import torch
 
     found: dict[str, Any] = {"hidden": True, "top_k": True}
@@ -237,7 +237,7 @@ def check(work: Work, scorers: dict[str, Callable[..., Any]]) -> dict[str, Any]:
 
 
 def _cpu(pid: int | None) -> float:
-    """Seconds of the CPU that a process has had, and with it all of its group if it leads one, as vLLM does."""
+    """CPU seconds of a process, including its group if it leads one, as vLLM does."""
     if pid is None:
         return 0.0
     ticks = 0
@@ -253,7 +253,7 @@ def _cpu(pid: int | None) -> float:
 
 
 def results(work: Work, turns: list[Turn]) -> list[dict[str, Any]]:
-    """A row per contender: medians over its turns."""
+    """One row per contender: medians over its turns."""
     rows = []
     for name in dict.fromkeys(turn.contender for turn in turns):
         own = [turn for turn in turns if turn.contender == name]
@@ -273,7 +273,7 @@ def results(work: Work, turns: list[Turn]) -> list[dict[str, Any]]:
 
 
 def ratios(turns: list[Turn]) -> dict[str, float]:
-    """Speed of one to that of another, formed within a repeat; then the median."""
+    """Speed ratios between contenders: medians of ratios within a repeat."""
     walls: dict[str, list[float]] = {}
     for turn in turns:
         walls.setdefault(turn.contender, []).append(turn.wall)
@@ -285,7 +285,7 @@ def ratios(turns: list[Turn]) -> dict[str, float]:
 
 
 def met(settings: Settings, found: dict[str, float]) -> dict[str, bool]:
-    """The targets: ZMQ at 0.9 of the teacher in this process, and faster than vLLM over HTTP."""
+    """Check the targets: ZMQ at 0.9 of the teacher in this process, and faster than vLLM over HTTP."""
     if not settings.check:
         return {}
     return {name: value >= (TARGET if "local" in name else 1.0) for name, value in found.items()}
@@ -362,7 +362,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[Settings, argparse.Namespace
 
 
 def place_of(parser: argparse.ArgumentParser, given: str | None) -> str | None:
-    """Where vLLM is; a mistake is found before anything is measured."""
+    """Resolve where vLLM is; mistakes are reported before anything is measured."""
     if given is None:
         return None
     from gatespace.addons.vllm import check_place

@@ -1,9 +1,9 @@
 """Time and memory of one step of on-policy distillation: TRL, a plain transformers loop and gatespace, in one run.
 
 Every contender distils the same teacher into the same student with the same prompts, batch, response cap, temperature,
-full-parameter AdamW and precision, in a fresh process of its own, with one response per prompt or several. The step is
-taken apart into rollout (the student writes), score (the teacher reads), update (loss, backward) and optimizer. See
-benchmarks/README.md for the method.
+full-parameter AdamW and precision, in a fresh process, with one response per prompt or several. The step is split into
+rollout (student generates), score (teacher forward), update (loss, backward) and optimizer. See benchmarks/README.md
+for the method.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORKER = Path(__file__).with_name("step_worker.py")
 PHASES = ("rollout", "score", "update", "optimizer")
 TASK = "tweeteval/emotion"
 BUSY = 0.1
-"""Share of the machine taken by other processes beyond which the run is called disturbed."""
+"""Share of the machine taken by other processes above which the run counts as disturbed."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,17 @@ CONTENDERS: dict[str, Contender] = {
 }
 _OURS = ("gatespace-cold", "gatespace-warm")
 _EQUAL = ("trl-autocast", "trl")
-"""TRL at equal precision: the first that has run."""
+"""TRL at equal precision: the first that ran."""
 _PROMISED = {(1, "gatespace-cold"): 4.5, (1, "gatespace-warm"): 5.5, (8, "gatespace-warm"): 15.0}
-"""How many times faster than TRL, by responses per prompt."""
+"""Target speed-up over TRL, by responses per prompt."""
 _GROWTH = {8: 1.6}
-"""How many times as long our step may take with so many responses per prompt as with one."""
+"""Responses per prompt → max duration of our step relative to one response per prompt."""
 _WORDS = {"wall": "wall time", "cpu": "CPU time", "peak_mib": "peak memory"}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One run of this benchmark, as asked for."""
+    """Settings of one benchmark run."""
 
     model: str
     teacher: str | None
@@ -67,7 +67,7 @@ class Settings:
     per_prompt: tuple[int, ...]
     contenders: tuple[str, ...]
     steps: int
-    """With one response per prompt; with n of them there are fewer, by as much."""
+    """With one response per prompt; with n responses, steps // n."""
     warm_up: int
     repeats: int
     lr: float
@@ -76,12 +76,12 @@ class Settings:
     timeout: float
     patience: int
     check_times: bool
-    """Whether the sizes are those that the targets are about."""
+    """Whether the targets apply to these sizes."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """How many times as much another contender needs, measured, and what was promised of it; None: nothing."""
+    """Measured ratio of another contender's cost to ours, and its target (None: no target)."""
 
     key: str
     other: str
@@ -92,7 +92,7 @@ class Target:
 
     @property
     def grows(self) -> bool:
-        """Whether it is the same contender's with one response, which should not be much less."""
+        """Whether it compares a contender with itself at one response per prompt: lower is better."""
         return self.other == self.ours
 
     @property
@@ -103,11 +103,11 @@ class Target:
 
 
 Turns = dict[tuple[int, str], list[dict[str, Any]]]
-"""Responses per prompt and contender → its answers, one per repeat; an answer "unavailable" has no numbers."""
+"""(responses per prompt, contender) → answers, one per repeat; an answer "unavailable" has no numbers."""
 
 
 def work_of(settings: Any, report: Callable[[str], None]) -> dict[str, Any]:
-    """What is sent to the processes that measure: names are resolved here, once. Also for ladder.py."""
+    """Request for the worker processes; names are resolved here, once. Also used by ladder.py."""
     from gatespace.models import build_tiny, smollm2_folder
     from gatespace.models.load import SMOLLM2, TINY
     from gatespace.tasks import load_task
@@ -130,7 +130,7 @@ def work_of(settings: Any, report: Callable[[str], None]) -> dict[str, Any]:
 
 
 def task_of(root: Path | None, report: Callable[[str], None]) -> tuple[str, str | None]:
-    """The task and its folder: real tweets where they are at hand."""
+    """Return the task and its folder: real tweets if available."""
     place = root or os.environ.get("GATESPACE_TWEETEVAL")
     if place is not None:
         return TASK, str(place)
@@ -139,7 +139,7 @@ def task_of(root: Path | None, report: Callable[[str], None]) -> tuple[str, str 
 
 
 def run(settings: Settings, report: Callable[[str], None] = lambda line: None) -> Turns:
-    """All measurements, one process at a time; contenders take turns, each repeat in another order."""
+    """Run all measurements, one process at a time; contenders take turns, each repeat in a different order."""
     work = work_of(settings, report)
     turns: Turns = {(each, name): [] for each in settings.per_prompt for name in settings.contenders}
 
@@ -170,14 +170,14 @@ def run(settings: Settings, report: Callable[[str], None] = lambda line: None) -
 
 
 def disturbance(answers: Sequence[dict[str, Any]]) -> float:
-    """Share of the machine that other processes took while these answers were measured."""
+    """Share of the machine taken by other processes during these measurements."""
     steps = [step for answer in answers for step in answer.get("steps", ())]
     wall = sum(step["wall"] for step in steps)
     return sum(step["others"] for step in steps) / (wall * measure.usable_cores()) if wall else 0.0
 
 
 def summaries(turns: Turns) -> list[dict[str, Any]]:
-    """One flat record per row: medians over all its steps, and every step's own number."""
+    """One flat record per row: medians over all its steps, and the value of every step."""
     records = []
     for (each_prompt, name), answers in turns.items():
         record: dict[str, Any] = {"contender": name, "per_prompt": each_prompt, "about": CONTENDERS[name].about}
@@ -201,7 +201,7 @@ def summaries(turns: Turns) -> list[dict[str, Any]]:
 
 
 def targets(settings: Settings, turns: Turns) -> list[Target]:
-    """The ratios that this run can speak of: medians over the repeats of ratios within one repeat."""
+    """Ratios this run supports: medians over the repeats of ratios within one repeat."""
 
     def values(each: int, name: str, key: str) -> list[float] | None:
         answers = turns.get((each, name), [])
@@ -216,7 +216,7 @@ def targets(settings: Settings, turns: Turns) -> list[Target]:
 
     def compare(each: int, key: str, other: str, ours: str, limit: float | None) -> None:
         above = values(each, other, key)
-        below = values(1 if other == ours else each, ours, key)  # itself with one response per prompt
+        below = values(1 if other == ours else each, ours, key)  # the same contender with one response per prompt
         if above is not None and below is not None:
             ratio = median(x / max(y, 1e-9) for x, y in zip(above, below, strict=True))
             target = Target(key, other, ours, each, ratio, limit if settings.check_times else None)
@@ -237,7 +237,7 @@ def targets(settings: Settings, turns: Turns) -> list[Target]:
 
 
 def kept(settings: Settings, turns: Turns) -> bool:
-    """Whether all ran, the warm cache was warm, and every promise was met."""
+    """Whether all ran, the warm cache had no misses, and every target was met."""
     records = summaries(turns)
     if any("unavailable" in record for record in records):
         return False
@@ -256,7 +256,7 @@ def as_json(settings: Settings, facts: dict[str, Any], turns: Turns) -> dict[str
 
 
 def show(settings: Settings, facts: dict[str, Any], turns: Turns) -> None:
-    """The table, what the rows are, and the promises one by one."""
+    """Print the table, the rows' descriptions, and the targets one by one."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -298,7 +298,7 @@ def show(settings: Settings, facts: dict[str, Any], turns: Turns) -> None:
 
 
 def target_lines(records: Iterable[dict[str, Any]], found: Iterable[Target]) -> list[str]:
-    """Plain lines, one per ratio, and a warning if the machine was not ours alone."""
+    """One line per ratio, and a warning if other processes disturbed the run."""
     lines = []
     for target in found:
         what, each = _WORDS[target.key], f"{target.per_prompt} per prompt"
@@ -374,7 +374,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, argparse.Na
 
 
 def work_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that step.py and ladder.py share."""
+    """Add the arguments shared by step.py and ladder.py."""
     work = parser.add_argument_group("the work")
     work.add_argument("--model", help="the student: smollm2, tiny, a folder or a Hub name (smollm2; quick: tiny)")
     work.add_argument("--teacher", help="the teacher (the same model)")
@@ -397,7 +397,7 @@ def work_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def common_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """What `work_arguments` asked for, by the names of the settings."""
+    """Values of `work_arguments` by settings name."""
     task, root = ("synthetic", None) if options.quick else task_of(options.root, tell)
     return {
         "model": options.model or ("tiny" if options.quick else "smollm2"),
@@ -425,7 +425,7 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def resolved(precision: str) -> str:
-    """fp32 or bf16: for auto, what a run on this machine would choose."""
+    """Return fp32 or bf16; for auto, what a run on this machine would choose."""
     from gatespace.config import TrainConfig, parse_config
     from gatespace.training.setup import placement
 
@@ -449,7 +449,7 @@ def tell(line: str) -> None:
 
 
 def study_arguments(parser: argparse.ArgumentParser, quick: str) -> None:
-    """Options of a benchmark that runs whole studies; `quick` says what is left of it then."""
+    """Add the options of a benchmark that runs whole studies; `quick` describes its quick version."""
     parser.add_argument("--workers", type=positive, help="runs at once (cores; quick: 1)")
     parser.add_argument("--output", metavar="DIR", help="keep everything here (a temporary folder)")
     parser.add_argument("--quick", action="store_true", help=f"{quick}: does it run?")
@@ -458,14 +458,14 @@ def study_arguments(parser: argparse.ArgumentParser, quick: str) -> None:
 
 
 def study_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """What `study_arguments` asked for, by the names of the settings."""
+    """Values of `study_arguments` by settings name."""
     workers = options.workers or (1 if options.quick else measure.usable_cores())
     threads = max(1, measure.usable_cores() // workers)
     return {"workers": workers, "threads": threads, "output": options.output, "quick": options.quick}
 
 
 def in_folder(settings: Any, run: Callable[[Any, Path, Callable[[str], None]], Any]) -> Any:
-    """What `run` finds, in `settings.output` or a folder that is removed; None after an error, which is printed."""
+    """Call `run` in `settings.output` or a temporary folder; print an error and return None if it fails."""
     from gatespace.errors import GatespaceError
 
     try:

@@ -1,7 +1,6 @@
-"""What a measuring process of step.py executes: a few steps of one contender, timed by phase.
+"""Worker process of step.py: a few steps of one contender, timed by phase.
 
-`Work` is what all contenders share: the pair, the rows of every step, and how they are asked. ladder_worker.py uses it
-too.
+`Work` is what all contenders share: the pair, the rows of every step, and the prompt. ladder_worker.py uses it too.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ PHASES = ("rollout", "score", "update", "optimizer")
 
 @dataclass(frozen=True)
 class Work:
-    """One benchmark's work, the same for everybody; fields as in the settings of step.py."""
+    """The benchmark's workload, the same for everybody; fields as in the settings of step.py."""
 
     student: str
     teacher: str
@@ -68,7 +67,7 @@ class Work:
         return self.warm_up + self.steps
 
     def encoder(self, tokenizer: Any) -> Encoder:
-        """Knows the texts of all steps."""
+        """Encoder for the texts of all steps."""
         return Encoder(self._prompt(), tokenizer, [example.text for example in self._examples()])
 
     def rows(self, encoder: Encoder) -> list[list[Row]]:
@@ -87,7 +86,7 @@ class Work:
 
 @dataclass
 class Meter:
-    """What is written down of every step, warm-up included."""
+    """Records every step, including warm-up."""
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     clock: Clock = field(default_factory=Clock)
@@ -109,7 +108,7 @@ class Meter:
 
     @contextmanager
     def step(self) -> Iterator[list[list[int]]]:
-        """A step; its responses are put into the list."""
+        """Measure a step; append its responses to the yielded list."""
         responses: list[list[int]] = []
         self.begin()
         yield responses
@@ -134,20 +133,20 @@ def padded_left(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor
 
 
 def _pair(work: Work) -> tuple[Model, Model]:
-    """The student's weights are float32 for everybody. The teacher has those of the precision that is computed in:
-    autocast would round float32 ones anew in every pass."""
+    """Load the pair. The student's weights are float32 for everybody; the teacher's are in compute precision, as
+    autocast would round float32 ones again in every pass."""
     return load_model(work.student), load_model(work.teacher, dtype=work.dtype)
 
 
-# ---------------------------------------------------------------------- the contenders: each gives the work to measure
+# ---------------------------------------------------------------------- contenders: each returns the work to measure
 
 
 def trl(work: Work, meter: Meter, folder: Path, *, autocast: bool = False) -> Callable[[], None]:
-    """TRL's DistillationTrainer, fed with rendered prompts. Reverse KL (its default), which is its cheapest loss.
+    """TRL's DistillationTrainer on rendered prompts. Reverse KL (its default), which is its cheapest loss.
 
-    With bf16=True, generation is in bfloat16 but the student's training pass is not: accelerate puts autocast around
-    the network's `forward`, and TRL's loss replaces that very method while it runs. `autocast` puts it back, through
-    the hook that the trainer has for it, so that precision is the same as everybody's.
+    With bf16=True, generation is in bfloat16 but the student's training pass is not: accelerate wraps the network's
+    `forward` in autocast, and TRL's loss replaces that very method while it runs. `autocast` restores it through the
+    trainer's own hook, so that all contenders have the same precision.
     """
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -194,8 +193,8 @@ def trl(work: Work, meter: Meter, folder: Path, *, autocast: bool = False) -> Ca
             meter.begin()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            # What is left of a training step is forward, loss (both heads included) and backward; what is outside of
-            # it is clipping and AdamW.
+            # The rest of a training step is forward, loss (including both heads) and backward; outside of it are
+            # clipping and AdamW.
             total = {"wall": time.perf_counter() - meter._begun[0], "cpu": time.process_time() - meter._begun[1]}
             for kind, whole in total.items():
                 phases = getattr(meter.clock, kind)
@@ -210,7 +209,7 @@ def trl(work: Work, meter: Meter, folder: Path, *, autocast: bool = False) -> Ca
         bf16=work.precision == "bf16",
         gradient_checkpointing=False,
         per_device_train_batch_size=work.batch,
-        gradient_accumulation_steps=work.per_prompt,  # it writes a whole step's responses at once
+        gradient_accumulation_steps=work.per_prompt,  # it generates all responses of a step at once
         max_steps=work.all_steps,
         learning_rate=work.lr,
         lr_scheduler_type="constant",
@@ -239,7 +238,7 @@ def trl(work: Work, meter: Meter, folder: Path, *, autocast: bool = False) -> Ca
 
 
 def plain(work: Work, meter: Meter, folder: Path) -> Callable[[], None]:
-    """What one writes with transformers alone: generate, two forward passes with response-only logits, autograd."""
+    """Transformers alone: generate, two forward passes with response-only logits, autograd."""
     from transformers import GenerationConfig
 
     student, teacher = _pair(work)
@@ -298,7 +297,7 @@ def plain(work: Work, meter: Meter, folder: Path) -> Callable[[], None]:
 
 
 def gatespace(work: Work, meter: Meter, folder: Path) -> Callable[[], None]:
-    """Our step as `gatespace train` does it, its telemetry left out. Whether the cache is warm, the folder decides."""
+    """Our step as in `gatespace train`, without telemetry. `folder` decides whether the cache is warm."""
     store = ScoreCache(folder / "scores")
     engine = Engine(work, store, _pair)
 
@@ -312,7 +311,7 @@ def gatespace(work: Work, meter: Meter, folder: Path) -> Callable[[], None]:
 
 
 class Engine:
-    """Our engine with its own settings, put together by hand: the models are given, and nothing is recorded."""
+    """Our engine with its default settings, assembled by hand: models are given, and nothing is recorded."""
 
     def __init__(self, work: Work, store: ScoreCache | None, load: Callable[[Work], tuple[Model, Model]]) -> None:
         student, teacher = load(work)
@@ -329,7 +328,7 @@ class Engine:
         job.vocab_size = check_pair(student, teacher).vocab_size
         job.processes, job.sampler = ONE, None
         job.optimizer = Optimizer(student.network, job.config.optimizer, steps=work.all_steps, dtype=work.dtype)
-        job.model, job.body = student, body_of(student)  # after the optimizer has given the weights their precision
+        job.model, job.body = student, body_of(student)  # after the optimizer has cast the weights
         job.encoder = self.encoder = work.encoder(student.tokenizer)
         self.rows = work.rows(self.encoder)
         spec = ScoreSpec(tuple(self.encoder.prefix), work.max_new_tokens, job.vocab_size)
@@ -347,11 +346,11 @@ class Engine:
         )
 
     def at(self, step: int) -> list[Row]:
-        """The rows of a step, in place of `Batches`."""
+        """Rows of a step, in place of `Batches`."""
         return self.rows[step]
 
     def step(self, number: int, clock: Clock) -> list[list[int]]:
-        """One update; returns the responses of all samples."""
+        """Run one update; return the responses of all samples."""
         job, responses, tokens = self.job, [], 0.0
         with job.micro_batches(number, clock) as batches:
             for batch in batches:

@@ -1,9 +1,9 @@
-"""What one teacher cache for all runs of a study saves: the same grid of runs twice, with the cache and without.
+"""Savings of one teacher cache for all runs of a study: the same grid of runs twice, with and without the cache.
 
-Both sides are run by the study's own machinery (`run_study` on local processes), from the same two models, which are
-made beforehand. One side shares a score cache among all runs, the other asks the teacher anew for every response
-(`teacher.cache: null`). Weights, records and predictions of both must be the same to the bit, or the benchmark fails.
-See benchmarks/README.md for the method.
+Both sides use the study's own machinery (`run_study` on local processes), from the same two models, trained beforehand.
+One side shares a score cache among all runs, the other scores every response again (`teacher.cache: null`). Weights,
+records and predictions of both must be bitwise identical, or the benchmark fails. See benchmarks/README.md for the
+method.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ ABOUT = {
     INDEPENDENT: "the very same runs, each without a cache",
 }
 TEACHER, STUDENT = 32e9, 4e9
-"""Parameters of the pair that the arithmetic speaks of: the paper's."""
+"""Parameters of the paper's pair, for the FLOP estimate."""
 FORWARD, BACKWARD = 2, 4
 """Floating-point operations per parameter and token."""
 TOKENS, WALL = 0.10, 0.85
-"""What is promised of shared / independent."""
+"""Targets of shared / independent."""
 OPEN_BASE = "G5"
-"""The base with which a plan is counted whose base only its runs would choose."""
+"""Base assumed when counting a plan whose base would be chosen by its runs."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A shipped study, and what of it is measured."""
+    """A shipped study, and the part of it that is measured."""
 
     study: str
     about: str
@@ -55,7 +55,7 @@ class Preset:
     steps: int
     workers: int
     wall_limit: float | None
-    """What is promised of the ratio of wall times; None: nothing."""
+    """Target of the ratio of wall times; None: no target."""
 
 
 PRESETS: dict[str, Preset] = {
@@ -75,10 +75,10 @@ PRESETS: dict[str, Preset] = {
             "axes.isolation={match: [lam], points: [G5]}",
             "axes.controls={shuffled: []}",
             "axes.published=[]",
-            # 240 prompts of a run from 65 rows: what a longer study meets in many seeds, these runs meet in one.
+            # 240 prompts per run from 65 rows: as much repetition in one seed as a longer study has over many.
             "tasks.emotion.task.split={teacher: 0.6, distill: 0.02}",
             "teach.teacher.steps=40",
-            # Few rows, so that answers are legal from the first step and not yet good.
+            # Few rows, so that responses are legal from the first step but not yet good.
             "teach.student={model: smollm2, task: {split: {teacher: 0.02}}, steps: 8, batch_size: 24, "
             "optimizer: {lr: 5.0e-5}}",
             # As many evaluated rows per step as in the whole study: 1795 for 60 steps.
@@ -105,11 +105,11 @@ _QUICK = (
 
 @dataclass(frozen=True)
 class Settings:
-    """One run of this benchmark, as asked for."""
+    """Settings of one benchmark run."""
 
     preset: str
     sets: tuple[str, ...]
-    """Settings over the shipped study, in the order in which they are set."""
+    """Overrides of the shipped study, in the order they are applied."""
     workers: int
     threads: int
     parts: int
@@ -121,7 +121,7 @@ class Settings:
 
 @dataclass
 class Side:
-    """One way to run the grid, and what its parts cost."""
+    """One way to run the grid, and the cost of its parts."""
 
     name: str
     config: StudyConfig
@@ -131,7 +131,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Target:
-    """shared / independent, measured, and what was promised of it; None: nothing."""
+    """Measured ratio shared / independent, and its target (None: no target)."""
 
     key: str
     value: float
@@ -143,7 +143,7 @@ class Target:
 
 
 class Ration(LocalEngine):
-    """Local processes that take so many jobs and no more: the study then ends, and goes on another time."""
+    """A local engine that accepts at most `jobs` jobs: the study then stops, to be resumed later."""
 
     def __init__(self, workers: int, threads: int, jobs: int) -> None:
         super().__init__(workers, threads)
@@ -160,15 +160,15 @@ class Ration(LocalEngine):
 
 
 def study_of(settings: Settings) -> StudyConfig:
-    """The study that is measured."""
+    """Load the study to measure."""
     from gatespace.cli.study_file import load_study
 
     return load_study(PRESETS[settings.preset].study, settings.sets)
 
 
 def run(settings: Settings, folder: Path, report: Callable[[str], None] = lambda line: None) -> dict[str, Side]:
-    """Make the models, then run the grid on both sides, in parts that take turns: shared, independent, independent,
-    shared, and so on, so that a machine that grows slower or faster does so for both."""
+    """Train the models, then run the grid on both sides, in alternating parts: shared, independent, independent,
+    shared, and so on, so that drift of the machine's speed affects both."""
     from gatespace.runs import StudyFolder
     from gatespace.study.plan import check
 
@@ -188,7 +188,7 @@ def run(settings: Settings, folder: Path, report: Callable[[str], None] = lambda
 
 
 def prepare(settings: Any, config: StudyConfig, store: StudyFolder, report: Callable[[str], None]) -> None:
-    """The models and their evaluation before any run, by the study itself; whatever is there stays."""
+    """Train and evaluate the models before any run, by the study itself; existing ones are kept."""
     from gatespace.study.outlook import outline
 
     threads = store.begin(config, workers=settings.workers, threads=settings.threads)
@@ -198,12 +198,12 @@ def prepare(settings: Any, config: StudyConfig, store: StudyFolder, report: Call
         report(f"prepared beforehand: {', '.join(one.title for one in left)}")
         for one in left:
             one.folder.clear_failure()
-        # No run can start before all of these are done.
+        # No run can start before these are done.
         _go(settings, config, store, len(left), report)
 
 
 def side(name: str, config: StudyConfig, folder: Path, prepared: StudyFolder, *, cache: bool) -> Side:
-    """A study that begins with the models that were prepared. Also for power.py."""
+    """Set up a study that starts from the prepared models. Also used by power.py."""
     from gatespace.config import StudyConfig, dump_config, parse_config
     from gatespace.runs import StudyFolder
 
@@ -219,7 +219,7 @@ def side(name: str, config: StudyConfig, folder: Path, prepared: StudyFolder, *,
 
 
 def measured(settings: Any, side: Side, jobs: int, report: Callable[[str], None]) -> dict[str, float]:
-    """So many further runs of a side, and what they took; the processes that did them are gone afterwards."""
+    """Execute `jobs` more runs of a side and return their cost; their processes have exited afterwards."""
     side.store.begin(side.config, workers=settings.workers, threads=settings.threads)
     before = _children()
     _, cost = measure.measured(lambda: _go(settings, side.config, side.store, jobs, report))
@@ -240,16 +240,16 @@ def _go(settings: Any, config: StudyConfig, store: StudyFolder, jobs: int, repor
 
 
 def _children() -> float:
-    """CPU seconds of all processes that this one has started and seen end."""
+    """CPU seconds of all child processes that have exited."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
-# ---------------------------------------------------------------------- what was found
+# ---------------------------------------------------------------------- findings
 
 
 def findings(settings: Settings, sides: Mapping[str, Side], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that is shown, as plain numbers."""
+    """Everything in the report, as plain numbers."""
     from gatespace.study.results import read_results
 
     results = {name: read_results(side.store.path) for name, side in sides.items()}
@@ -301,7 +301,7 @@ def _ratio(rows: Mapping[str, Mapping[str, Any]], key: str) -> float:
 
 
 def differences(results: Mapping[str, StudyResults]) -> list[str]:
-    """Where the two sides did not end alike: there must be nothing."""
+    """Differences between the two sides' results; must be empty."""
     ours, theirs = results[SHARED].runs, results[INDEPENDENT].runs
     found = [f"{name} is a run of one side only" for name in ours.keys() ^ theirs.keys()]
     for name in (name for name in ours if name in theirs):
@@ -318,10 +318,10 @@ def differences(results: Mapping[str, StudyResults]) -> list[str]:
 
 
 def student_tokens(results: StudyResults) -> dict[str, Any]:
-    """What went through the student: prompts by the rows of every step, responses by the records.
+    """Tokens through the student: prompts from the rows of every step, responses from the records.
 
-    Its rollout reads the shared prefix and the prompts once and feeds each response token but the last; the update goes
-    on from that reading of the prompts and feeds the response tokens but the last again, forward and backward.
+    The rollout prefills the shared prefix and the prompts once and decodes each response token but the last; the update
+    reuses that prefill and runs the response tokens but the last again, forward and backward.
     """
     from gatespace.config import TrainConfig, load_config
     from gatespace.training.batches import Batches
@@ -329,7 +329,7 @@ def student_tokens(results: StudyResults) -> dict[str, Any]:
 
     names = ("steps", "rows", "prefix_tokens", "prefixes_read", "prompt_tokens", "response_tokens")
     total = dict.fromkeys((*names, "evaluation_forward_tokens"), 0)
-    # task → seed → tokens of a run's prompts, and at most what a step has twice: the same for all its points
+    # task → seed → prompt tokens of a run, and max tokens duplicated within its steps; the same for all points
     prompts: dict[str, dict[int, tuple[int, int]]] = {}
     encoders: dict[str, Any] = {}
     per_run: dict[str, tuple[int, int]] = {}
@@ -368,7 +368,7 @@ def student_tokens(results: StudyResults) -> dict[str, Any]:
 
 
 def _evaluated(result: Any, encoder: Any, batch_size: int) -> int:
-    """Tokens of a run's evaluations: prompts, the prefix once a batch, and the answers, whose text is encoded again."""
+    """Tokens of a run's evaluations: prompts, the prefix once per batch, and the responses, re-encoded from text."""
     from gatespace.files import read
 
     tokens = 0
@@ -382,9 +382,9 @@ def _evaluated(result: Any, encoder: Any, batch_size: int) -> int:
 
 
 def miscounts(independent: StudyResults, student: Mapping[str, Any]) -> list[str]:
-    """Runs whose teacher, without a cache, did not read exactly prompts and responses but their last tokens.
+    """Runs whose uncached teacher did not compute exactly prompts and responses without their last tokens.
 
-    A prompt that a step has twice is read once, and so is what its two responses begin with in common.
+    A prompt that occurs twice in a step is computed once, and so is the common prefix of its two responses.
     """
     found = []
     for result in independent.done:
@@ -399,7 +399,7 @@ def large_pair(rows: Mapping[str, Mapping[str, Any]], student: Mapping[str, Any]
     """FLOPs that the counted tokens would cost with a 32B teacher and a 4B student."""
     learning = STUDENT * (FORWARD * student["forward_tokens"] + BACKWARD * student["backward_tokens"])
     evaluating = STUDENT * FORWARD * student["evaluation_forward_tokens"]
-    # The prefix is read by the teacher of every run, cached scores or not.
+    # Every run's teacher computes the prefix, with or without cached scores.
     teacher = {n: TEACHER * FORWARD * (r["teacher_tokens"] + student["prefix_tokens"]) for n, r in rows.items()}
     return {
         "teacher_parameters": TEACHER,
@@ -414,7 +414,7 @@ def large_pair(rows: Mapping[str, Mapping[str, Any]], student: Mapping[str, Any]
 
 
 def plans(settings: Settings, results: StudyResults, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What sharing runs between comparisons saves, in the grid that was measured and in the whole shipped study."""
+    """Savings from sharing runs between comparisons, in the measured grid and in the whole shipped study."""
     from gatespace.cli.study_file import load_study
     from gatespace.study.plan import make_plan
 
@@ -435,15 +435,15 @@ def _shared_runs(comparisons: Iterable[Comparison], runs: int) -> dict[str, Any]
 
 
 def kept(found: Mapping[str, Any]) -> bool:
-    """Whether every promise was met."""
+    """Whether the sides agree and every target was met."""
     return not found["differences"] and all(target["met"] is not False for target in found["targets"])
 
 
-# ---------------------------------------------------------------------- the report
+# ---------------------------------------------------------------------- report
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """Both sides, the ratios, and what they mean."""
+    """Print both sides, the ratios, and what they mean."""
     from rich.console import Console
     from rich.table import Table
 
@@ -548,7 +548,7 @@ def same_lines(found: Mapping[str, Any]) -> list[str]:
     return [f"FAIL  {line}" for line in found["differences"]]
 
 
-# ---------------------------------------------------------------------- the command
+# ---------------------------------------------------------------------- command
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, argparse.Namespace]:

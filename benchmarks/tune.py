@@ -1,24 +1,24 @@
-"""Does `gatespace tune` find what is there, find nothing where nothing is, and for how many training steps?
+"""Power, false positives and cost of `gatespace tune`: planted effects found, null effects reported, training steps.
 
 Planted: a generated task and a pair for which one direction of the gate is better by construction. Every text has a
-kind and a cue, and the cue has a label. On texts of the first kind the teacher was taught the right labels and the
-student wrong ones. On texts of the second kind the student was taught the right labels, and the teacher labels of which
-four in ten are wrong. Both models are sure of themselves where they were taught one label per cue, and the teacher is
-unsure (high h) on the second kind alone.
+kind and a cue, and the cue has a label. On the first kind, the teacher was trained on correct labels and the student on
+wrong ones. On the second kind, the student was trained on correct labels, and the teacher on labels of which four in
+ten are wrong. Both models are confident where they saw one label per cue; the teacher is uncertain (high h) only on the
+second kind.
 
-Forward KL moves a student that is sure and wrong, and moves a student that is right towards a teacher that is not.
-Reverse KL does little of either: its gradient at an outcome has the student's probability as a factor. So λ has to be
-low where the teacher is sure, and high where it is not and the student agrees with it (small gap). A constant λ learns
-the first kind and unlearns the second, or does neither; a gate with a > 0 or d < 0 does the one without the other. That
-holds while the student is on its way: both KLs are least where the student is the teacher, so that runs are short.
+Forward KL moves a confident wrong student, but also moves a correct student towards a wrong teacher. Reverse KL does
+little of either, as its gradient at an outcome has the student's probability as a factor. So λ should be low where the
+teacher is confident, and high where it is not and the student agrees with it (small gap). A constant λ learns the first
+kind and unlearns the second, or does neither; a gate with a > 0 or d < 0 does one without the other. This holds only
+before convergence, as both KLs are minimal where the student equals the teacher, so runs are short.
 
-Null: the same pair, and a gate that may depend on one signal only, which is noise: a pseudo-random function of the
-token's probabilities, without gradient. The loss is linear in λ, and λ is independent of both KLs, so that every gate
-of this search has the same expected gradient as the constant of its mean, and all have the same mean. Noise in λ adds
-variance and nothing else, and little of it at the spreads of this search (0.25 to 1). What is best on validation is
-best by luck, and no candidate is better than its static twin.
+Null: the same pair, and a gate that may depend on only one signal, which is noise: a pseudo-random function of the
+token's probabilities, without gradient. The loss is linear in λ, and λ is independent of both KLs, so every gate of
+this search has the same expected gradient as the constant of its mean, and all have the same mean. Noise in λ only adds
+variance, and little of it at the spreads of this search (0.25 to 1). The best on validation is best by luck, and no
+candidate is better than its static twin.
 
-Every repetition has its own texts, its own pair and its own seeds. See benchmarks/README.md.
+Every repetition has its own texts, pair and seeds. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ LABELS = ("red", "green", "blue", "gold")
 KINDS = (("north", "south", "east", "west"), ("iron", "stone", "paper", "glass"))
 """Words of the first kind, where the teacher is right, and of the second, where the student is."""
 CUES = 5
-"""Of each label and kind."""
+"""Cues per label and kind."""
 WRONG = 0.4
-"""Share of wrong labels that the teacher was taught on texts of the second kind."""
+"""Share of wrong labels in the teacher's training texts of the second kind."""
 FOUND, FALSE, COST = 0.9, 0.05, 0.35
-"""Targets: planted cases that are called better, null cases that are, and training steps / those of a full grid."""
+"""Targets: share of planted cases found better, of null cases found better, training steps / those of a full grid."""
 _NOISE = '''"""A signal that says nothing: a pseudo-random number for every token."""
 import torch
 from gatespace import signals
@@ -59,7 +59,7 @@ def noise(tokens):
 
 @dataclass(frozen=True)
 class Settings:
-    """One run of this benchmark, as asked for."""
+    """Settings of one benchmark run."""
 
     planted: int
     null: int
@@ -71,7 +71,7 @@ class Settings:
 
 
 def rows(seed: int, split: str, count: int, side: str = "gold") -> list[dict[str, str]]:
-    """Texts with the labels that are right, or that the teacher or the student was taught."""
+    """Generate texts with the correct labels, or those the teacher or the student is trained on."""
     from gatespace.seeding import generator
 
     draw = generator(seed, "benchmarks", "tune", split).random
@@ -79,7 +79,7 @@ def rows(seed: int, split: str, count: int, side: str = "gold") -> list[dict[str
     for _ in range(count):
         kind = int(draw() * 2)
         word, place = KINDS[kind][int(draw() * 4)], int(draw() * CUES * len(LABELS))
-        cue = place + kind * CUES * len(LABELS)  # each kind has its own, so that one teaches nothing about the other
+        cue = place + kind * CUES * len(LABELS)  # separate cues per kind, so that nothing transfers between kinds
         right, luck = place // CUES, draw()
         wrong = (right + 1) % len(LABELS)
         label = right
@@ -93,7 +93,7 @@ def rows(seed: int, split: str, count: int, side: str = "gold") -> list[dict[str
 
 
 def make_pair(folder: Path, seed: int, settings: Settings) -> dict[str, Any]:
-    """The task and the pair of a repetition; returns the settings of the task."""
+    """Build the task and the pair of a repetition; return the settings of the task."""
     from gatespace.config import TaskConfig, TeachConfig, parse_config
     from gatespace.models import build_tiny
     from gatespace.tasks.configured import load_configured_task
@@ -133,7 +133,7 @@ def make_pair(folder: Path, seed: int, settings: Settings) -> dict[str, Any]:
 
 
 def study(folder: Path, task: dict[str, Any], case: str, seed: int, settings: Settings) -> Path:
-    """The study file of a repetition."""
+    """Write the study file of a repetition."""
     from gatespace.config.text import write_yaml
 
     few, first = settings.quick, 1000 * (seed + 1)
@@ -175,7 +175,7 @@ def study(folder: Path, task: dict[str, Any], case: str, seed: int, settings: Se
 
 
 def repetition(folder: Path, case: str, seed: int, settings: Settings) -> dict[str, Any]:
-    """One search with its verdict."""
+    """Run one search and return its verdict."""
     place = folder / f"{case}-{seed}"
     path = study(place, make_pair(place, seed, settings), case, seed, settings)
     words = ["tune", str(path), "--json", "--quiet", "--trust-plugins", "--output", str(place / "tune")]
@@ -206,7 +206,7 @@ def repetition(folder: Path, case: str, seed: int, settings: Settings) -> dict[s
 
 
 def run(settings: Settings, folder: Path, report: Callable[[str], None]) -> list[dict[str, Any]]:
-    """All repetitions; those that are in the folder already are read from it."""
+    """Run all repetitions; those already in the folder are read from it."""
     found = []
     for case, count in (("planted", settings.planted), ("null", settings.null)):
         for seed in range(count):
@@ -221,7 +221,7 @@ def run(settings: Settings, folder: Path, report: Callable[[str], None]) -> list
 
 
 def targets(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was to be reached, and what was."""
+    """Targets and the values reached."""
     found = []
     for case, limit, name in (("planted", FOUND, "called better"), ("null", FALSE, "called better")):
         own = [one for one in records if one["case"] == case]

@@ -1,4 +1,4 @@
-"""The gated loss on a small random pair: one row per gate, from whole logits and from hidden states.
+"""The gated loss on a small random pair: one row per gate, from full logits and from hidden states.
 
 Run it with `python examples/first_loss.py`.
 """
@@ -14,12 +14,12 @@ from gatespace import Gate, fused_gated_kl, gated_kl
 
 GATES = ("static:0", "static:0.388", "static:1", "G4", "G5", "H2", "gap-only(-4)")
 B, T, V, H_STUDENT, H_TEACHER = 4, 6, 1000, 44, 48  # samples, response positions, vocabulary, hidden sizes
-TOLERANCE = 1e-4  # float32, sums in another order
+TOLERANCE = 1e-4  # float32 sums in a different order
 
 
 def main() -> None:
     torch.manual_seed(0)
-    # A teacher that hesitates at the first positions and knows at the last, and a student that mostly agrees with it.
+    # A teacher with high entropy at the first positions and low at the last, and a student that mostly agrees with it.
     teacher_hidden = torch.randn(B, T, H_TEACHER) * torch.linspace(2.0, 8.0, T)[:, None]
     teacher_head = torch.randn(V, H_TEACHER) / H_TEACHER**0.5
     student_hidden = (teacher_hidden[..., :H_STUDENT] + torch.randn(B, T, H_STUDENT)).requires_grad_()

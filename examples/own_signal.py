@@ -1,6 +1,6 @@
-"""A signal of your own in a gate: in the loss, plain and fused, and in a whole training.
+"""A custom signal in a gate: in the loss, plain and fused, and in a training run.
 
-Run it with `python examples/own_signal.py`. The training makes its tiny pair on the spot and takes seconds.
+Run it with `python examples/own_signal.py`. The training run builds a tiny pair and takes seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def margin(tokens):
 
 @signals.register("lag", range=(0.0, 1.0))
 def lag(tokens):
-    """How far the student is behind the teacher at the teacher's second choice, (N,); it carries gradient."""
+    """How far the student is below the teacher at the teacher's second choice, (N,); it carries gradient."""
     top = tokens.teacher_top(2)
     return (top.log_probs.exp() - tokens.student_at(top.ids).exp())[:, 1].clamp(min=0.0)
 

@@ -1,6 +1,6 @@
-"""On-policy distillation in a plain PyTorch loop: the student samples, the teacher scores, the gate mixes, a step.
+"""On-policy distillation in a plain PyTorch loop: sample, score, gated loss, optimizer step.
 
-`python examples/plain_loop.py` makes a tiny pair first; with `STUDENT TEACHER` it takes two models, by folder or name.
+`python examples/plain_loop.py` builds a tiny pair; with `STUDENT TEACHER` it uses two models, by folder or name.
 """
 
 import sys
@@ -16,18 +16,18 @@ from gatespace.training.train import teach
 
 
 def respond(student, prompts, length, vocab):
-    """Sampled responses: (B, P+T) ids, (B, P+T) what is no padding, (B, T) which positions are response."""
-    unreal = list(range(vocab, student.config.vocab_size)) or None  # rows of the head without a token
+    """Sample responses: (B, P+T) ids, (B, P+T) attention mask, (B, T) response mask."""
+    unreal = list(range(vocab, student.config.vocab_size)) or None  # padding rows of the head
     sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "suppress_tokens": unreal}
     ids = student.generate(**prompts, **sampling, max_new_tokens=length)
     ends = torch.isin(ids[:, prompts["input_ids"].shape[1] :], torch.tensor(student.generation_config.eos_token_id))
-    mask = ends.cumsum(1) - ends.long() == 0  # the end of a response is learned too, what follows it is not
+    mask = ends.cumsum(1) - ends.long() == 0  # up to and including the end token
     return ids, torch.cat([prompts["attention_mask"], mask.long()], 1), mask
 
 
 def response_logits(model, ids, attention, length):
-    """(B, T, V): what the model would write at each response position."""
-    places = (attention.cumsum(1) - 1).clamp(min=0)  # padding on the left takes no place
+    """(B, T, V) logits that predict each response token."""
+    places = (attention.cumsum(1) - 1).clamp(min=0)  # left padding takes no positions
     return model(ids, attention_mask=attention, position_ids=places, logits_to_keep=length + 1).logits[:, :-1]
 
 
@@ -36,7 +36,7 @@ def main(student="", teacher="", steps=40):
         made = "task.name=synthetic task.brief=true model=tiny steps=60 optimizer.lr=3e-3 output=runs/loop-teacher"
         teach(load_config(TeachConfig, overrides=[*made.split(), "evaluation.every=0", "evaluation.final=[]"]))
         student, teacher = build_tiny(synthetic_task()).student, "runs/loop-teacher/model"
-    gate, task = Gate.named("G5"), synthetic_task(seed=1)  # other texts than the teacher has learned from
+    gate, task = Gate.named("G5"), synthetic_task(seed=1)  # texts the teacher was not trained on
     prompt, tokenizer = Prompt.of(task, brief=True), AutoTokenizer.from_pretrained(student, padding_side="left")
     student, teacher = (AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32) for name in (student, teacher))
     optimizer = torch.optim.AdamW(student.parameters(), lr=2e-3, weight_decay=0.0)

@@ -5,8 +5,8 @@
     accelerate launch examples/trl_distillation.py --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-4B \
         --dataset trl-lib/tldr --gate G5 --learning_rate 1e-5 --output_dir runs/tldr
 
-The first needs no download: it makes a tiny pair, teaches the teacher with TRL's SFTTrainer, and distils, in about a
-minute on a CPU. With --model every default is TRL's, and every setting of trl.DistillationConfig is an option.
+The first needs no download: it builds a tiny pair, trains the teacher with TRL's SFTTrainer, and distils, in about a
+minute on a CPU. With --model all defaults are TRL's. Every setting of trl.DistillationConfig is an option.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COLUMNS = ("step", "loss", "gate/lam_mean", "gate/lam_sd", "gate/h", "gate/gap",
 
 @dataclass
 class Script:
-    """What is distilled into what, and on which prompts."""
+    """Student, teacher and prompts."""
 
     model: str | None = field(default=None, metadata={"help": "The student: a name on the Hub, or a folder."})
     teacher: str | None = field(default=None, metadata={"help": "The teacher, with the student's vocabulary."})
@@ -48,9 +48,9 @@ class Script:
 
 
 def tiny_pair(folder: Path) -> tuple[str, str, Dataset]:
-    """A student that knows nothing, a teacher that has been taught a little, and prompts that it has not seen."""
+    """Return an untrained student, a briefly trained teacher, and prompts the teacher has not seen."""
     task = synthetic_task(size=1200)
-    # TRL wants as many rows in the student's embedding as in the teacher's.
+    # TRL requires student and teacher embeddings with the same number of rows.
     student, teacher = build_tiny(task, folder, student=replace(STUDENT, pad_to=64, spare=1))
     prompts = [[{"role": "user", "content": one.text}] for one in task.train]
     answers = [[{"role": "assistant", "content": one.label}] for one in task.train]

@@ -1,7 +1,7 @@
-"""Metrics of one's own for the E2E data: slot coverage, and whether a response is one sentence.
+"""Custom metrics for the E2E data: slot coverage, and whether a response is one sentence.
 
-A configuration that lists this file under `plugins` can name them in `task.text.metric` and `task.text.also`. They get
-the response, the references, and the row's columns, of which `mr` is a meaning: name[The Punter], area[riverside].
+A configuration that lists this file under `plugins` can use them in `task.text.metric` and `task.text.also`. They get
+the response, the references, and the row's columns; `mr` is the meaning: name[The Punter], area[riverside].
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ WORDINGS = {
     ("customer rating", "3 out of 5"): r"\b3|three|" + _MIDDLE,
     ("customer rating", "5 out of 5"): r"\b5|five|" + _HIGH,
 }
-"""What people write for values that are not written as they are."""
+"""Common wordings of values that are not written literally."""
 
 
 @register_metric("slots")
 def slots(response, references, columns):
-    """The share of the meaning's slots that the response mentions."""
+    """Share of the meaning's slots that the response mentions."""
     found = re.findall(r"([\w ]+)\[(.*?)\]", columns["mr"])
     covered = 0
     for slot, value in ((slot.strip(), value) for slot, value in found):

@@ -1,4 +1,4 @@
-"""Writes GSM8K as conversations, the form in which TRL and OpenAI have them: `python gsm8k_messages.py FOLDER`.
+"""Convert GSM8K to conversations in the TRL/OpenAI format: `python gsm8k_messages.py FOLDER`.
 
 The files are read from $GATESPACE_TEXT/gsm8k.
 """

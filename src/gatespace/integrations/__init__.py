@@ -1,1 +1,1 @@
-"""The stable import names of our losses inside other trainers; the code is in `gatespace.addons`."""
+"""Stable import names for the losses inside other trainers; the code is in `gatespace.addons`."""

@@ -1,4 +1,4 @@
-"""Studies on a Ray cluster, and results through a URL."""
+"""Studies on a Ray cluster, and results at a URL."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 def ray_engine(spec: EngineSpec) -> Engine:
-    """Tasks of a Ray cluster: ``gatespace run STUDY --engine ray``."""
+    """Return the engine of ``gatespace run STUDY --engine ray``."""
     from gatespace.addons.cluster.ray_cluster import RayEngine
 
     return RayEngine(spec)
 
 
 def open_results(url: str, folder: StudyFolder, config: StudyConfig) -> Results:
-    """Results through a URL: ``gatespace run STUDY --results URL``."""
+    """Open the results of ``gatespace run STUDY --results URL``."""
     from gatespace.addons.cluster.results import UrlResults
 
     return UrlResults(url, folder, config)

@@ -1,4 +1,4 @@
-"""Jobs as tasks of a Ray cluster, resumed elsewhere where a worker or a node is lost."""
+"""Study jobs as Ray tasks, resumed elsewhere when a worker or node is lost."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from gatespace.study.jobs import Job, Outcome, Perform, execute, failed, folder_
 
 _GIB = 2**30
 _PATIENCE_SECONDS = 60.0
-"""How long a run waits for its folder: a worker notices within seconds that its node is gone, and ends."""
+"""How long a run waits for its folder; a worker exits within seconds of losing its node."""
 
 
-# ---------------------------------------------------------------------------------------------------- on a node
+# ---------------------------------------------------------------------------------------------------- worker side
 
 
 @dataclass(frozen=True)
 class Node:
-    """What a worker on another machine has to know beside its job.
+    """What a worker on another machine needs besides its job.
 
     Args:
-        perform: What it does with the job.
-        version: The gatespace that planned the job.
-        cwd: Where relative paths begin, if there is such a folder.
-        scores: The study's cache of scores, in whose place each machine has one of its own: several machines cannot
-            share such a cache, whatever file system it is on.
+        perform: Runs the job.
+        version: The gatespace version that planned the job.
+        cwd: Base of relative paths, if the folder exists there.
+        scores: The study's score cache, which each machine replaces with its own: several machines cannot share one on
+            any file system.
     """
 
     perform: Perform = perform
@@ -48,13 +48,13 @@ class Node:
 
     @classmethod
     def of(cls, spec: EngineSpec) -> Node:
-        """For the jobs of an engine."""
+        """Build from an engine spec."""
         own = spec.shared and spec.address is not None
         return cls(spec.perform or perform, cwd=os.getcwd(), scores=str(spec.folder.scores) if own else None)
 
 
 def execute_on_node(job: Job, node: Node) -> Outcome:
-    """Run a job on the machine that Ray has chosen, and return its outcome."""
+    """Run a job on the machine chosen by Ray, and return its outcome."""
     return execute(job, partial(_perform_on_node, node=node))
 
 
@@ -71,14 +71,14 @@ def _perform_on_node(job: Job, node: Node) -> None:
     if node.scores is not None:
         own = scratch_of(node.scores) / "scores"
         job = {**job, "config": relocated(job["config"], Path(node.scores), own)}
-    # A worker whose node was lost may hold the folder for a while after the cluster has given it up.
+    # A worker of a lost node may hold the folder for a while after the cluster has given it up.
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while is_claimed(folder_of(job).path) and time.monotonic() < deadline:
         time.sleep(0.5)
     node.perform(job)
 
 
-# ---------------------------------------------------------------------------------------------------- the study's side
+# ---------------------------------------------------------------------------------------------------- driver side
 
 
 @dataclass
@@ -89,9 +89,9 @@ class _Started:
 
 
 class RayEngine:
-    """Tasks of the cluster at `spec.address`, or of a local one for the time of the study.
+    """Runs jobs as tasks on the cluster at `spec.address`, or on a local one for the duration of the study.
 
-    What the cluster has no room for waits in it. A job whose worker or node was lost is submitted again, up to
+    Tasks without resources queue in the cluster. A job whose worker or node is lost is resubmitted up to
     `resources.retries` times.
     """
 
@@ -106,17 +106,17 @@ class RayEngine:
             num_gpus=self._asked.get("GPU", 0),
             memory=self._asked.get("memory"),
             resources=dict(self._resources.custom) or None,
-            max_retries=0,  # what is lost is submitted again here, where it is counted and reported
+            max_retries=0,  # lost jobs are resubmitted here, where retries are counted and reported
             runtime_env={"env_vars": dict.fromkeys(THREAD_VARIABLES, str(spec.threads))},
         )(execute_on_node)
         self._node = Node.of(spec)
         self._jobs: dict[Any, _Started] = {}
 
     def _connect(self, address: str | None) -> None:
-        # Ray's own output would break the live table; an error comes back as an outcome.
+        # Ray's own output would break the live table; errors come back as outcomes.
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if address is None:
-            # Beside the cores of each job: whatever else is asked for must be on this machine.
+            # CPU slots are set here; other requested resources must exist on this machine.
             options |= {"num_cpus": max(1, round(self.slots * self._asked["CPU"] + 0.5)), "include_dashboard": False}
         else:
             options |= {"address": address}
@@ -136,7 +136,7 @@ class RayEngine:
             raise
 
     def _check_room(self, *, local: bool) -> None:
-        """An error, or a note where the cluster may grow, if no node has what a job asks for."""
+        """If no node has the resources of a job: raise on a local cluster, note on one that may grow."""
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         if any(all(node.get(name, 0) >= amount for name, amount in self._asked.items()) for node in nodes):
             return
@@ -180,8 +180,8 @@ class RayEngine:
         return ended
 
     def _after(self, error: Exception, started: _Started) -> Outcome | None:
-        """What an error of Ray's means for a job; None where it was submitted again."""
-        # Errors that are not the job's own: another worker may do it.
+        """Return the outcome of a job after a Ray error; None if it was resubmitted."""
+        # Errors that are not the job's own: another worker may succeed.
         names = ("WorkerCrashedError", "NodeDiedError", "LocalRayletDiedError", "ObjectLostError", "OutOfMemoryError")
         text, retries = _line(error), self._resources.retries
         if not isinstance(error, tuple(getattr(self._ray.exceptions, name) for name in names)):
@@ -199,7 +199,7 @@ class RayEngine:
 
 
 def asked(resources: ResourcesConfig, threads: int) -> dict[str, float]:
-    """What a job asks for, by the names that Ray's nodes use."""
+    """Resources of a job, by Ray's names."""
     amounts: dict[str, float] = {"CPU": float(threads) if resources.cpus is None else resources.cpus}
     if resources.gpus:
         amounts["GPU"] = resources.gpus
@@ -216,7 +216,7 @@ def _require_ray() -> Any:
 
 
 def _check_gpus(config: StudyConfig) -> None:
-    """A run that computes on a GPU and asks for none would find none, hours later."""
+    """Raise if runs compute on a GPU but request none: they would fail only hours later."""
     device = config.train.get("engine", {}).get("device", "auto")
     if str(device).startswith("cuda") and not config.resources.gpus:
         raise UsageError(
@@ -232,9 +232,9 @@ def _amounts(amounts: Mapping[str, float]) -> str:
 
 
 def _line(error: Exception) -> str:
-    """One line of one of Ray's errors, which are pages long."""
+    """Reduce a Ray error, which can be pages long, to one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    # The last line of what a task has raised is its error; of other errors the first line says most.
+    # A task error ends with the exception; other errors are most informative in their first line.
     return (lines[-1] if type(error).__name__.startswith("RayTaskError") else lines[0])[:300]

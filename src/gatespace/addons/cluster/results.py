@@ -1,18 +1,18 @@
-"""Results of a study through a URL, for workers that do not see the study's folder.
+"""Results of a study at a URL, for workers that do not see the study's folder.
 
 At the URL:
 
     study.yaml, store.json            as in the study's folder
-    models/…  baselines/…  runs/ID/…  folders of jobs that are done; `done` was put last
-    runs/ID/unfinished/step-N-…/      a checkpoint with the records up to it; `whole` was put last
-    runs/ID/reads/…                   every read of a held-out split, put before its result is known
+    models/…  baselines/…  runs/ID/…  folders of finished jobs; `done` is written last
+    runs/ID/unfinished/step-N-…/      a checkpoint with the records up to it; `whole` is written last
+    runs/ID/reads/…                   every read of a held-out split, logged before its result is known
 
-On the machine of a worker, in a folder of its own (`scratch_of`):
+On a worker's machine, in its scratch folder (`scratch_of`):
 
-    models/NAME/            models that the study made, fetched once per machine
-    scores/                 the teacher's scores, shared by the runs of this machine
-    attempts/…/ID/          a run that is under way; removed when its results are at the URL
-    attempts/…/plugins/     the user's own code, which came with the job
+    models/NAME/            models trained by the study, fetched once per machine
+    scores/                 teacher scores, shared by the runs of this machine
+    attempts/…/ID/          a run in progress; removed once its results are at the URL
+    attempts/…/plugins/     the user's plugins, sent with the job
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _FETCHERS = 4
 
 
 def relocated(value: Any, before: Path, after: Path) -> Any:
-    """Plain data in which every path at or below `before` is one at or below `after`."""
+    """Rewrite every path at or below `before` in plain data to the same path below `after`."""
     if isinstance(value, Mapping):
         return {key: relocated(one, before, after) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -64,24 +64,24 @@ def relocated(value: Any, before: Path, after: Path) -> Any:
 
 
 def scratch_of(name: str) -> Path:
-    """This machine's own folder for the work on a study, by the URL or the folder of its results."""
+    """Return this machine's scratch folder for a study, by the URL or folder of its results."""
     return cache_root() / "studies" / hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
-# ---------------------------------------------------------------------------------------------------- the study's side
+# ---------------------------------------------------------------------------------------------------- driver side
 
 
 class UrlResults:
-    """The results of a study at a URL; an error where another study is there.
+    """Results of a study at a URL; raises if the URL holds another study.
 
     Args:
-        url: Any that fsspec knows.
-        folder: The study's folder, which is filled from the URL.
+        url: Any URL that fsspec supports.
+        folder: The study's folder, filled from the URL.
         config: The study file.
     """
 
     threads: int | None = None
-    """Of each run, as the study was begun there."""
+    """Threads per run with which the study was started there."""
 
     def __init__(self, url: str, folder: StudyFolder, config: StudyConfig) -> None:
         self._storage, self._folder = Storage(url), folder
@@ -100,21 +100,21 @@ class UrlResults:
 
     @property
     def perform(self) -> Perform:
-        """What a worker does with a job."""
+        """The function with which a worker runs a job."""
         return partial(perform_through, url=self._storage.url, study=str(self._folder))
 
     def publish(self) -> None:
-        """Let another machine that knows the URL alone resume the study."""
+        """Upload what another machine needs to resume the study from the URL."""
         for path in (self._folder.store_file, self._folder.study_file):
             self._storage.write(path.name, path.read_bytes())
 
     def through(self, engine: Engine) -> UrlEngine:
-        """The engine, with outcomes that come when the results are in the study's folder."""
+        """Wrap an engine so that outcomes arrive once the results are in the study's folder."""
         return UrlEngine(engine, self._storage, self._folder)
 
 
 class UrlEngine:
-    """An engine whose workers put results at a URL. The study's folder is filled from there."""
+    """An engine whose workers upload results to a URL, from which the study's folder is filled."""
 
     def __init__(self, inner: Engine, storage: Storage, folder: StudyFolder) -> None:
         self._inner, self._storage, self._study = inner, storage, folder
@@ -126,7 +126,7 @@ class UrlEngine:
 
     @property
     def slots(self) -> int:
-        return self._inner.slots + len(self._fetching)  # what is being fetched has no worker any more
+        return self._inner.slots + len(self._fetching)  # jobs being fetched no longer occupy a worker
 
     def start(self, name: str, job: Job) -> None:
         folder = folder_of(job)
@@ -137,7 +137,7 @@ class UrlEngine:
         self._inner.start(name, self._with_sources(job))
 
     def _with_sources(self, job: Job) -> Job:
-        """A job with the user's own code that the study's folder has: a worker does not see it."""
+        """Add the source of plugins in the study's folder, which workers do not see."""
         plugins = _within(self._study.plugins, job["config"]["plugins"])
         return {**job, "sources": {path: Path(path).read_text("utf-8") for path in plugins}}
 
@@ -161,7 +161,7 @@ class UrlEngine:
         self._fetching[self._pool.submit(self._filled, folder, outcome)] = name
 
     def _filled(self, folder: RunFolder, outcome: Outcome) -> Outcome:
-        """Fill the folder of a job that has ended, and return how the job went."""
+        """Fill the folder of a job that has ended, and return its outcome."""
         done = outcome["state"] == "done"
         try:
             found = self._storage.get_folder(self._place(folder), folder.path, last=DONE if done else FAILED)
@@ -176,14 +176,14 @@ class UrlEngine:
         return outcome
 
     def _poll_progress(self) -> None:
-        """Poll how far runs on other machines are."""
+        """Poll the progress of runs on other machines."""
         busy = self._polling is not None and not self._polling.done()
         if self._working and not busy and time.monotonic() - self._looked >= _SECONDS_BETWEEN_LOOKS:
             self._looked = time.monotonic()
             self._polling = self._pool.submit(self.record_progress, list(self._working.values()))
 
     def record_progress(self, folders: list[RunFolder]) -> None:
-        """Record how far runs are by their snapshots at the URL."""
+        """Record the progress of runs from their snapshots at the URL."""
         for folder in folders:
             try:
                 step = progress_at(self._storage, self._place(folder))
@@ -193,11 +193,11 @@ class UrlEngine:
                 return  # the next poll may succeed
 
 
-# ---------------------------------------------------------------------------------------------------- a worker's side
+# ---------------------------------------------------------------------------------------------------- worker side
 
 
 def perform_through(job: Job, *, url: str, study: str) -> None:
-    """Run a job from what the URL has, and upload its results. A job that is done is not run again."""
+    """Run a job, resuming from the URL, and upload its results. Finished jobs are not rerun."""
     storage, home, final = Storage(url), StudyFolder(study), folder_of(job)
     scratch = StudyFolder(scratch_of(storage.url))
     place = final.path.relative_to(home.path).as_posix()
@@ -208,7 +208,7 @@ def perform_through(job: Job, *, url: str, study: str) -> None:
     attempt = attempts / uuid.uuid4().hex
     run = RunFolder(attempt / final.path.name)
     local: Job = relocated(job, home.plugins, attempt / "plugins")
-    # The job's own folder before the study's, in which it lies.
+    # The job's own folder first, as it lies inside the study's.
     local = relocated(relocated(local, final.path, run.path), home.path, scratch.path)
     with claim(attempt):
         try:
@@ -220,11 +220,11 @@ def perform_through(job: Job, *, url: str, study: str) -> None:
             _restore(storage, place, run)
             _work(local, storage, place, run)
             _rewrite_paths(job, run, scratch.path, home.path)
-            if not storage.has(f"{place}/{DONE}"):  # a worker that was given up for lost may have been quicker
+            if not storage.has(f"{place}/{DONE}"):  # a worker presumed lost may have finished first
                 storage.put_folder(run.path, place, last=DONE, leave=_is_scrap)
         finally:
             shutil.rmtree(attempt, ignore_errors=True)
-    with suppress(GatespaceError):  # they are of no more use, and do no harm
+    with suppress(GatespaceError):  # obsolete, and harmless if they stay
         storage.remove(f"{place}/{UNFINISHED}")
         storage.remove(f"{place}/{FAILED}")
 
@@ -234,7 +234,7 @@ def _within(folder: Path, paths: list[str]) -> list[str]:
 
 
 def _models(job: Job) -> list[str]:
-    """The models that a job begins with."""
+    """Return the models that a job starts from."""
     roles = {"teach": [], "baseline": [job.get("role", "")], "train": ["teacher", "student"]}[job["do"]]
     return [str(job["config"]["pair"][role]) for role in roles]
 
@@ -247,32 +247,32 @@ def _work(local: Job, storage: Storage, place: str, run: RunFolder) -> None:
         with snapshots(storage, place, run):
             perform(local, publish)
     except Exception:
-        # What a failed step saw is in its folder, which would be out of reach.
+        # Upload what the failed step recorded; this machine's folder is out of reach.
         with suppress(GatespaceError, OSError):
             storage.put_folder(run.path, place, last=FAILED, leave=_is_bulk)
         raise
 
 
 def _rewrite_paths(job: Job, run: RunFolder, scratch: Path, study: Path) -> None:
-    """Rewrite the paths in records to those of the study: paths of this machine mean nothing on another one."""
+    """Rewrite this machine's paths in records to those of the study."""
     if job["do"] == "baseline":
         run.finish_baseline(relocated(run.baseline(), scratch, study))
         return
     kind = TeachConfig if job["do"] == "teach" else TrainConfig
-    began = run.config_file.stat().st_mtime  # when the run began is read from this file
+    began = run.config_file.stat().st_mtime  # the start time of the run is read from this file
     atomic_write(run.config_file, dump_yaml(parse_config(kind, job["config"])))
     os.utime(run.config_file, (began, began))
 
 
 def _remove_dead(attempts: Path, name: str) -> None:
-    """Remove what attempts at this job have left here whose processes were killed."""
+    """Remove leftovers of this job's attempts whose processes were killed."""
     for attempt in attempts.glob("*"):
         if (attempt / name).exists() and not is_claimed(attempt):
             shutil.rmtree(attempt, ignore_errors=True)
 
 
 def _fetch_model(storage: Storage, model: RunFolder, place: str) -> None:
-    """Fetch a model that the study made, once for all processes of this machine."""
+    """Fetch a model trained by the study, once per machine."""
     model.path.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(model.path.with_name(f".{model.path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -287,29 +287,29 @@ def _fetch_model(storage: Storage, model: RunFolder, place: str) -> None:
 
 
 def progress_at(storage: Storage, place: str) -> int:
-    """The step from which a run can be resumed at the URL."""
+    """Return the step from which a run can resume at the URL."""
     return max((step for step, _ in _snapshots(storage, place)), default=0)
 
 
 def _snapshots(storage: Storage, place: str) -> list[tuple[int, str]]:
-    """(step, name), the latest first."""
+    """Return (step, name) pairs, latest first."""
     matches = (_SNAPSHOT.fullmatch(name) for name in storage.names(f"{place}/{UNFINISHED}"))
     return sorted(((int(match[1]), match[0]) for match in matches if match), reverse=True)
 
 
 def _restore(storage: Storage, place: str, run: RunFolder) -> None:
-    """Fetch what an earlier attempt has left at the URL."""
-    for _ in range(_FETCHES):  # a worker that lives on may replace the snapshot that is being fetched
+    """Fetch the state of an earlier attempt from the URL."""
+    for _ in range(_FETCHES):  # a surviving worker may replace the snapshot being fetched
         if fetch_latest(storage, place, run):
             break
-    # The ledger has also what was read after the checkpoint.
+    # The ledger also has reads after the checkpoint.
     lines = [storage.read(f"{place}/{LEDGER}/{name}") or b"" for name in storage.names(f"{place}/{LEDGER}")]
     if lines:
         atomic_write(run.reads_file, b"".join(lines))
 
 
 def fetch_latest(storage: Storage, place: str, run: RunFolder) -> bool:
-    """Fetch the latest snapshot that is whole; False where none is."""
+    """Fetch the latest complete snapshot; False if there is none."""
     for _, name in _snapshots(storage, place):
         if storage.get_folder(f"{place}/{UNFINISHED}/{name}", run.path, last=WHOLE):
             (run.path / WHOLE).unlink()
@@ -320,12 +320,12 @@ def fetch_latest(storage: Storage, place: str, run: RunFolder) -> bool:
 
 @contextmanager
 def snapshots(storage: Storage, place: str, run: RunFolder) -> Iterator[None]:
-    """Put every new checkpoint of a run at the URL, in a thread beside it.
+    """Upload new checkpoints of a run to the URL, in a background thread.
 
-    Trouble with the storage does not stop the run here: it may have passed when the results are to be put.
+    Storage errors do not stop the run: they may be over when the results are uploaded.
     """
     over = threading.Event()
-    put = max((step for step, _ in _checkpoints(run)), default=0)  # what was fetched is there
+    put = max((step for step, _ in _checkpoints(run)), default=0)  # the fetched one is already there
 
     def catch_up() -> None:
         nonlocal put
@@ -346,7 +346,7 @@ def snapshots(storage: Storage, place: str, run: RunFolder) -> Iterator[None]:
     except Exception:
         over.set()
         thread.join()
-        catch_up()  # a run that cannot go on has saved the steps that it did
+        catch_up()  # a failed run has checkpointed the steps it completed
         raise
     finally:
         over.set()
@@ -359,11 +359,11 @@ def _checkpoints(run: RunFolder) -> list[tuple[int, Path]]:
 
 
 def put_snapshot(storage: Storage, place: str, run: RunFolder, step: int, checkpoint: Path) -> None:
-    """Put a checkpoint with the records that belong to it, and then remove those before it."""
+    """Upload a checkpoint with its records, then remove earlier ones."""
     stage = run.path.parent / "stage"
     shutil.rmtree(stage, ignore_errors=True)
-    # The run goes on meanwhile. Files of a checkpoint never change but may be removed: links keep them. Logs grow: they
-    # are copied, after the checkpoint, so that they reach at least as far.
+    # The run continues meanwhile. Checkpoint files never change but may be removed: hard links keep them. Logs grow:
+    # they are copied after the checkpoint, so that they cover at least its steps.
     kept = stage / checkpoint.relative_to(run.path)
     kept.mkdir(parents=True)
     for path in checkpoint.iterdir():
@@ -371,7 +371,7 @@ def put_snapshot(storage: Storage, place: str, run: RunFolder, step: int, checkp
             os.link(path, kept / path.name)
         except FileNotFoundError:
             raise
-        except OSError:  # a file system without links
+        except OSError:  # a file system without hard links
             shutil.copy2(path, kept / path.name)
     for path in run.path.rglob("*"):
         name = path.relative_to(run.path)
@@ -388,7 +388,7 @@ def put_snapshot(storage: Storage, place: str, run: RunFolder, step: int, checkp
 
 
 def _is_scrap(name: str) -> bool:
-    """Files that mean nothing outside of the folder's own machine, or nothing any more."""
+    """Whether a file is machine-specific or obsolete."""
     path = PurePosixPath(name)
     return path.name == ".lock" or path.name.endswith(".tmp") or path.parts[0] == "checkpoints"
 

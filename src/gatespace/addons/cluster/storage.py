@@ -1,7 +1,7 @@
-"""Files and folders behind a URL. A folder is put there and fetched from there whole or not at all.
+"""Files and folders at a URL. Folders are uploaded and fetched atomically.
 
-The last file of a folder lists all others with their checksums. A folder that has it can be fetched with nothing
-missing, and what an interrupted `put_folder` has left behind is never taken for a result.
+The last file of a folder lists all others with their checksums. A folder that has it is complete, so a partial upload
+of an interrupted `put_folder` is never mistaken for a result.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ _FORMAT = 1
 
 
 class Storage:
-    """A place behind a URL that fsspec knows: ``s3://bucket/path``, ``gs://…``, ``file:///mnt/shared``.
+    """Storage at a URL that fsspec supports: ``s3://bucket/path``, ``gs://…``, ``file:///mnt/shared``.
 
-    Who may read and write there is a matter of the environment of each machine, as it is for other programs that use
-    the same storage.
+    Credentials come from each machine's environment, as for other programs that use the same storage.
     """
 
     def __init__(self, url: str) -> None:
@@ -44,12 +43,12 @@ class Storage:
         except ImportError as error:
             raise missing_extra("--results", module="fsspec", extra="remote") from error
         try:
-            # What another machine has put there in the meantime must be seen.
+            # Uploads by other machines must be visible immediately.
             self._fs, root = fsspec.url_to_fs(self.url, use_listings_cache=False)
         except ImportError as error:
             if scheme in ("s3", "s3a"):
                 raise missing_extra(f"--results {scheme}://", module="s3fs", extra="remote") from error
-            # fsspec's own message names the package of the scheme.
+            # fsspec's message names the package that the scheme needs.
             raise UsageError(f"--results {scheme}:// needs another package", got=url, why=_line(error)) from error
         except (ValueError, OSError) as error:
             raise UsageError("--results cannot be used", got=url, why=_line(error)) from error
@@ -58,7 +57,7 @@ class Storage:
     # ------------------------------------------------------------------ single files
 
     def read(self, place: str) -> bytes | None:
-        """The file at `place`; None where there is none."""
+        """Read the file at `place`; None if it does not exist."""
         with self._call(f"{place} could not be read from"):
             try:
                 return bytes(self._fs.cat_file(self._path(place)))
@@ -66,19 +65,19 @@ class Storage:
                 return None
 
     def write(self, place: str, content: bytes) -> None:
-        """Make `content` the file at `place`."""
+        """Write `content` to the file at `place`."""
         with self._call(f"{place} could not be written to"):
             self._make_parent(place)
             self._fs.pipe_file(self._path(place), content)
 
     def has(self, place: str) -> bool:
-        """Whether there is such a file."""
+        """Return whether the file exists."""
         with self._call(f"{place} could not be looked for at"):
             self._fs.invalidate_cache()
             return bool(self._fs.exists(self._path(place)))
 
     def names(self, place: str) -> list[str]:
-        """What is directly under `place`, sorted; nothing where there is no such place."""
+        """List the names directly under `place`, sorted; empty if it does not exist."""
         with self._call(f"{place} could not be listed at"):
             self._fs.invalidate_cache()
             try:
@@ -102,13 +101,13 @@ class Storage:
     def put_folder(
         self, folder: Path, place: str, *, last: str, leave: Callable[[str], bool] = lambda name: False
     ) -> None:
-        """Put the files of a folder, and `last` with the list of them when all are there.
+        """Upload the files of a folder, then `last`, which lists them.
 
         Args:
-            folder: Whose files do not change meanwhile.
-            place: Where it goes.
-            last: The name of the file that says that the folder is whole.
-            leave: Which files stay behind, by their path within the folder.
+            folder: Its files must not change meanwhile.
+            place: Destination.
+            last: Name of the file that marks the folder as complete.
+            leave: Which files to skip, by their path within the folder.
         """
         listed: dict[str, dict[str, Any]] = {}
         for path in sorted(folder.rglob("*")):
@@ -126,9 +125,9 @@ class Storage:
         self.write(f"{place}/{last}", json.dumps(statement, sort_keys=True, indent=1).encode() + b"\n")
 
     def get_folder(self, place: str, folder: Path, *, last: str) -> bool:
-        """Fetch a folder that is whole, `last` as the last file; False where it is not whole, or no longer.
+        """Fetch a complete folder, writing `last` last; False if it is incomplete or being removed.
 
-        A file that is already there with the right content is not fetched again.
+        Files that already exist with the right content are not fetched again.
         """
         found = self.read(f"{place}/{last}")
         if found is None:
@@ -138,7 +137,7 @@ class Storage:
             target = folder / name
             if not _is_as_listed(target, known) and not self._fetch(f"{place}/{name}", target, known):
                 return False
-            # The time that a run took is read from its files.
+            # A run's duration is read from its file times.
             os.utime(target, (known["mtime"], known["mtime"]))
         atomic_write(folder / last, "")
         if when is not None:
@@ -146,7 +145,7 @@ class Storage:
         return True
 
     def _fetch(self, place: str, target: Path, known: dict[str, Any]) -> bool:
-        """Fetch one file; False where it is gone."""
+        """Fetch one file; False if it is gone."""
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = target.with_name(f".{target.name}.tmp")
         with self._call(f"{place} could not be fetched from"):
@@ -166,7 +165,7 @@ class Storage:
         return True
 
     def _listed(self, content: bytes, place: str) -> tuple[float | None, list[tuple[str, dict[str, Any]]]]:
-        """What a last file says. It came from outside, so it is checked before anything is done with it."""
+        """Parse a last file. It is untrusted input, so validate it before use."""
         try:
             statement = json.loads(content)
             when = statement["when"]
@@ -187,13 +186,13 @@ class Storage:
         return f"{self._root}/{place}"
 
     def _make_parent(self, place: str) -> None:
-        """Object stores have no folders, and some refuse to make one; file systems need them."""
+        """Create the parent folder on file systems; object stores have none, and some refuse to make one."""
         if hasattr(self._fs, "auto_mkdir"):
             self._fs.makedirs(self._path(str(PurePosixPath(place).parent)), exist_ok=True)
 
     @contextmanager
     def _call(self, what: str) -> Iterator[None]:
-        """Whatever a storage's client raises becomes one kind of error."""
+        """Convert any exception of a storage client to `RunError`."""
         try:
             yield
         except GatespaceError:
@@ -207,7 +206,7 @@ class Storage:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name that came from outside stays within the folder."""
+    """Whether an untrusted name stays within the folder."""
     return not ("\\" in name or "\0" in name or any(part in ("", "..", ".") for part in name.split("/")))
 
 

@@ -1,1 +1,1 @@
-"""Pages for a browser: the explorer of gates on recorded tokens, and the live page of a study."""
+"""Browser pages: the gate explorer on recorded tokens, and the live page of a study."""

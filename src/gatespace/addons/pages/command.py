@@ -1,4 +1,4 @@
-"""`gatespace explore` and `gatespace watch`: what gates do to tokens, and how a study stands, in a browser."""
+"""`gatespace explore` and `gatespace watch`: browser pages of gates on tokens, and of a study's progress."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def explore(
     made = build()
     if serve:
         with page_server(lambda: build().html, port=port) as server:
-            # Not by Rich: a program that reads the pipe waits for this line.
+            # Not via Rich: a program reading the pipe waits for this line.
             typer.echo(f"http://127.0.0.1:{server.server_address[1]}/  (Ctrl-C ends it)")
             try:
                 server.serve_forever()
@@ -133,7 +133,7 @@ def watch(
     begun = check_watchable(folder.expanduser())
     watched = watch_server(folder, port=port, new_address=new_address)
     with watched.server as server:
-        # Not by Rich: a program that reads the pipe waits for this line.
+        # Not via Rich: a program reading the pipe waits for this line.
         if as_json:
             place = str(folder.expanduser().absolute())
             typer.echo(json.dumps({"url": watched.url, "port": watched.port, "folder": place}))

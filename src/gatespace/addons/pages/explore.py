@@ -1,6 +1,6 @@
-"""The explorer: what gates do to the recorded tokens of runs, as one page. No torch here.
+"""Explorer page: the effect of gates on the recorded tokens of runs. No torch here.
 
-Folders of runs or of a study → `find_runs` → `payload`, all that the page is made of → `build_explorer`, the page.
+Folders of runs or of a study → `find_runs` → `payload`, the page's data → `build_explorer`, the page.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from gatespace.study.results import read_results
 __all__ = ["Explorer", "build_explorer", "find_runs", "payload", "read_run"]
 
 SCHEMA = 1
-"""Of the page's data; `web/src/explorer/data.ts` reads the same one."""
+"""Version of the page's data; must match `web/src/explorer/data.ts`."""
 MOST_TOKENS = 50_000
-"""Tokens that a page holds by default: about 8 MB."""
+"""Default maximum of tokens on a page: about 8 MB."""
 FILE = "explorer.html"
 _BINS = 20
 _PAPER = ("h", "u", "gap")
@@ -40,7 +40,7 @@ _NONE = -1
 
 @dataclass(frozen=True)
 class Explorer:
-    """The page and what it is about."""
+    """The page and its source."""
 
     found: Found
     data: Any
@@ -48,7 +48,7 @@ class Explorer:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many runs, responses and tokens it shows, and how many responses were recorded."""
+        """Number of runs, responses and tokens shown, and of responses recorded."""
         return {
             "runs": len(self.data["runs"]),
             "responses": len(self.data["responses"]["run"]),
@@ -57,7 +57,7 @@ class Explorer:
         }
 
     def write(self, path: Path | None = None) -> Path:
-        """Write the page, by default into the folder that it is about, and return where it is."""
+        """Write the page, by default into the folder it shows, and return its path."""
         place = self.found.home / FILE if path is None else Path(path).expanduser()
         if place.is_dir():
             place /= FILE
@@ -68,12 +68,12 @@ class Explorer:
 def build_explorer(
     paths: Sequence[Path], *, gates: Sequence[Gate] = (), most_tokens: int = MOST_TOKENS
 ) -> Explorer:  # fmt: skip
-    """The explorer of these runs, as they stand.
+    """Build the explorer of these runs in their current state.
 
     Args:
         paths: Folders of runs or of a study.
-        gates: One or two gates that the page starts with.
-        most_tokens: How many tokens it holds at most.
+        gates: Up to two initial gates.
+        most_tokens: Max tokens on the page.
     """
     if len(gates) > 2:
         raise UsageError("the explorer holds two gates side by side", got=f"{len(gates)} gates", instead="one or two")
@@ -95,47 +95,46 @@ def build_explorer(
 
 @dataclass(frozen=True)
 class Run:
-    """One distillation, as far as its folder tells."""
+    """One distillation run, as read from its folder."""
 
     folder: RunFolder
     id: str
-    """Its name among all runs of the page."""
+    """Unique name on the page."""
     label: str
     """The point, e.g. ``G5``, or the method, e.g. ``todi``."""
     task: str
     kind: str
-    """What it is for: ``point``, ``restriction``, ``static``, ``twin``, ``control``, ``published``."""
+    """Role: ``point``, ``restriction``, ``static``, ``twin``, ``control``, ``published``."""
     gate: Gate | None
     """As trained; None for a published method."""
     settings: Mapping[str, Any]
     lam: Mapping[str, Any] | None = None
-    """λ over all its tokens, as its summary has it."""
+    """λ over all its tokens, from its summary."""
     scores: Mapping[str, Score] = field(default_factory=dict)
-    """By split."""
+    """Scores by split."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What the paths led to."""
+    """Runs found at the given paths."""
 
     title: str
     kind: str
     """``study``, ``run`` or ``runs``."""
     runs: tuple[Run, ...]
     home: Path
-    """Where a page about them belongs."""
+    """Default folder for the page."""
 
 
 def find_runs(paths: Sequence[Path]) -> Found:
-    """The runs at these paths: folders of runs, of a study or its archive, or folders that
-    have folders of runs in them."""
+    """Find the runs at these paths: folders of runs, a study or its archive, or folders that contain run folders."""
     if not paths:
         raise UsageError("nothing to explore", instead="the folder of a run or of a study")
     places = [_at(path) for path in paths]
     by_folder = {run.folder.path.resolve(): run for place in places for run in place.runs}
     runs: list[Run] = []
     seen: dict[str, int] = {}
-    for run in by_folder.values():  # runs of several places may have one name; a number tells them apart
+    for run in by_folder.values():  # number runs of the same name from different places
         seen[run.id] = seen.get(run.id, 0) + 1
         runs.append(run if seen[run.id] == 1 else replace(run, id=f"{run.id} ({seen[run.id]})"))
     if not any(run.folder.log_file("tokens").is_file() for run in runs):
@@ -157,7 +156,7 @@ def _at(path: Path) -> Found:
         runs = []
         for result in results.runs.values():
             run, spec = read_run(RunFolder(result.folder)), result.spec
-            if run is not None:  # it has begun
+            if run is not None:  # started
                 planned = result.gate or spec.gate
                 gate = run.gate or (None if planned is None else Gate(*planned))
                 runs.append(replace(run, id=spec.id, label=spec.point, task=spec.task, kind=spec.kind, gate=gate))
@@ -185,9 +184,9 @@ def _at(path: Path) -> Found:
 
 
 def read_run(folder: RunFolder) -> Run | None:
-    """The run in `folder`; None where it has not begun, or is not a distillation.
+    """Read the run in `folder`; None if it has not started, or is not a distillation.
 
-    Its settings are read as they are and not as a `TrainConfig`: a run of another release can be looked at too.
+    Settings are read raw, not as a `TrainConfig`, so that runs of other releases can be shown too.
     """
     if not folder.config_file.is_file():
         return None
@@ -221,13 +220,13 @@ def _gate(folder: RunFolder, objective: Mapping[str, Any]) -> Gate | None:
         return None
     try:
         text = folder.identity()["content"]["gate"]
-    except (FileNotFoundError, ValueError, KeyError):  # a run that is about to begin
+    except (FileNotFoundError, ValueError, KeyError):  # a run that is just starting
         text = objective.get("gate")
     return Gate.parse(text) if isinstance(text, str) and text != "None" else None
 
 
 def _scores(summary: Mapping[str, Any]) -> dict[str, Score]:
-    """By split; without those that an earlier release wrote in another form."""
+    """Return scores by split, skipping those in an earlier release's format."""
     found = {}
     for split, record in (summary.get("evaluation") or {}).items():
         try:
@@ -237,17 +236,17 @@ def _scores(summary: Mapping[str, Any]) -> dict[str, Score]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------- the page's data
+# ---------------------------------------------------------------------------------------------------- page data
 
 
 def payload(found: Found, *, gates: Sequence[Gate] = (), most_tokens: int = MOST_TOKENS, version: str = "") -> Any:
-    """All that the page is made of, as values that JSON knows: runs, points with accuracies, tokens in columns.
+    """Build the page's data, JSON-serializable: runs, points with accuracies, tokens in columns.
 
     Args:
         found: The runs.
-        gates: Where the page starts; none: at the gate of the first run that has one.
-        most_tokens: Of more, responses are left out, as many of each run and evenly over its steps.
-        version: Of gatespace.
+        gates: Initial gates; none: the gate of the first run that has one.
+        most_tokens: Max tokens; beyond it, responses are dropped, from large runs first and evenly over their steps.
+        version: Version of gatespace.
     """
     recorded = [run.folder.log("tokens") for run in found.runs]
     kept = [_thinned(records, share) for records, share in zip(recorded, _shares(recorded, most_tokens), strict=True)]
@@ -307,7 +306,7 @@ def _metric(settings: Mapping[str, Any]) -> str:
 
 
 def _gate_data(gate: Gate) -> dict[str, Any]:
-    """JSON lacks infinity, which c of a static λ of 0 or 1 has: it is text then."""
+    """Gate for JSON; an infinite c (a static λ of 0 or 1) becomes text."""
     values = [value if math.isfinite(value) else str(value) for value in gate.abcd]
     return {"abcd": values, "extra": dict(gate.extra)}
 
@@ -327,13 +326,13 @@ def _score_data(score: Score) -> dict[str, Any]:
 
 
 def _marks(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """The points that runs were trained at, with what came of it: all seeds of a point are one mark."""
+    """Return the trained points with their accuracies; all seeds of a point are one mark."""
     groups: dict[tuple[str, str, str], list[int]] = {}
     for index, run in enumerate(runs):
         groups.setdefault((run.task, run.label, run.kind), []).append(index)
     found = []
     for (task, label, kind), members in groups.items():
-        # A twin has the mean λ of its own seed, so its runs are at places of their own: the first stands for all.
+        # A static twin has the mean λ of its own seed, so its seeds differ in gate: use the first.
         gate = next((runs[i].gate for i in members if runs[i].gate is not None), None)
         mark = {"label": label, "task": task, "kind": kind, "gate": None if gate is None else _gate_data(gate)}
         found.append(mark | {"runs": members} | _accuracy([runs[i] for i in members]))
@@ -353,7 +352,7 @@ def _accuracy(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _course(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Numbers of the steps; of a long run, steps at even distances and the last."""
+    """Return per-step metrics; for a long run, evenly spaced steps and the last."""
     stride = max(1, math.ceil(len(records) / _COURSE_POINTS))
     few = [record for place, record in enumerate(records) if place % stride == 0 or place == len(records) - 1]
     names = [name for name in _COURSE if any(record.get(name) is not None for record in few)]
@@ -368,7 +367,7 @@ def _short(value: Any) -> Any:
 
 
 def _shares(recorded: Sequence[Sequence[Mapping[str, Any]]], most: int) -> list[float]:
-    """The share of each run's tokens that is shown: small runs keep all of theirs."""
+    """Return the fraction of each run's tokens to show; small runs keep all of theirs."""
     sizes = [sum(len(record["ids"]) for record in records) for records in recorded]
     left, room = most, {}
     for place, index in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
@@ -378,7 +377,7 @@ def _shares(recorded: Sequence[Sequence[Mapping[str, Any]]], most: int) -> list[
 
 
 def _thinned(records: Sequence[Mapping[str, Any]], share: float) -> list[Mapping[str, Any]]:
-    """So many of the responses, at even distances."""
+    """Return this share of the responses, evenly spaced."""
     if share >= 1.0:
         return list(records)
     return [one for place, one in enumerate(records) if int((place + 1) * share) > int(place * share)]
@@ -391,7 +390,7 @@ def _further(kept: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
 
 
 class _Table:
-    """Responses and tokens as columns. A text is kept once and known by its number."""
+    """Responses and tokens as columns. Each text is stored once and referenced by index."""
 
     def __init__(self, further: Sequence[str]) -> None:
         self._further = further
@@ -405,7 +404,7 @@ class _Table:
         self._most = 0
 
     def add(self, run: int, record: Mapping[str, Any]) -> None:
-        """One line of tokens.jsonl."""
+        """Add one line of tokens.jsonl."""
         texts = {name: self._string(record.get(name)) for name in ("text", "gold", "label")}
         row = {
             "run": run,
@@ -429,7 +428,7 @@ class _Table:
                 self._top[f"{model}_p"].append([p for _, p in top])
 
     def columns(self) -> dict[str, Any]:
-        """Everything that was added."""
+        """Return all columns."""
 
         def flat(rows: Sequence[Sequence[Any]], fill: Any) -> list[Any]:
             return [value for row in rows for value in (*row, *[fill] * (self._most - len(row)))]

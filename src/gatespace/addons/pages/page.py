@@ -1,7 +1,7 @@
-"""A page for a browser: as one file with nothing to fetch, and over HTTP for this machine only.
+"""Browser pages: as one self-contained file, or over HTTP on this machine only.
 
-What stands in a page's data was written by models and found in the world. It is put into the page so that no text can
-end the data and begin something else, and the page's policy lets a browser run only the program that was built with it.
+A page's data holds untrusted text from models and datasets. It is escaped so that no text can break out of the data,
+and the page's content security policy lets a browser run only the bundled script.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ _SECONDS_TO_SPEAK = 30
 
 
 def render(name: str, *, title: str, data: Any, connect: bool = False) -> str:
-    """The page `name` of the front end, with `data` in it.
+    """Render a front-end page with its data embedded.
 
     Args:
-        name: Of a bundle in `static`, e.g. ``explorer``.
-        title: Of the page.
-        data: Values that JSON knows.
-        connect: Whether the page may ask the server that it came from for more.
+        name: Name of a bundle in `static`, e.g. ``explorer``.
+        title: Title of the page.
+        data: JSON-serializable values.
+        connect: Whether the page may make requests to its own server.
     """
     js, css = (_asset(f"{name}.{kind}") for kind in ("js", "css"))
     server = "connect-src 'self'; " if connect else ""
-    # This program and this look, and nothing from elsewhere.
+    # Only this script and this style sheet.
     policy = (
         f"default-src 'none'; script-src '{_digest(js)}'; style-src '{_digest(css)}'; {server}"
         "base-uri 'none'; form-action 'none'"
@@ -66,7 +66,7 @@ def render(name: str, *, title: str, data: Any, connect: bool = False) -> str:
 
 
 def safe_json(data: Any) -> str:
-    """`data` as JSON that means nothing to HTML, whatever its texts are.
+    """Serialize `data` as JSON that is safe to embed in HTML, whatever its texts.
 
     Examples:
         >>> safe_json(["</script>"])
@@ -97,15 +97,15 @@ class Reply(NamedTuple):
     text: str
     kind: str = "text/plain"
     policy: str = "default-src 'none'; frame-ancestors 'none'"
-    """The content security policy of the header; a page may have a stricter one in itself."""
+    """Content security policy header; a page may embed a stricter one."""
 
 
 def page_server(page: Callable[[], str], *, port: int = 0) -> ThreadingHTTPServer:
-    """A server of one page on the loopback address; `serve_forever` starts it.
+    """Return a server for one page on the loopback address; `serve_forever` starts it.
 
     Args:
-        page: Makes the page, anew for every request, so that a reload shows what has come since.
-        port: 0: one that is free.
+        page: Builds the page for every request, so that a reload shows new data.
+        port: 0: any free port.
     """
 
     def reply(target: str) -> Reply:
@@ -117,11 +117,11 @@ def page_server(page: Callable[[], str], *, port: int = 0) -> ThreadingHTTPServe
 
 
 def loopback_server(reply: Callable[[str], Reply], *, port: int = 0) -> ThreadingHTTPServer:
-    """A server on the loopback address that can be read from and nothing else.
+    """Return a read-only server on the loopback address.
 
     Args:
-        reply: To a path with its query; called by several threads.
-        port: 0: one that is free.
+        reply: Maps a path with its query to a reply; called from several threads.
+        port: 0: any free port.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -136,7 +136,7 @@ def loopback_server(reply: Callable[[str], Reply], *, port: int = 0) -> Threadin
             self._handle(with_body=False)
 
         def _handle(self, *, with_body: bool) -> None:
-            # A page of another site whose name leads here must not read what is served: its Host gives it away.
+            # DNS rebinding: a page of another site whose name resolves here sends that name as Host.
             if (self.headers.get("Host") or "").rpartition(":")[0] not in (_HOST, "localhost"):
                 self._send(Reply(HTTPStatus.FORBIDDEN, "not a name of this machine\n"), with_body)
                 return
@@ -164,11 +164,11 @@ def loopback_server(reply: Callable[[str], Reply], *, port: int = 0) -> Threadin
                 self.end_headers()
                 if with_body:
                     self.wfile.write(body)
-            except ConnectionError:  # the browser has left
+            except ConnectionError:  # the browser has disconnected
                 self.close_connection = True
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing: the terminal is for the address and for errors."""
+            """Log nothing: the terminal is for the address and for errors."""
 
     try:
         server = ThreadingHTTPServer((_HOST, port), Handler)

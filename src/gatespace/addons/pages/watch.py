@@ -1,8 +1,8 @@
-"""The live page of a study or a run: a server on the loopback address that only reads, for those who have its token.
+"""Live page of a study or a run: a read-only loopback server protected by a token.
 
-`Watcher` reads a folder and gives a snapshot, as values that JSON knows; `watch_server` serves it. The folder is
-only read. The address of its page, port and token, is kept in the user's cache, readable by the user alone: an open
-page finds the server again after a restart, and a bookmark stays good. No torch here.
+`Watcher` reads a folder and returns a JSON-serializable snapshot; `watch_server` serves it. The folder is never
+written. The address of the page, port and token, is stored in the user's cache, readable by the user alone, so that an
+open page or a bookmark works again after a restart. No torch here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["Watch", "Watcher", "check_watchable", "watch_server"]
 
 SCHEMA = 1
 MOST_POINTS = 240
-"""Of a curve that is sent: a chart has about as many pixels."""
+"""Max points per curve, about a chart's width in pixels."""
 _RECENT = 20
 _MOST_BYTES = 32_000_000
 _FRESH_SECONDS = 0.8
@@ -47,29 +47,29 @@ _TOKEN_BYTES = 24
 _PRIVATE = 0o600
 
 
-# ---------------------------------------------------------------------------------------------------- the server
+# ---------------------------------------------------------------------------------------------------- server
 
 
 @dataclass(frozen=True)
 class Watch:
-    """A server that is bound, and its address; `server.serve_forever` starts it."""
+    """A bound server and its address; `server.serve_forever` starts it."""
 
     server: ThreadingHTTPServer
     token: str
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Port it listens on."""
         return int(self.server.server_address[1])
 
     @property
     def url(self) -> str:
-        """What a browser opens."""
+        """Address for a browser."""
         return f"http://127.0.0.1:{self.port}/?token={self.token}"
 
 
 def check_watchable(folder: Path) -> bool:
-    """Whether there is a study or a run in `folder` yet; an error where there is something else."""
+    """Return whether `folder` holds a study or a run yet; raise if it holds something else."""
     if not folder.exists():
         return False
     if not folder.is_dir():
@@ -87,12 +87,12 @@ def check_watchable(folder: Path) -> bool:
 
 
 def watch_server(folder: Path, *, port: int | None = None, new_address: bool = False) -> Watch:
-    """A server of the live page of `folder`.
+    """Return a server for the live page of `folder`.
 
     Args:
-        folder: Of a study or a run; it need not be there yet.
-        port: None: the one it had before, if that is free, else any; 0: any that is free.
-        new_address: Forget the earlier token, so that addresses which others have seen are void.
+        folder: Folder of a study or a run; need not exist yet.
+        port: None: the previous one if it is free, else any; 0: any free port.
+        new_address: Make a new token, so that earlier addresses stop working.
     """
     place = Path(folder).expanduser().absolute()
     kept = None if new_address else _kept_address(place)
@@ -118,7 +118,7 @@ def _replies(watcher: Watcher, token: str) -> Callable[[str], Reply]:
         except ValueError:  # e.g. //[
             return Reply(HTTPStatus.BAD_REQUEST, "not an address\n")
         given = query.get("token", [""])[-1]
-        # Without the token not even what there is can be learned. How long the comparison takes says nothing either.
+        # Without the token nothing is revealed, not even which paths exist; the comparison is constant-time.
         if not hmac.compare_digest(given.encode("utf-8", "surrogatepass"), token.encode()):
             text = "the address that `gatespace watch` printed has a token: use all of it\n"
             return Reply(HTTPStatus.FORBIDDEN, text)
@@ -139,7 +139,7 @@ def _address_file(folder: Path) -> Path:
 
 
 def _kept_address(folder: Path) -> tuple[int, str] | None:
-    """(Port, token) of an earlier server; None where there was none, or where others could have read them."""
+    """Return (port, token) of an earlier server; None if there was none, or others could have read them."""
     path = _address_file(folder)
     try:
         about = path.stat()
@@ -162,7 +162,7 @@ def _keep_address(folder: Path, watch: Watch) -> None:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
         os.replace(beside, path)
-    except OSError:  # the page works without; only a restart has another address
+    except OSError:  # not fatal: a restart only gets another address
         with suppress(OSError):
             beside.unlink()
 
@@ -192,10 +192,10 @@ class _Item:
 
 @dataclass(frozen=True)
 class _State:
-    """Everything at one moment."""
+    """Everything read in one refresh."""
 
     kind: str
-    """``study``, ``run``, ``runs``, or ``nothing`` where nothing has begun."""
+    """``study``, ``run``, ``runs``, or ``nothing`` before anything has started."""
     title: str
     alive: bool = False
     items: tuple[_Item, ...] = ()
@@ -205,12 +205,12 @@ class _State:
 
 
 class Watcher:
-    """Reads a folder, at most once in `fresh_seconds`, however many requests there are.
+    """Reads a folder, at most once per `fresh_seconds`, however many requests there are.
 
     Args:
-        folder: Of a study, of a run, or of runs; it need not be there yet.
-        most_bytes: How much of the logs is read at a time at most; the next time continues from there.
-        fresh_seconds: For how long what was read is served again.
+        folder: Folder of a study, a run, or several runs; need not exist yet.
+        most_bytes: Max bytes of logs per refresh; the next one continues from there.
+        fresh_seconds: How long a refresh is reused.
     """
 
     def __init__(
@@ -223,16 +223,16 @@ class Watcher:
         self._at = -math.inf
         self._state = _State("nothing", self.folder.name)
         self._records: dict[Path, Records] = {}
-        # What was read from settings, with marks that change when their files do.
+        # Parsed settings, with marks that change when their files do.
         self._abouts: dict[Path, tuple[Any, dict[str, Any]]] = {}
         self._outline: tuple[Any, list[Work], str] | None = None
         self._lock = threading.Lock()
 
     def snapshot(self, since: str = "") -> dict[str, Any]:
-        """The state now, with the curves that have changed.
+        """Return the current state, with the curves that have changed.
 
         Args:
-            since: `version` of the snapshot that the client has; from another watcher, or "", it gives all curves.
+            since: `version` of the client's last snapshot; "", or one from another watcher, returns all curves.
         """
         with self._lock:
             if time.monotonic() - self._at >= self._fresh_seconds:
@@ -246,7 +246,7 @@ class Watcher:
         try:
             self._state = self._read()
         except (GatespaceError, OSError, ValueError, KeyError) as error:
-            # Files may be changing. What was seen last is better than nothing, with the reason beside it.
+            # Files may be changing: keep the last state, and show the reason with it.
             text = str(error) if isinstance(error, GatespaceError) else f"{type(error).__name__}: {error}"
             self._state = replace(self._state, problem=text[:_MOST_TEXT])
         self._version += 1
@@ -286,7 +286,7 @@ class Watcher:
             held = self._abouts[run.path] = (mark, _about(run))
         return _Item(folder=run, state=run.state, error=run.error(), **held[1])
 
-    # ------------------------------------------------------------------ what is sent
+    # ------------------------------------------------------------------ response
 
     def _snapshot(self, since: str) -> dict[str, Any]:
         seen = self._state
@@ -344,7 +344,7 @@ class Watcher:
         }
 
     def _seconds_left(self, seen: _State) -> float | None:
-        """By the study's own estimate; that of runs alone is by the pace of their last steps."""
+        """Return the study's own estimate; for runs without a study, extrapolate from their last steps."""
         if seen.kind == "study":
             return seen.seconds_left
         running = [(item, self._records[item.place]) for item in seen.items if item.state == "running"]
@@ -377,7 +377,7 @@ def _item_of(work: Work, outlook: Outlook) -> _Item:
 
 
 def _about(run: RunFolder) -> dict[str, Any]:
-    """What a run's configuration says of it."""
+    """Describe a run by its configuration."""
     name, settings = run.path.name, run.settings()
     task = settings.get("task")
     numbers = {key: value if isinstance(value := settings.get(key), int) else None for key in ("seed", "steps")}
@@ -392,7 +392,7 @@ def _about(run: RunFolder) -> dict[str, Any]:
     }
     try:
         distilled = read_run(run)
-    except (GatespaceError, OSError, ValueError, KeyError, TypeError):  # of another release; there is less to say of it
+    except (GatespaceError, OSError, ValueError, KeyError, TypeError):  # written by another release
         return found | {"point": name}
     return found if distilled is None else found | {"point": distilled.label, "kind": distilled.kind}
 
@@ -408,7 +408,7 @@ def _state(seen: _State, states: list[str]) -> str:
 
 
 def _mark(path: Path) -> tuple[int, int, int] | None:
-    """Changes whenever the file does."""
+    """A value that changes with the file."""
     try:
         about = path.stat()
     except OSError:
@@ -416,31 +416,31 @@ def _mark(path: Path) -> tuple[int, int, int] | None:
     return about.st_mtime_ns, about.st_size, about.st_ino
 
 
-# ---------------------------------------------------------------------------------------------------- logs that grow
-# A run that resumes from a checkpoint cuts its logs and writes them anew from there, a folder may vanish and come back,
-# and a copy may take the place of a file. Whatever happens, what is held is what the files say.
+# ---------------------------------------------------------------------------------------------------- growing logs
+# A resumed run truncates its logs and rewrites them from the checkpoint, a folder may vanish and come back, and a copy
+# may replace a file. In every case the state in memory must match the files.
 
 
 class Budget:
-    """How many bytes one refresh may read, so that long logs do not keep a page waiting."""
+    """Bytes one refresh may still read, so that long logs do not stall a page."""
 
     def __init__(self, left: int) -> None:
         self.left = left
 
 
 class Tail:
-    """A log of JSON objects, one per line; each refresh reads only what is new since the last one."""
+    """A JSON-lines log, read incrementally."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.behind = False
-        """Whether there is more than the budgets have allowed."""
+        """Whether the budget left part of the file unread."""
         self._offset = 0
         self._file: tuple[int, int] | None = None
         self._last = b""
 
     def read(self, budget: Budget) -> tuple[bool, list[dict[str, Any]]]:
-        """(Whether all that was read before is void, the records that have come since)."""
+        """Return (whether everything read before is void, new records)."""
         try:
             file = self.path.open("rb")
         except OSError:
@@ -457,16 +457,16 @@ class Tail:
             file.seek(self._offset)
             data = file.read(min(wanted, budget.left))
             if len(data) < wanted and not data.endswith(b"\n"):
-                data += file.readline()  # the budget bends for the line that it ends in
+                data += file.readline()  # exceed the budget to finish the line
         budget.left -= len(data)
-        lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)  # what has no end yet is not whole
+        lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)  # skip an incomplete last line
         self._offset += sum(map(len, lines))
         self._last = lines[-1] if lines else self._last
         self.behind = len(data) < wanted
         return anew, [record for line in lines if (record := _record(line)) is not None]
 
     def _is_last(self, file: Any) -> bool:
-        """Whether the last line that was read is still in its place."""
+        """Whether the last line read is still in place."""
         file.seek(self._offset - len(self._last))
         return bool(file.read(len(self._last)) == self._last)
 
@@ -477,7 +477,7 @@ class Tail:
 
 
 class Records:
-    """What the logs of one run say, held as columns, and its last evaluation."""
+    """One run's logs as columns, and its final evaluation."""
 
     def __init__(self, run: RunFolder) -> None:
         self._run = run
@@ -486,36 +486,36 @@ class Records:
         )
         self.steps, self.loss, self.lam = array("q"), array("d"), array("d")
         self.accuracies: dict[int, float] = {}
-        """Step → accuracy on validation, or the score of a text task."""
+        """Step → validation accuracy, or the score of a text task."""
         self.metric = ""
-        """What that is; "" before it is known."""
+        """Name of that metric; "" until known."""
         self.final: float | None = None
-        """The same of a run that is done."""
+        """Final value for a finished run."""
         self._final_step: int | None = None
         self._final_mark: Any = None
         self.alarms: list[dict[str, Any]] = []
-        """Step and text of each that was raised."""
+        """Step, name and text of each alarm raised."""
         self._pace: deque[float] = deque(maxlen=_RECENT)
         self.version = 0
-        """`Watcher` version at which it changed last."""
+        """`Watcher` version of the last change."""
 
     @property
     def behind(self) -> bool:
-        """Whether the files have more."""
+        """Whether the files have unread records."""
         return self._metrics.behind or self._evaluations.behind
 
     @property
     def step(self) -> int:
-        """The last one."""
+        """Last step."""
         return self.steps[-1] if self.steps else 0
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Over the last steps."""
+        """Mean over the last steps."""
         return math.fsum(self._pace) / len(self._pace) if self._pace else None
 
     def read(self, budget: Budget, version: int, *, done: bool = False) -> None:
-        """Read what is new; `version` is that of the refresh, `done` whether the run is."""
+        """Read new records; `version` is the refresh's, `done` whether the run is finished."""
         anew, records = self._metrics.read(budget)
         if anew:
             del self.steps[:], self.loss[:], self.lam[:]
@@ -525,7 +525,7 @@ class Records:
         if again:
             self.accuracies.clear()
         for record in evaluations:
-            # Test is for the end: what is seen on the way must not be what decides.
+            # Test is held out until the end: it must not influence decisions on the way.
             if record.get("split") == "val" and isinstance(record.get("step"), int):
                 self.accuracies[record["step"]] = _number(record.get("accuracy", record.get("score")))
                 self.metric = str(record.get("metric", "accuracy"))[:_MOST_TEXT]
@@ -548,7 +548,7 @@ class Records:
             self.version = version
 
     def _read_final(self, done: bool) -> bool:
-        """Whether the accuracy at the end has changed since the last refresh."""
+        """Read the final accuracy; return whether it has changed since the last refresh."""
         mark = _mark(self._run.evaluation_file("val")) if done else None
         if mark == self._final_mark:
             return False
@@ -570,7 +570,7 @@ class Records:
         self.lam.append(_number(record.get("lam_mean")))
 
     def curves(self, steps: int, most: int = MOST_POINTS) -> dict[str, Any]:
-        """The columns as JSON has them, thinned to at most `most` points; `steps` is how many the whole run has."""
+        """Return the columns for JSON, downsampled to `most` points; `steps` is the total of the run."""
         accuracies = self.accuracies | (
             {} if self.final is None else {self._final_step or self.step or steps: self.final}
         )
@@ -585,7 +585,7 @@ class Records:
 
 
 def thinned(values: Sequence[float], most: int, *, last: bool = False) -> list[float | None]:
-    """`values` in at most `most` groups of equal size: the mean of each, or its last value.
+    """Downsample to at most `most` groups of equal size: the mean of each, or its last value.
 
     Examples:
         >>> thinned([1.0, 3.0, float("nan"), 5.0, 7.0], 3)
@@ -597,7 +597,7 @@ def thinned(values: Sequence[float], most: int, *, last: bool = False) -> list[f
 
 
 def plain(value: float | None) -> float | None:
-    """A number as JSON has it, in as many digits as a chart can show; None where there is none."""
+    """Round a number for JSON to the digits a chart can show; None if it is missing or not finite."""
     if value is None or not math.isfinite(value):
         return None
     return value if isinstance(value, int) else float(f"{value:.6g}")

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def join(config: TrainConfig | TeachConfig) -> Processes:
-    """This process among those that a launcher has started."""
+    """Join the process group that a launcher has started."""
     from gatespace.addons.parallel.processes import join
 
     return join(config)

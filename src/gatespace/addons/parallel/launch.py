@@ -1,4 +1,4 @@
-"""One command as several processes of this machine that do a run together."""
+"""Launcher: run one command as several processes on this machine."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from contextlib import suppress
 from gatespace.errors import UsageError
 
 _GRACE = 10.0
-"""Seconds that the others have to end by themselves after one has failed: they may have the same to say."""
+"""Seconds for the others to exit by themselves after one has failed: they may report the same error."""
 
 
 def launch(count: int, arguments: Sequence[str]) -> int:
-    """Run `gatespace ARGUMENTS` as `count` processes, and return the exit code of the whole.
+    """Run `gatespace ARGUMENTS` as `count` processes, and return the overall exit code.
 
-    They find each other by the variables that torchrun sets too. If one fails, the others are ended.
+    They find each other through the same environment variables as with torchrun. If one fails, the others are stopped.
     """
     from gatespace.training.processes import launched
 
@@ -37,7 +37,7 @@ def launch(count: int, arguments: Sequence[str]) -> int:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
     }
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # two that both use all cores slow each other many times over
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # oversubscribed cores are many times slower
         common[name] = os.environ.get(name, str(max(1, cores // count)))
     processes = [
         subprocess.Popen(
@@ -58,12 +58,12 @@ def launch(count: int, arguments: Sequence[str]) -> int:
 
 
 def _watched(processes: list[subprocess.Popen[bytes]]) -> int:
-    """Wait until all are done, or one has failed."""
+    """Wait until all have finished or one has failed."""
     while True:
         codes = [process.poll() for process in processes]
         if failed := [code for code in codes if code]:
             _wait(processes, _GRACE)
-            # What the first one says is what the user reads.
+            # The user sees the output of rank 0, so its exit code comes first.
             return processes[0].returncode or failed[0]
         if all(code == 0 for code in codes):
             return 0

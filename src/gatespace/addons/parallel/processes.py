@@ -1,4 +1,4 @@
-"""Several processes that do one run (DDP, FSDP2).
+"""One run in several processes (DDP, FSDP2).
 
 Messages between processes are tensors or JSON, never pickles. Gradients are summed once per step in float32, without
 the DDP wrapper: a step runs the student several times before one backward pass.
@@ -27,15 +27,15 @@ from gatespace.teacher.scores import TeacherAwayError
 from gatespace.training.processes import Processes
 
 _BUCKET = 32 << 20
-"""Bytes that are summed over processes at once."""
+"""Bytes per all-reduce."""
 _SPARE = 1800.0
-"""Seconds that a process waits for the others beyond the patience with a teacher."""
+"""Seconds that a process waits for the others beyond the teacher's patience."""
 _KINDS: dict[str, type[GatespaceError]] = {kind.__name__: kind for kind in (TeacherAwayError, UsageError, RunError)}
 
 
 @dataclass(frozen=True)
 class Distributed(Processes):
-    """One of several processes, each with a whole copy of the student (DDP)."""
+    """One of several processes, each with a full copy of the student (DDP)."""
 
     rank: int
     size: int
@@ -43,19 +43,19 @@ class Distributed(Processes):
 
     @property
     def content(self) -> dict[str, str]:  # type: ignore[override]
-        """Sums over processes differ in their last bits from those of one: the world size is part of the identity."""
+        """World size and kind, part of the run's identity: sums over processes differ in their last bits."""
         return {"processes": f"{self.size} {'fsdp' if self.sharded else 'ddp'}"}
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Replace each gradient by its sum over all processes."""
         found = list(parameters)
         for parameter in found:
-            if parameter.grad is None:  # nothing here, but perhaps elsewhere
+            if parameter.grad is None:  # other ranks may have one
                 parameter.grad = torch.zeros_like(parameter)
         self.sum([parameter.grad for parameter in found if parameter.grad is not None])
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over all processes, which then have the same bits."""
+        """Replace each tensor by its sum over all processes, bitwise equal on all."""
         for bucket in _buckets(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
             torch.distributed.all_reduce(flat)
@@ -63,13 +63,13 @@ class Distributed(Processes):
                 tensor.copy_(part.view_as(tensor))
 
     def total(self, number: float) -> float:
-        """The sum of a number over all processes; whole numbers up to 2^53 are exact."""
+        """Sum a number over all processes; integers up to 2^53 are exact."""
         found = torch.tensor([number], dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(found)
         return float(found)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all processes, in order of rank; plain data that JSON can represent."""
+        """Gather JSON-serializable values of all processes, in rank order."""
         text = json.dumps(value).encode()
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
         torch.distributed.all_gather(sizes, torch.tensor([len(text)], device=self.device))
@@ -82,14 +82,14 @@ class Distributed(Processes):
         return [json.loads(bytes(found[: int(size)].cpu().numpy())) for found, size in pairs]
 
     def agree(self, value: Any, error: Callable[[list[Any]], GatespaceError]) -> None:
-        """Raise `error`, made from the values of all processes, unless they are equal."""
+        """Raise `error`, built from the values of all processes, unless they are equal."""
         found = self.gather(value)
         with self.together():
             if any(other != found[0] for other in found):
                 raise error(found)
 
     def divide(self, items: Sequence[Any], work: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
-        """`work` on all items, each process on its share; the results of all, in order, through JSON."""
+        """Run `work` on all items, each process on its share; gather all results in order, through JSON."""
         own: list[Any] = []
         with self.together():
             own = work(items[self.rank :: self.size])
@@ -98,8 +98,8 @@ class Distributed(Processes):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Work without any message between processes. What one of them raises in here is raised by all, so that none
-        waits for another that is gone: also what is no error of ours, such as memory that has run out."""
+        """Run a block without collectives; an exception in one process is raised in all, so that none waits for one
+        that is gone. Includes exceptions that are not ours, such as out of memory."""
         mine: GatespaceError | None = None
         other_error: Exception | None = None
         try:
@@ -121,7 +121,7 @@ class Distributed(Processes):
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """The first process alone, then all others: what the first one fetches or builds is there for them."""
+        """Run the block on the first process, then on all others, which find what it fetched or built."""
         if self.first:
             with self.together():
                 yield
@@ -131,7 +131,7 @@ class Distributed(Processes):
             yield
 
     def update(self, body: Body, done: int, most: int) -> AbstractContextManager[None]:
-        """Each process runs its own micro-batches; an error of one is raised in all."""
+        """Run each process's own micro-batches; an error in one is raised in all."""
         return self.together()
 
 
@@ -141,46 +141,46 @@ class Sharded(Distributed):
     sharded = True
 
     def loads_on(self, device: str) -> str:
-        """The first process reads the weights, and gives each its shard: no device has to hold the whole model."""
+        """Load weights on the first process's CPU only; shards go from there, so no device holds the full model."""
         return "cpu" if self.first else "meta"
 
     def prepare(self, model: Model, *, dtype: torch.dtype, packed: bool | None) -> Model:
-        """This process's shard of the model."""
+        """Return this process's shard of the model."""
         from gatespace.addons.parallel.sharded import shard
 
         with self.together():
             if self.first:
-                body_of(model, packed=packed)  # whether packed passes fit is found out on the whole model
+                body_of(model, packed=packed)  # checks on the full model whether packed passes work
         model._memo.update(self.gather({"unfit": model._memo["unfit"]} if "unfit" in model._memo else {})[0])
         return shard(model, dtype=dtype, device=self.device)
 
     @contextmanager
     def update(self, body: Body, done: int, most: int) -> Iterator[None]:
-        """Every process runs as many passes as the one with most micro-batches: all give their shards to each pass."""
+        """Pad with empty passes to the largest number of micro-batches, as every pass needs all shards."""
         with body.model.learning():
             yield
             for _ in range(most - done):
                 (body.forward([[0]]).hidden.sum() * 0).backward()
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """FSDP2 has summed them in the backward pass."""
+        """Do nothing: FSDP2 sums gradients in the backward pass."""
 
     def gather_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors on the CPU of the first process; the others take part."""
+        """Gather full tensors on the first process's CPU; collective."""
         gathered: dict[str, Tensor] = {}
         for key, value in tensors.items():
-            whole = self.full(value)  # one at a time is whole on the device
+            whole = self.full(value)  # one full tensor at a time on the device
             if self.first:
                 gathered[key] = whole.cpu()
         return gathered
 
     def full(self, tensor: Any) -> Tensor:
-        """A whole tensor."""
+        """Return the full tensor."""
         whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         return whole
 
     def shard_like(self, parameter: Any, value: Tensor) -> Tensor:
-        """A whole tensor, sharded as `parameter` is."""
+        """Shard a full tensor like `parameter`."""
         if not hasattr(parameter, "full_tensor"):
             return value
         from torch.distributed.tensor import distribute_tensor
@@ -189,9 +189,9 @@ class Sharded(Distributed):
 
 
 def join(config: TrainConfig | TeachConfig) -> Distributed:
-    """This process among those that `gatespace train --processes`, `accelerate launch` or torchrun has started.
+    """Join the processes started by `gatespace train --processes`, `accelerate launch` or torchrun.
 
-    They stay joined until the process ends, so that further runs find the same group.
+    The group lives until the process exits, so that later runs reuse it.
     """
     try:
         from accelerate import PartialState  # type: ignore[import-untyped]
@@ -203,7 +203,7 @@ def join(config: TrainConfig | TeachConfig) -> Distributed:
             "engine.device: each of several processes has a device of its own", got=device, instead="auto, cpu or cuda"
         )
     cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
-    # Set by `accelerate launch --use_fsdp`, it has transformers give the weights of a file to the first process only.
+    # `accelerate launch --use_fsdp` sets it, and transformers then loads weights in the first process only.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if not torch.distributed.is_initialized():
         atexit.register(_part)

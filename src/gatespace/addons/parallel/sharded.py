@@ -1,10 +1,10 @@
-"""A sharded model (FSDP2): weights, gradients and optimizer state are divided over processes.
+"""A sharded model (FSDP2): weights, gradients and optimizer state are sharded over processes.
 
-Every layer is gathered for its pass and released after it. The head is not a layer that runs: losses take its weight,
-so it is gathered by `learning` once for all passes of an update, and its gradient goes back to the shards once. Weights
-are kept in float32 and computed with in `dtype`.
+Every layer is gathered for its pass and released after it. The head never runs as a layer: losses take its weight, so
+`learning` gathers it once for all passes of an update, and its gradient is reduced to the shards once. Weights are kept
+in float32; passes run in `dtype`.
 
-All methods are collective: every process calls them in the same order.
+All methods are collective: every process must call them in the same order.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ShardedModel(Model):
-    """A sharded model; `shard` makes one. Its `head` is there within `whole` and `learning` only."""
+    """A sharded model, created by `shard`. Its `head` exists only within `whole` and `learning`."""
 
     @property
     def device(self) -> torch.device:
-        """Where this process's shard is."""
+        """Device of this process's shard."""
         return torch.device(self._memo["device"])
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision of the passes; the shards are in float32."""
+        """Compute precision; the shards are in float32."""
         found: torch.dtype = self._memo["dtype"]
         return found
 
     @property
     def head(self) -> Head:
-        """The whole head, in the precision of the passes."""
+        """The full head, in compute precision."""
         gathered: Head | None = self._memo.get("head")
         if gathered is None:
             raise RuntimeError("the head of a sharded model is there within whole() and learning() only")
@@ -55,7 +55,7 @@ class ShardedModel(Model):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """For passes without gradient, as many as each process needs: all weights are gathered once, in `dtype`."""
+        """Gather all weights once, in `dtype`, for passes without gradient; their number may differ by process."""
         parts = [part for part in self.body.modules() if isinstance(part, FSDPModule)]
         for part in parts:
             part.set_reshard_after_forward(False, recurse=False)
@@ -72,7 +72,7 @@ class ShardedModel(Model):
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """For passes with gradient, as many in every process as in the others."""
+        """Gather the head for passes with gradient; all processes must run the same number."""
         whole = self._gathered()
         pairs = [
             (tensor, tensor.detach().requires_grad_()) for tensor in (whole.weight, whole.bias) if tensor is not None
@@ -88,7 +88,7 @@ class ShardedModel(Model):
                 tensor.backward(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
 
     def gathered(self, *, here: bool = True) -> Model | None:
-        """The whole model, in float32 on the CPU; None in a process that takes part and does not want it."""
+        """Return the full model in float32 on the CPU; None where `here` is False."""
         state: dict[str, Tensor] = {}
         with torch.no_grad():
             for name, value in self.network.state_dict().items():
@@ -103,8 +103,8 @@ class ShardedModel(Model):
         return Model(network.eval(), self.tokenizer, self.name, self.source)
 
     def _gathered(self) -> Head:
-        own = super().head  # with the shards
-        # Each process has a gradient of its own of the whole head; their sum is sharded again.
+        own = super().head  # sharded
+        # Each process has its own gradient of the full head; their sum is sharded again.
         weight, bias = (
             None if tensor is None else cast(DTensor, tensor).full_tensor(grad_placements=[Partial()])
             for tensor in (own.weight, own.bias)
@@ -116,12 +116,12 @@ class ShardedModel(Model):
 def shard(
     model: Model, *, dtype: torch.dtype, device: str | torch.device = "cpu", mesh: DeviceMesh | None = None
 ) -> ShardedModel:
-    """Divide a model among all processes. `model` itself is not to be used any more.
+    """Shard a model over all processes. `model` itself must not be used afterwards.
 
     Args:
-        model: Whole and in float32 in the first process; the weights of the others are ignored.
-        dtype: The precision of the passes.
-        device: Where this process's shard goes.
+        model: Full and in float32 in the first process; the weights of the others are ignored.
+        dtype: Compute precision.
+        device: Device of this process's shard.
         mesh: The processes; None: all of them.
     """
     if not hasattr(FSDPModule, "set_reshard_after_forward"):
@@ -132,7 +132,7 @@ def shard(
     weights = {name: tensor.detach() for name, tensor in (*network.named_parameters(), *network.named_buffers())}
     tied = network.get_output_embeddings().weight is network.get_input_embeddings().weight
     network.to(torch.device("meta"))  # type: ignore[arg-type]
-    network.tie_weights()  # no more than a tensor at a time becomes whole on a device
+    network.tie_weights()  # from meta, so that only one full tensor at a time is on a device
     empty, body, layer = copy.deepcopy(network), model.body, network.get_output_embeddings()
     mesh = mesh or init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     options: dict[str, Any] = {
@@ -145,11 +145,11 @@ def shard(
     if not tied:
         fully_shard(layer, **options)
     _fill(network, weights, device)
-    if tied:  # the body's embedding is another tensor now
+    if tied:  # the embedding was replaced by its shard
         layer.weight = network.get_input_embeddings().weight
     for module in network.modules():
         if isinstance(module, FSDPModule):
-            # Losses are sums over tokens, so their gradients are summed; the optimizer divides by all tokens.
+            # Losses are sums over tokens, so gradients are summed; the optimizer divides by the total tokens.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     sharded = ShardedModel(network, model.tokenizer, model.name, model.source)
@@ -159,13 +159,13 @@ def shard(
 
 
 def _blocks(body: nn.Module) -> list[nn.Module]:
-    """The repeated layers: the children of the longest list of modules."""
+    """Return the repeated layers: the children of the longest ModuleList."""
     lists = [list(module) for module in body.modules() if isinstance(module, nn.ModuleList)]
     return max(lists, key=len, default=[])
 
 
 def _fill(network: PreTrainedModel, weights: dict[str, Tensor], device: torch.device) -> None:
-    """Give the shards of a network without weights, and its buffers, the values that the first process has."""
+    """Fill the shards and buffers of a meta network with the values of the first process."""
     first = torch.distributed.get_rank() == 0
 
     def whole(name: str) -> Tensor:
@@ -173,7 +173,7 @@ def _fill(network: PreTrainedModel, weights: dict[str, Tensor], device: torch.de
 
     shards: dict[str, Tensor] = {}
     for name, parameter in network.named_parameters():
-        if isinstance(parameter, DTensor):  # a tied head is not sharded by itself
+        if isinstance(parameter, DTensor):  # a tied head is not sharded separately
             shards[name] = distribute_tensor(whole(name), parameter.device_mesh, parameter.placements)
     network.load_state_dict(shards, strict=False, assign=True)
     for name, _ in list(network.named_buffers()):

@@ -1,4 +1,4 @@
-"""A teacher as a service over ZMQ: one model that many students share, in other processes or on other machines."""
+"""Teacher service over ZMQ: one model shared by many students, in other processes or on other machines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def open_teacher(
     cache: ScoreCache | None,
     report: Callable[[str], None],
 ) -> RemoteTeacher:
-    """The teacher of `pair.teacher: zmq://HOST:PORT`; an error where it cannot be this student's."""
+    """Connect to the teacher at `pair.teacher: zmq://HOST:PORT`; raise if it cannot teach this student."""
     from gatespace.addons.service.client import Options, RemoteTeacher
     from gatespace.addons.service.keys import client_keys
     from gatespace.addons.service.wire import vocabulary_digest

@@ -1,7 +1,7 @@
-"""What a teacher service scores with: a model in this process, or a vLLM server.
+"""Scoring backends of the teacher service: a model in this process, or a vLLM server.
 
-`Backend` describes the teacher and makes one for every `ScoreSpec`. `Scorer` keeps the latest of them and scores
-batches; it belongs to the thread of the model.
+`Backend` describes the teacher and builds one per `ScoreSpec`. `Scorer` keeps the most recent ones and scores
+batches; it runs in the model thread.
 """
 
 from __future__ import annotations
@@ -28,48 +28,48 @@ from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.local import LocalTeacher
 from gatespace.teacher.scores import Scores, ScoreSpec, Teacher, TeacherAwayError
 
-_MAX_LOGPROBS = 1024  # the largest k of a vLLM server that is started here
-_VLLM_START = 1200.0  # seconds until a vLLM server that is started here has to be ready
-_VLLM_TIMEOUT = 300.0  # seconds that vLLM may take for a batch
+_MAX_LOGPROBS = 1024  # largest k of a vLLM server started here
+_VLLM_START = 1200.0  # seconds for a vLLM server started here to become ready
+_VLLM_TIMEOUT = 300.0  # seconds vLLM may take for a batch
 
 
 class Backend:
-    """A teacher, and what clients need to know about it. For one thread at a time."""
+    """A teacher and its metadata for clients. Not thread-safe."""
 
     name: str
     fingerprint: str
     cacheable: bool
     """Whether scores may be cached under the fingerprint."""
     cache: ScoreCache | None
-    """Scores computed before."""
+    """Cached scores."""
     tokenizers: frozenset[str]
-    """Digests by which a student's vocabulary may be named."""
+    """Vocabulary digests that a student may send."""
     payloads: tuple[str, ...]
     vocab_size: int
-    """Ids of the tokenizer."""
+    """Number of tokenizer ids."""
     rows: int
     """Rows of the head; those beyond `vocab_size` are padding."""
     reach: int | None
-    """The longest row: prefix, prompt and response."""
+    """Longest row in tokens: prefix, prompt and response."""
     width: int
-    """Columns of a hidden state."""
+    """Hidden size."""
     dtype: str
-    """Of a hidden state."""
+    """Dtype of a hidden state."""
 
     def teacher(self, spec: ScoreSpec) -> Teacher:
-        """A teacher for rows of a spec."""
+        """Return a teacher for a spec."""
         raise NotImplementedError
 
     def score(self, teacher: Teacher, rows: Sequence[Row]) -> Scores:
-        """The scores of rows by one of its teachers; `TeacherAwayError` where a retry may succeed."""
+        """Score rows with one of its teachers; raise `TeacherAwayError` if a retry may succeed."""
         return teacher.score([row.prompt for row in rows], [row.response for row in rows])
 
     def head(self) -> HeadBytes:
-        """The head's bytes, for the payload ``hidden``."""
+        """Return the head's bytes, for the payload ``hidden``."""
         raise UsageError("this teacher has no head that can be sent", got=self.name)
 
     def close(self) -> None:
-        """End what was started."""
+        """Stop what was started."""
 
 
 # ---------------------------------------------------------------------------------------------------- this process
@@ -80,7 +80,7 @@ class LocalBackend(Backend):
 
     Args:
         model: The teacher; its weights must not change.
-        cache: Scores computed before.
+        cache: Cached scores.
         packed: As in `body_of`.
     """
 
@@ -100,16 +100,16 @@ class LocalBackend(Backend):
         self.reach = reach if isinstance(reach, int) and reach > 0 else None
 
     def teacher(self, spec: ScoreSpec) -> Teacher:
-        """A teacher for rows of a spec."""
+        """Return a teacher for a spec."""
         return LocalTeacher(self._model, spec, cache=self.cache, packed=self._packed)
 
     def head(self) -> HeadBytes:
-        """The bytes of the model's head."""
+        """Return the bytes of the model's head."""
         return HeadBytes(self._model)
 
 
 class HeadBytes:
-    """The bytes of a model's head: its weight, followed by its bias. A weight on the CPU is not copied."""
+    """Bytes of a model's head: weight, then bias. A weight on the CPU without a bias is not copied."""
 
     def __init__(self, model: Model) -> None:
         head = model.head
@@ -134,7 +134,7 @@ class HeadBytes:
         )
 
     def part(self, number: int) -> wire.Array:
-        """The buffer of a part."""
+        """Return the buffer of a part."""
         data = self._data[number * wire.PART_BYTES : (number + 1) * wire.PART_BYTES]
         return wire.Array("uint8", (data.nbytes,), data)
 
@@ -143,16 +143,16 @@ class HeadBytes:
 
 
 class VllmBackend(Backend):
-    """A vLLM server: one that is started here, and restarted when it ends; or one at an address.
+    """A vLLM server: started here and restarted when it exits, or running at an address.
 
     Args:
         model: A folder, or a name on the Hub.
         where: The Python of an environment with vLLM; or ``vllm://HOST:PORT[/MODEL]`` of a server with that model.
-        cache: Scores computed before; not used with a server at an address, which sends no hash of its weights.
-        precision: ``fp32``, ``bf16``, or None for bf16, of a server that is started here.
-        max_model_len: The longest prefix, prompt and response, of a server that is started here.
-        arguments: More arguments of it, as in a shell.
-        report: Called with a message when vLLM is started, ends, or comes back.
+        cache: Cached scores; unused with a server at an address, whose weights have no known hash.
+        precision: ``fp32``, ``bf16``, or None for bf16; for a server started here.
+        max_model_len: Longest prefix, prompt and response; for a server started here.
+        arguments: Its extra arguments, in shell syntax.
+        report: Called with a message when vLLM starts, exits, or is back.
     """
 
     payloads = ("top_k",)
@@ -211,7 +211,7 @@ class VllmBackend(Backend):
         self._server = VllmServer(where, timeout=_VLLM_TIMEOUT, patience=_VLLM_TIMEOUT, wait=False)
         try:
             card, version = self._server.card(), self._server.version()
-            # One more token is always generated.
+            # vLLM always generates one more token.
             self.reach = None if card.max_model_len is None else card.max_model_len - 1
             if self._process is None:
                 self.fingerprint = name_fingerprint(card, version)
@@ -224,11 +224,11 @@ class VllmBackend(Backend):
 
     @property
     def pid(self) -> int | None:
-        """Of a vLLM server that was started here."""
+        """Process id of a vLLM server started here."""
         return None if self._process is None else self._process.pid
 
     def teacher(self, spec: ScoreSpec) -> Teacher:
-        """A teacher for rows of a spec."""
+        """Return a teacher for a spec."""
         from gatespace.addons.vllm.teacher import VllmTeacher
 
         with self._supervised():
@@ -244,12 +244,12 @@ class VllmBackend(Backend):
             )
 
     def score(self, teacher: Teacher, rows: Sequence[Row]) -> Scores:
-        """The scores of rows; a server that was started here and has ended is restarted."""
+        """Score rows; restart a server started here that has exited."""
         with self._supervised():
             return super().score(teacher, rows)
 
     def close(self) -> None:
-        """End the server that was started here."""
+        """Stop the server if it was started here."""
         self._server.close()
         if self._process is not None:
             self._process.close()
@@ -258,7 +258,7 @@ class VllmBackend(Backend):
 
     @contextmanager
     def _supervised(self) -> Iterator[None]:
-        """Restart vLLM if it has ended; `TeacherAwayError` where it ends meanwhile, so that clients retry."""
+        """Restart vLLM if it has exited; raise `TeacherAwayError` if it exits meanwhile, so that clients retry."""
         from gatespace.addons.vllm.server import RefusedError, ServerAwayError
 
         if self._process is not None and not self._process.alive:
@@ -266,7 +266,7 @@ class VllmBackend(Backend):
         try:
             yield
         except RefusedError as error:
-            # An engine that has died replies for a while that it is broken, which is not about the request.
+            # A dead engine still replies 5xx for a while; that is no fault of the request.
             if error.status < 500 or self._is_healthy():
                 raise
             raise _away(error) from error
@@ -284,7 +284,7 @@ class VllmBackend(Backend):
         self._report("vLLM is back")
 
     def _is_healthy(self) -> bool:
-        """Whether the server says that it is healthy. A process of ours that is not is killed, to be restarted."""
+        """Return whether the server reports healthy; kill our own process if not, so that it is restarted."""
         if self._server.healthy():
             return True
         if self._process is not None and self._process.alive:
@@ -301,7 +301,7 @@ def _away(error: GatespaceError) -> TeacherAwayError:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a client needs to know about the teacher of a spec."""
+    """Metadata for clients about the teacher of a spec."""
 
     numerics: str
     position_bytes: int
@@ -310,7 +310,7 @@ class Prepared:
 
 @dataclass
 class Scored:
-    """The result of a batch: requests whose rows are all scored, with the frames of their replies; and failures."""
+    """Result of a batch: fully scored requests with their reply frames, and failures."""
 
     replies: list[tuple[Request, list[wire.Frame]]] = field(default_factory=list)
     failures: list[tuple[Request, Exception]] = field(default_factory=list)
@@ -320,16 +320,16 @@ class Scored:
 
 
 class Scorer:
-    """Scores batches with the teachers of a backend, the latest `limit` of which are kept."""
+    """Scores batches with a backend's teachers; keeps the `limit` most recently used."""
 
     def __init__(self, backend: Backend, *, limit: int) -> None:
         self.head: HeadBytes | None = None
-        """Once a client has asked for the payload ``hidden``."""
+        """Set once a client requests the payload ``hidden``."""
         self._backend, self._limit = backend, limit
         self._teachers: OrderedDict[ScoreSpec, Teacher] = OrderedDict()
 
     def prepare(self, spec: ScoreSpec) -> Prepared:
-        """Make the teacher of a spec."""
+        """Build the teacher of a spec."""
         teacher = self._teacher(spec)
         if spec.payload == "top_k":
             return Prepared(teacher.numerics, 8 * spec.k + 8, None)
@@ -338,7 +338,7 @@ class Scorer:
         return Prepared(teacher.numerics, self._backend.width * wire.WIDTHS[self._backend.dtype], self.head.info)
 
     def score(self, batch: Sequence[Row]) -> Scored:
-        """Score rows of one spec. Where that fails, the rows of each request are scored alone."""
+        """Score rows of one spec; on failure, score each request separately."""
         result, start = Scored(), time.monotonic()
         self._try(batch, result)
         result.seconds = time.monotonic() - start
@@ -352,7 +352,7 @@ class Scorer:
     def _try(self, rows: Sequence[Row], result: Scored) -> None:
         try:
             self._score(rows, result)
-        except Exception as error:  # whatever a model can raise
+        except Exception as error:  # a model can raise anything
             requests = list(dict.fromkeys(row.request for row in rows))
             if len(requests) == 1:
                 result.failures.append((requests[0], error))
@@ -371,7 +371,7 @@ class Scorer:
             request, stop = row.request, start + len(row.response)
             # A view would keep the whole batch in memory.
             request.scores[row.number] = tuple(values[start:stop].clone() for values in fields)
-            # What was computed is divided by response tokens, and adds up.
+            # Share of the computation, by response tokens; shares add up exactly.
             request.passes += passes * stop // total - passes * start // total
             request.computed_tokens += computed * stop // total - computed * start // total
             start = stop
@@ -383,14 +383,14 @@ class Scorer:
         teacher = self._teachers.get(spec)
         if teacher is None:
             while len(self._teachers) >= self._limit:
-                self._teachers.popitem(last=False)[1].close()  # before the new one, which needs memory too
+                self._teachers.popitem(last=False)[1].close()  # first, to free memory for the new one
             teacher = self._teachers[spec] = self._backend.teacher(spec)
         self._teachers.move_to_end(spec)
         return teacher
 
 
 def _fields(payload: Tensor | TeacherTopK) -> tuple[Tensor, ...]:
-    """The tensors of a ScoreReply; positions first."""
+    """Tensors of a ScoreReply, positions in dim 0."""
     if isinstance(payload, Tensor):
         return (payload[0],)
     if payload.sampled_log_probs is None:

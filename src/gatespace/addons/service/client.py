@@ -1,7 +1,7 @@
-"""A teacher behind a service, whose scores are those of a teacher in this process, to the bit.
+"""Client of the teacher service; its scores are bitwise those of a teacher in this process.
 
-The teacher's head is downloaded once; hidden states come with every reply. Both together are the full distribution.
-Scores have the same cache keys as those of a `LocalTeacher`, so that runs share them wherever their teacher is.
+The teacher's head is downloaded once; every reply carries hidden states. Together they give the full distribution.
+Scores have the same cache keys as those of a `LocalTeacher`, so runs share them wherever the teacher runs.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from gatespace.teacher.scores import (
     check_questions,
 )
 
-_HEARTBEAT = 2.0  # most seconds between two heartbeats while a reply is awaited
-_TICK = 50  # milliseconds between checks for timeouts and retries while a reply is awaited
-_SOON = 5.0  # seconds after which a user learns that a server that has never replied is waited for
+_HEARTBEAT = 2.0  # max seconds between heartbeats while waiting for a reply
+_TICK = 50  # milliseconds between checks for timeouts and retries while waiting for a reply
+_SOON = 5.0  # seconds of waiting for a first reply before the user is told
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
 """Seconds before a retry."""
-_LINGER = 500  # milliseconds in which the last message is sent
+_LINGER = 500  # milliseconds to send the last message
 _LARGEST_HEAD = 16 << 30  # bytes
 _PARTS_AT_ONCE = 4
-_HEADS = 8  # heads that are kept on disk; the oldest are removed
+_HEADS = 8  # heads kept on disk; the oldest are removed
 
 
 class Options(Section):
@@ -71,18 +71,18 @@ class Options(Section):
 
 
 class RemoteTeacher(Closing):
-    """Scores with a teacher that `gatespace teacher serve` serves; a `Teacher` like `LocalTeacher`.
+    """A `Teacher` that scores through `gatespace teacher serve`.
 
     Args:
         address: ``zmq://host:port``.
-        spec: What is asked.
-        tokenizer_digest: `wire.vocabulary_digest` of the student's tokens; a teacher with others refuses.
-        keys: Of an encrypted connection; needed unless the teacher is on this machine.
+        spec: Score specification.
+        tokenizer_digest: `wire.vocabulary_digest` of the student's tokens; a teacher with another vocabulary refuses.
+        keys: CURVE keys; required unless the teacher is on this machine.
         timeout: Seconds without a reply after which a request is retried over a new connection.
         patience: Seconds without a reply after which `TeacherAwayError` is raised.
-        cache: Scores computed before; they cost no message.
+        cache: Cached scores; hits send no message.
         report: Called with a message when the teacher does not reply, or was restarted.
-        device: Where the scores go.
+        device: Device of the scores.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class RemoteTeacher(Closing):
             raise
 
     def about(self) -> dict[str, str]:
-        """What a run records of the teacher."""
+        """What a run records about the teacher."""
         return {"address": str(self._connection.address), "model": self._welcome.model, "numerics": self.numerics}
 
     def close(self) -> None:
@@ -133,11 +133,11 @@ class RemoteTeacher(Closing):
     # ------------------------------------------------------------------ scores
 
     def score(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Scores:
-        """The scores of all tokens of `responses`, each the continuation of its prompt (after the shared prefix)."""
+        """Score all tokens of `responses`, each continuing its prompt (without the shared prefix)."""
         return self.ask(prompts, responses)()
 
     def ask(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Callable[[], Scores]:
-        """Ask without waiting: what is returned waits and gives the scores."""
+        """Send without waiting; calling the result waits and returns the scores."""
         check_questions(prompts, responses, self._spec.max_new_tokens)
         self.stats.rows += len(responses)
         self.stats.tokens += sum(map(len, responses))
@@ -161,7 +161,7 @@ class RemoteTeacher(Closing):
     def _divided(
         self, rows: Sequence[int], prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
     ) -> list[list[int]]:
-        """Consecutive rows in as few requests as the server's limits allow. No score depends on it."""
+        """Split rows in order into as few requests as the server's limits allow. Scores do not depend on it."""
         limits, prefix = self._welcome.limits, len(self._spec.prefix)
         most = max(1, limits.reply_bytes // self._welcome.position_bytes)
         parts: list[list[int]] = []
@@ -183,7 +183,7 @@ class RemoteTeacher(Closing):
         return parts
 
     def _rows(self, packet: wire.Packet, lengths: Sequence[int]) -> Sequence[Tensor]:
-        """The rows of a reply as a cache holds them: hidden states; or ids, log-probabilities and the token's own."""
+        """Rows of a reply in cache layout: hidden states; or ids, log-probabilities and the sampled token's own."""
         reply, count, welcome = packet.message, sum(lengths), self._welcome
         expected: list[tuple[str, tuple[int, ...]]] = [(welcome.dtype, (count, welcome.width))]
         if self._spec.payload == "top_k":
@@ -201,7 +201,7 @@ class RemoteTeacher(Closing):
         return rows
 
     def _check(self, welcome: wire.Welcome) -> None:
-        """Raise where what a server says of itself cannot be right."""
+        """Raise if the server's Welcome is inconsistent."""
         head, wrong = welcome.head, ""
         if welcome.vocab_size != self._spec.vocab_size:
             wrong = f"{welcome.vocab_size} ids instead of {self._spec.vocab_size}"
@@ -218,7 +218,7 @@ class RemoteTeacher(Closing):
     # ------------------------------------------------------------------ the head
 
     def _head(self, info: wire.HeadInfo, report: Callable[[str], None] | None) -> Head:
-        """The head, from disk or from the server."""
+        """Load the head from disk or from the server."""
         path = cache_root() / "heads" / info.sha256
         content: bytes | bytearray | None = _read_head(path, info)
         if content is None:
@@ -235,7 +235,7 @@ class RemoteTeacher(Closing):
         view = memoryview(content)
         weight = wire.tensor_of(wire.Array(info.dtype, info.shape, view[:split]))
         bias = wire.tensor_of(wire.Array(info.dtype, (rows,), view[split:])) if info.bias else None
-        # In memory of torch's own, as a model's weights are: the last bits of a product depend on its alignment.
+        # Cloned into torch's own memory, like model weights: the last bits of a product depend on alignment.
         weight, bias = weight.clone().to(self._device), None if bias is None else bias.clone().to(self._device)
         return Head(weight, bias, info.scale, info.softcap)
 
@@ -265,7 +265,7 @@ def _read_head(path: Path, info: wire.HeadInfo) -> bytes | None:
 
 
 def _write_head(path: Path, content: bytes | bytearray) -> None:
-    """Keep a head for later runs, whole or not at all; several processes may do so at once."""
+    """Save a head for later runs, atomically; safe across processes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
@@ -283,32 +283,32 @@ def _write_head(path: Path, content: bytes | bytearray) -> None:
 
 @dataclass(eq=False)
 class Request:
-    """A request, until it has its reply."""
+    """A request and, once received, its reply."""
 
     message: wire.ScoreRequest | wire.HeadRequest
-    """Its session is filled in when it is sent."""
+    """The session is filled in on sending."""
     arrays: Sequence[wire.Array]
     sent: float | None = None
-    """None: it has to be sent, or sent again."""
+    """None: to be sent or resent."""
     not_before: float = 0.0
     refusals: int = 0
     reply: wire.Packet | None = None
 
 
 class Connection(Closing):
-    """A client's side of a session, which outlives restarts of the server.
+    """Client side of a session; survives restarts of the server.
 
-    Servers are killed, restarted, suspended and overloaded, and messages are lost with them. ZeroMQ connects again by
-    itself, with growing pauses. A server that does not know the session gets a new Hello, and a request is repeated
-    under its id until it has a reply. Every wait ends: after `timeout` the user is informed, after `patience` it is an
-    error. All of it happens in the calls of one thread; between them, the socket collects what the server sends.
+    Servers are killed, restarted, suspended and overloaded, and messages are lost with them. ZeroMQ reconnects by
+    itself, with backoff. A server that does not know the session gets a new Hello, and a request is resent under its
+    id until it has a reply. Every wait is bounded: after `timeout` the user is told, after `patience` it is an error.
+    Everything runs in the calling thread; between calls, the socket buffers what the server sends.
 
     Args:
         address: ``zmq://host:port``.
-        hello: The Hello, whose id and nonce are filled in.
+        hello: The Hello; its id and nonce are filled in.
         prefix: The buffer of the Hello.
-        keys: Of an encrypted connection.
-        timeout: Seconds of silence after which a new connection is made.
+        keys: CURVE keys of an encrypted connection.
+        timeout: Seconds of silence after which to reconnect.
         patience: Seconds without a reply after which `TeacherAwayError` is raised.
         report: Called with a message when the teacher does not reply, or was restarted.
     """
@@ -338,29 +338,29 @@ class Connection(Closing):
         self._ids = itertools.count(1)
         self._pending: dict[int, Request] = {}
         self._welcome: wire.Welcome | None = None
-        """The latest. Every later one must be of the same teacher."""
+        """The latest; a later one must come from the same teacher."""
         self._session: str | None = None
         self._greeted = False
-        """Whether the Hello was sent that has no reply yet."""
+        """Whether the current Hello has been sent."""
         self._forget_session()
         self._heartbeat = min(_HEARTBEAT, timeout / 3)
         self._ping = (0, 0.0)
-        """Id of the last heartbeat, and when it was sent."""
+        """Id and send time of the last heartbeat."""
         self._next_ping = self._heard = self._progress = time.monotonic()
-        """When the next heartbeat is due; anything was received; a Welcome or a reply was received."""
+        """Times of: the next heartbeat; the last message received; the last Welcome or reply received."""
         self._notes = 0
         self._closed = False
         self._context = zmq.Context()
         self._socket = connect(self._context, self.address, keys, timeout=timeout)
 
     def open(self) -> wire.Welcome:
-        """Begin a session; what the server says of itself."""
+        """Begin a session; return the server's Welcome."""
         self._wait(lambda: self._session is not None)
         assert self._welcome is not None
         return self._welcome
 
     def submit(self, message: wire.ScoreRequest | wire.HeadRequest, arrays: Sequence[wire.Array] = ()) -> Request:
-        """Send a request, and do not wait. Its id and session are filled in."""
+        """Send a request without waiting. Its id and session are filled in."""
         self._check_open()
         request = Request(replace(message, id=next(self._ids)), arrays)
         self._pending[request.message.id] = request
@@ -430,7 +430,7 @@ class Connection(Closing):
             self._next_ping = now + self._heartbeat
             self._ping = (next(self._ids), now)
             self._send(wire.Ping(self._ping[0], self._session))
-            self._greeted = False  # a Hello may have been lost: it is repeated with every heartbeat
+            self._greeted = False  # a Hello may have been lost: resend it with every heartbeat
         if self._session is None and not self._greeted:
             self._greeted = self._send(self._hello, [self._prefix])
 
@@ -446,7 +446,7 @@ class Connection(Closing):
     def _send(self, message: wire.Message, arrays: Sequence[wire.Array] = ()) -> bool:
         try:
             self._socket.send_multipart(wire.encode(message, arrays), zmq.NOBLOCK)
-        except zmq.Again:  # there is no connection, or its buffer is full
+        except zmq.Again:  # not connected, or the buffer is full
             return False
         return True
 
@@ -462,7 +462,7 @@ class Connection(Closing):
             except wire.WireError as error:
                 if error.version is not None:
                     raise UsageError(error.what, got=error.got, why=error.why, instead=error.instead) from error
-                continue  # what it should have been is repeated
+                continue  # the retry replaces it
             self._heard = time.monotonic()
             self._handle(packet)
 
@@ -471,7 +471,7 @@ class Connection(Closing):
             case wire.Welcome() as welcome if self._session is None and welcome.nonce == self._hello.nonce:
                 self._begin(welcome)
             case wire.ScoreReply() | wire.HeadPart() as reply:
-                # A reply to a request that has one already, or of an earlier session, is not used.
+                # Ignore a reply to a request that already has one, or from an earlier session.
                 request = self._pending.pop(reply.id, None)
                 if request is not None:
                     request.reply = packet
@@ -480,7 +480,7 @@ class Connection(Closing):
                 if not pong.known:
                     self._forget_session()
                 elif pong.mine == 0:
-                    # Replies come before this one. So requests from before the heartbeat were lost.
+                    # Replies are ordered before the Pong, so requests sent before the heartbeat were lost.
                     for request in self._pending.values():
                         if request.sent is not None and request.sent < self._ping[1]:
                             request.sent = None
@@ -512,7 +512,7 @@ class Connection(Closing):
             if self._session is not None:
                 self._forget_session()
         elif failure.retry:
-            if request is not None:  # a Hello is repeated with the next heartbeat
+            if request is not None:  # a Hello is resent with the next heartbeat
                 request.refusals += 1
                 pause = backoff(request.refusals, first=_FIRST_PAUSE, longest=min(_LONGEST_PAUSE, self._timeout))
                 request.sent, request.not_before = None, self._heard + pause
@@ -525,7 +525,7 @@ class Connection(Closing):
             raise kind(what, got=failure.got, why=failure.why, instead=failure.instead)
 
     def _forget_session(self) -> None:
-        """Begin again: with a new Hello, then with all pending requests."""
+        """Start over: a new Hello, then all pending requests."""
         self._session, self._greeted = None, False
         self._hello = replace(self._hello, id=next(self._ids), nonce=secrets.token_hex(16))
         for request in self._pending.values():

@@ -118,13 +118,13 @@ def serve(
         raise UsageError(f"{given} needs {missing}", why="a service with keys accepts the clients in its list")
     _check_engine(engine, vllm, vllm_args)
     keys = server_keys(key, allow) if key is not None and allow is not None else None
-    check_bind(bind, secured=keys is not None)  # before the model, which takes long
+    check_bind(bind, secured=keys is not None)  # before the slow model load
 
     def note(text: str) -> None:
         if as_json:
             _print_event({"event": "note", "text": text})
         elif not quiet:
-            # Clients name themselves, and their names must not control the terminal.
+            # Clients choose their names, which must not inject terminal control codes.
             sys.stderr.write("".join(c if c.isprintable() else "?" for c in text) + "\n")
 
     with ExitStack() as stack:
@@ -251,7 +251,7 @@ def status(
 
 
 def fetch_status(address: str, *, keys: ClientKeys | None = None, timeout: float = 5.0) -> StatusReply:
-    """The counters of the service at ``zmq://host:port``; an error if it does not reply within `timeout` seconds."""
+    """Fetch the counters of the service at ``zmq://host:port``; raise if there is no reply in `timeout` seconds."""
     import zmq
 
     from gatespace.addons.service import wire
@@ -261,7 +261,7 @@ def fetch_status(address: str, *, keys: ClientKeys | None = None, timeout: float
     id = secrets.randbits(62)
     with zmq.Context() as context, connect(context, service_address(address), keys, timeout=timeout) as socket:
         socket.sndtimeo = round(1000 * timeout)
-        with suppress(zmq.Again):  # there is no connection
+        with suppress(zmq.Again):  # not connected
             socket.send_multipart(wire.encode(wire.StatusRequest(id)))
         while socket.poll(max(0, round((deadline - time.monotonic()) * 1000))):
             reply = wire.decode(socket.recv_multipart()).message

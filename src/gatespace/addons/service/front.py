@@ -1,16 +1,15 @@
-"""The front of a teacher service: takes connections and passes their bytes to ZeroMQ's socket and back.
+"""Front of the teacher service: a proxy between client connections and ZeroMQ's socket that bounds their memory.
 
-libzmq collects all frames of a message before an application sees one, whatever they add up to: its limits are those of
-a frame, and of whole messages that wait. So the front counts. Of a connection it passes on at most `WINDOW` bytes, and
-of all connections `TOTAL`, beyond the messages that have arrived whole, of which the server informs it; the bytes
-themselves may be encrypted and say nothing here. A connection that has filled its window is not read from until a
-message of it is whole, and closed after `STALLED` seconds without one.
+libzmq buffers all frames of a message before the application sees any, without a limit on their sum: it limits only the
+size of a frame and the number of queued messages. So the front counts bytes. Beyond complete messages, which the server
+reports to it, it forwards at most `WINDOW` bytes per connection and `TOTAL` over all; it cannot parse the bytes, which
+may be encrypted. A connection with a full window is not read until one of its messages is complete, and is closed
+after `STALLED` seconds without one.
 
-It also sees to it that file handles suffice: there is a number of connections, above which the one that was silent
-longest makes room; and where handles run out all the same, new connections wait (libzmq would try again at once, for
-ever).
+It also keeps the process within its file handles: beyond a maximum number of connections, the one silent longest is
+closed; if handles run out all the same, new connections wait (libzmq would retry in a busy loop).
 
-Behind it ZeroMQ listens on a Unix socket in a folder that only this user can enter, so that nothing bypasses the front.
+Behind it ZeroMQ listens on a Unix socket in a folder that only this user can enter, so nothing bypasses the front.
 """
 
 from __future__ import annotations
@@ -31,27 +30,27 @@ from gatespace.errors import UsageError
 from gatespace.files import Closing
 
 WINDOW = 4 * MAX_FRAME
-"""Bytes of a connection that no whole message accounts for; a client's messages are much smaller."""
+"""Max bytes of incomplete messages per connection; a client's messages are much smaller."""
 TOTAL = 16 * WINDOW
-"""Of all connections; beyond it, the one with the most is closed."""
+"""The same over all connections; beyond it, the largest is closed."""
 STALLED = 10.0  # seconds until a connection with a full window is closed
-_PAUSE = 1.0  # seconds until the next attempt where there are no file handles
-_CHUNK = 1 << 16  # bytes that are read at a time
+_PAUSE = 1.0  # seconds until the next attempt when out of file handles
+_CHUNK = 1 << 16  # bytes per read
 _TICK = 0.2  # seconds between checks for timeouts
-_HANDLES = 3  # of a connection: here, towards ZeroMQ, and ZeroMQ's own
-_SPARE = 64  # handles for all else that the process does
+_HANDLES = 3  # per connection: client side, ZeroMQ side, and ZeroMQ's own
+_SPARE = 64  # handles for the rest of the process
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 class _Way:
-    """One direction of a connection: what was read and not yet written."""
+    """One direction of a connection, with the bytes read but not yet written."""
 
     def __init__(self, source: socket.socket, sink: socket.socket) -> None:
         self.source, self.sink = source, sink
         self.pending = memoryview(b"")
 
     def read(self) -> int | None:
-        """How many bytes there are to write now; None where the source has ended."""
+        """Read a chunk; return its size, or None at the end of the source."""
         with suppress(BlockingIOError):
             self.pending = memoryview(self.source.recv(_CHUNK))
             return len(self.pending) or None
@@ -68,20 +67,20 @@ class _Connection:
         self.ways = incoming, _ = _Way(outer, inner), _Way(inner, outer)
         self.incoming = incoming
         self.unaccounted = 0
-        """Bytes that no whole message accounts for."""
+        """Bytes of incomplete messages."""
         self.heard = time.monotonic()
-        """When it was made, or its last whole message was received."""
+        """When it was opened, or its last complete message was received."""
         self.stalled: float | None = None
-        """Since when its window is full."""
+        """When its window became full."""
 
 
 class Front(Closing):
-    """Listens, in a thread of its own.
+    """Listens and forwards bytes in its own thread.
 
     Args:
-        place: Where; port 0 is any free one.
-        connections: How many at a time, where file handles suffice.
-        report: Called with a message when a connection is closed for its size, and when there are no file handles.
+        place: Address to listen on; port 0 is any free port.
+        connections: Max concurrent connections, if file handles allow.
+        report: Called with a message when a connection is closed for its size, or when file handles run out.
     """
 
     def __init__(self, place: Address, *, connections: int, report: Callable[[str], None]) -> None:
@@ -90,12 +89,12 @@ class Front(Closing):
             connections = min(connections, max(2, (handles - _SPARE) // _HANDLES))
         self._most, self._report = connections, report
         self._listener = _listen(place)
-        short = len(tempfile.gettempdir()) < 60  # the path of a Unix socket has about 100 characters
+        short = len(tempfile.gettempdir()) < 60  # a Unix socket's path is limited to about 100 characters
         self._folder = tempfile.TemporaryDirectory(prefix="gatespace-", dir=None if short else "/tmp")
         self.inner_address = f"ipc://{self._folder.name}/zmq"
-        """Where ZeroMQ's socket has to listen before `start`."""
+        """Where ZeroMQ's socket must listen before `start`."""
         self._connections: dict[str, _Connection] = {}
-        """By the name of the socket towards ZeroMQ, which the other end knows it by."""
+        """By the path of the inner socket, which ZeroMQ's end sees as its peer."""
         self._made = 0
         self._unaccounted = 0
         self._counting = threading.Lock()
@@ -106,17 +105,17 @@ class Front(Closing):
         self._selector.register(self._wake_receiver, _READ)
         self._selector.register(self._listener, _READ)
         self._resume: float | None = None
-        """When to accept connections again, after file handles were missing."""
+        """When to accept connections again after running out of file handles."""
         self.error: BaseException | None = None
-        """What has ended its thread."""
+        """The exception that ended the thread."""
         self._noted = False
         self._end: float | None = None
-        """When what has not been sent is given up."""
+        """Deadline for sending what is left."""
         self._thread = threading.Thread(target=self._run, name="gatespace-teacher-front", daemon=True)
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host, an IPv6 number in brackets, and port."""
+        """Host (IPv6 in brackets) and port."""
         host, port, *_ = self._listener.getsockname()
         return (f"[{host}]" if ":" in host else host), port
 
@@ -125,12 +124,12 @@ class Front(Closing):
         self._thread.start()
 
     def end(self, seconds: float) -> None:
-        """Accept no more connections, and end when ZeroMQ's socket has closed those that there are."""
+        """Accept no more connections; end once ZeroMQ's socket has closed the open ones, or after `seconds`."""
         self._end = time.monotonic() + seconds
         self._wake()
 
     def close(self) -> None:
-        """Wait for the end."""
+        """End and release everything."""
         if self._end is None:
             self.end(0.0)
         if self._thread.ident is not None:
@@ -142,7 +141,7 @@ class Front(Closing):
         self._folder.cleanup()
 
     def received(self, handle: int, sizes: Iterable[int], *, encrypted: bool) -> None:
-        """A whole message was received. For the thread of ZeroMQ's socket.
+        """Account for a complete message. Called from the thread of ZeroMQ's socket.
 
         Args:
             handle: ZeroMQ's file handle of the connection (`zmq.SRCFD`).
@@ -156,14 +155,14 @@ class Front(Closing):
             finally:
                 end.detach()
         except (OSError, KeyError):
-            return  # it is gone
+            return  # already closed
         full = connection.unaccounted >= WINDOW
         self._count(connection, -sum(_bytes_of_frame(size, encrypted) for size in sizes))
         connection.heard = time.monotonic()
         if full:
             self._wake()
 
-    # ------------------------------------------------------------------ its thread
+    # ------------------------------------------------------------------ thread
 
     def _run(self) -> None:
         try:
@@ -184,17 +183,17 @@ class Front(Closing):
             elif key.fileobj is self._wake_receiver:
                 with suppress(BlockingIOError):
                     self._wake_receiver.recv(4096)
-            elif key.data.outer.fileno() >= 0:  # it may have been closed for another one's sake
+            elif key.data.outer.fileno() >= 0:  # it may have been closed in this turn to make room
                 self._pass(key.data)
         self._check_timeouts(time.monotonic())
 
     def _pass(self, connection: _Connection) -> None:
-        """Pass on what has arrived, and wait for what can be done next."""
+        """Forward what has arrived, and register for the next events."""
         try:
             for way in connection.ways:
                 if not way.pending and (way is not connection.incoming or connection.unaccounted < WINDOW):
                     size = way.read()
-                    if size is None:  # it has ended, and all before is written
+                    if size is None:  # end of the source, and everything before is written
                         return self._drop(connection)
                     if way is connection.incoming:
                         self._count(connection, size)
@@ -255,22 +254,22 @@ class Front(Closing):
             return self._wait(error)
         if len(self._connections) > self._most:
             self._drop(min(self._connections.values(), key=lambda one: one.heard))
-        self._watch(connection)  # the latest, so not the one that made room
+        self._watch(connection)  # the newest, so not the one just dropped
         return None
 
     def _connect(self, outer: socket.socket) -> _Connection:
         outer.setblocking(False)
         outer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        outer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # for peers of an old protocol without heartbeats
+        outer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # for peers on an old protocol without heartbeats
         if hasattr(socket, "TCP_KEEPIDLE"):
             outer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
         inner = socket.socket(socket.AF_UNIX)
         try:
-            os.close(os.dup(inner.fileno()))  # an error here where ZeroMQ would have no handle for its end
+            os.close(os.dup(inner.fileno()))  # fails if ZeroMQ would have no handle for its end
             self._made += 1
             name = f"{self._folder.name}/{self._made}"
             inner.bind(name)
-            os.unlink(name)  # the sockets keep it
+            os.unlink(name)  # the sockets keep the name
             inner.connect(self.inner_address.removeprefix("ipc://"))
             inner.setblocking(False)
         except OSError:
@@ -308,7 +307,7 @@ class Front(Closing):
             self._unaccounted += size
 
     def _wake(self) -> None:
-        with suppress(OSError):  # its buffer is full, or the front has ended
+        with suppress(OSError):  # the buffer is full, or the front has ended
             self._wake_sender.send(b"!")
 
 
@@ -330,6 +329,6 @@ def _listen(place: Address) -> socket.socket:
 
 
 def _bytes_of_frame(size: int, encrypted: bool) -> int:
-    """What a frame takes on the wire, by ZMTP 3; peers of older versions take no less."""
-    body = size + 33 * encrypted  # name and nonce of a command, flags, authentication
+    """Bytes of a frame on the wire under ZMTP 3; older versions take no less."""
+    body = size + 33 * encrypted  # command name and nonce, flags, authentication
     return body + (2 if body <= 255 else 9)

@@ -1,8 +1,8 @@
-"""Who may connect to a teacher service: CURVE keys, the list of allowed clients, and the rule about addresses.
+"""Access control of the teacher service: CURVE keys, the list of allowed clients, and the loopback rule.
 
-A key is 32 bytes, written as 40 characters of Z85. A pair of keys is two files: NAME.key holds the secret key and is
-readable by its owner only, NAME.pub the public one, for the other side. A server with keys accepts the clients in its
-list and no others, encrypted; a server without keys is on a loopback address only. No torch here.
+A key is 32 bytes, written as 40 characters of Z85. A key pair is two files: NAME.key holds the secret key, readable by
+its owner only; NAME.pub holds the public key, for the other side. A server with keys accepts only the clients in its
+list, encrypted; a server without keys listens on a loopback address only. No torch here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ except ImportError as error:
     raise missing_extra("the teacher service", module="pyzmq", extra="service") from error
 
 DOMAIN = "gatespace"
-"""ZeroMQ's name (ZAP) for the rule that decides which clients may connect."""
+"""ZAP domain of the authenticator that decides which clients may connect."""
 _KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 
@@ -60,13 +60,13 @@ class ServerKeys:
 
 @dataclass(frozen=True)
 class ClientKeys:
-    """A client's own keys, and the public key of the server that it expects."""
+    """A client's own keys, and the public key of its server."""
 
     pair: KeyPair
     server: bytes
 
     def apply(self, socket: zmq.Socket[bytes]) -> None:
-        """Make a socket a CURVE client. With a wrong key on either side it gets no reply: have a deadline."""
+        """Make a socket a CURVE client. With a wrong key on either side there is no reply, so use a deadline."""
         socket.curve_publickey = self.pair.public
         socket.curve_secretkey = self.pair.secret
         socket.curve_serverkey = self.server
@@ -76,14 +76,14 @@ class ClientKeys:
 
 
 class KeyFiles(NamedTuple):
-    """The files of a pair of keys."""
+    """Files of a key pair."""
 
     secret: Path
     public: Path
 
 
 def write_keys(path: Path) -> KeyFiles:
-    """Make a pair of keys: `path`.key and `path`.pub. Existing files are never replaced."""
+    """Write a key pair to `path`.key and `path`.pub. Existing files are never replaced."""
     path = Path(path).expanduser()
     files = KeyFiles(path.with_name(f"{path.name}.key"), path.with_name(f"{path.name}.pub"))
     for file in files:
@@ -93,7 +93,7 @@ def write_keys(path: Path) -> KeyFiles:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for file, key, mode in ((files.secret, secret, 0o600), (files.public, public, 0o644)):
-            # The mode is set before there is any content.
+            # Set the mode before writing any content.
             with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as handle:
                 handle.write(key + b"\n")
     except OSError as error:
@@ -102,7 +102,7 @@ def write_keys(path: Path) -> KeyFiles:
 
 
 def read_pair(path: Path) -> KeyPair:
-    """The keys of a secret file. A file that others can read is refused."""
+    """Read the key pair of a secret file; refuse a file that others can read."""
     path = Path(path).expanduser()
     text = _text(path)
     mode = stat.S_IMODE(path.stat().st_mode)
@@ -117,7 +117,7 @@ def read_pair(path: Path) -> KeyPair:
 
 
 def read_public(key: str | Path) -> bytes:
-    """A public key: its 40 characters, or the file that holds them."""
+    """Read a public key: its 40 characters, or a file that holds them."""
     if isinstance(key, str) and _KEY.fullmatch(key) and not Path(key).is_file():
         return key.encode()
     path = Path(key).expanduser()
@@ -125,9 +125,9 @@ def read_public(key: str | Path) -> bytes:
 
 
 def read_allowed(path: Path) -> frozenset[bytes]:
-    """The clients of a list: a public key per line, optionally followed by a name. Lines "# …" are comments.
+    """Read a list of clients: one public key per line, optionally followed by a name. Lines "# …" are comments.
 
-    A folder stands for all its files *.pub.
+    A folder means all its *.pub files.
     """
     path = Path(path).expanduser()
     keys = frozenset(_listed(path))
@@ -137,12 +137,12 @@ def read_allowed(path: Path) -> frozenset[bytes]:
 
 
 def server_keys(key: Path, allow: Path) -> ServerKeys:
-    """The keys of a server, from its secret file and its list of clients."""
+    """Read a server's keys from its secret file and its list of clients."""
     return ServerKeys(read_pair(key), read_allowed(allow))
 
 
 def client_keys(client_key: str | Path | None, server_key: str | Path | None) -> ClientKeys | None:
-    """The keys of a client, from its secret file and the server's public key; None where neither is given."""
+    """Read a client's keys from its secret file and the server's public key; None if neither is given."""
     if client_key is None and server_key is None:
         return None
     if client_key is None or server_key is None:
@@ -160,7 +160,7 @@ def _listed(path: Path) -> Iterator[bytes]:
         return
     for number, line in enumerate(_text(path).splitlines(), 1):
         words = line.split(maxsplit=1)
-        if words and set(words[0]) != {"#"}:  # a key may begin with that character, and has no spaces
+        if words and set(words[0]) != {"#"}:  # a key may begin with #, and has no spaces
             yield _key(words[0], f"{path}, line {number}")
 
 
@@ -177,7 +177,7 @@ def _text(path: Path) -> str:
 
 def _key(text: str, where: str) -> bytes:
     if not _KEY.fullmatch(text):
-        # The text may be a secret: it is not shown.
+        # The text may be a secret: do not show it.
         raise UsageError(
             "not a key", got=where, why="a key is 40 characters of Z85", instead="gatespace teacher keygen"
         )
@@ -188,7 +188,7 @@ def _key(text: str, where: str) -> bytes:
 
 
 def service_address(name: str) -> Address:
-    """The address ``zmq://host:port`` of a service, as a client needs it."""
+    """Parse the address ``zmq://host:port`` of a service to connect to."""
     try:
         address = parse_address(name)
     except Fault as error:
@@ -201,9 +201,9 @@ def service_address(name: str) -> Address:
 def connect(
     context: zmq.Context[zmq.Socket[bytes]], address: Address, keys: ClientKeys | None, *, timeout: float
 ) -> zmq.Socket[bytes]:
-    """A client's socket. It reconnects automatically, also after `timeout` seconds without traffic.
+    """Return a client's socket. It reconnects automatically, also after `timeout` seconds without traffic.
 
-    Nothing can be sent while it is not connected: `zmq.Again`.
+    Sending while it is not connected raises `zmq.Again`.
     """
     socket = context.socket(zmq.DEALER)
     socket.linger = 0
@@ -223,9 +223,9 @@ def connect(
 
 
 def check_bind(bind: str, *, secured: bool) -> Address:
-    """Where to serve: ``tcp://host:port``; host * is any, port 0 or * any free one (port 0 of what is returned).
+    """Parse a bind address ``tcp://host:port``; host * is any, port 0 or * any free one (returned as port 0).
 
-    Without keys it must be a loopback address: anyone who can reach the service may use it.
+    Without keys it must be a loopback address, since anyone who can reach the service may use it.
     """
     scheme, _, place = bind.partition("://")
     host, _, port = place.rpartition(":")
@@ -248,7 +248,7 @@ def check_bind(bind: str, *, secured: bool) -> Address:
 
 
 def is_loopback(address: Address) -> bool:
-    """Whether an address can be reached from this machine only."""
+    """Whether an address is reachable from this machine only."""
     if address.host == "localhost":
         return True
     try:

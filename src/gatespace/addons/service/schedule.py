@@ -1,9 +1,9 @@
-"""The clients of a teacher service, their pending requests, and whose rows are scored next.
+"""Scheduler of the teacher service: clients, their pending requests, and which rows are scored next.
 
-Clients take turns, so that one with much to score does not keep one with little waiting: in a turn each of them gets
-rows of about `quantum` tokens scored, whatever the size of its requests. Rows of one `ScoreSpec` go into one batch,
-whichever client they come from. The number of clients, their requests and the bytes of the replies are bounded.
-No sockets and no torch here, and one thread.
+Round-robin over clients, so that a large client does not starve a small one: each turn scores rows of about `quantum`
+tokens, whatever the size of the client's requests. Rows with the same `ScoreSpec` share a batch, whichever client they
+come from. The number of clients, their requests and the bytes of the replies are bounded. No sockets, no torch; runs
+in one thread.
 """
 
 from __future__ import annotations
@@ -25,45 +25,45 @@ if TYPE_CHECKING:
 class ServerLimits:
     """How much a server accepts."""
 
-    rows: int = MAX_ROWS  # rows of a request
-    tokens: int = MAX_TOKENS  # prompt and response tokens of a request
-    reply_bytes: int = MAX_BYTES - MAX_HEADER  # bytes of the scores of a request
-    clients: int = 256  # clients at a time; the idle client that was silent longest makes room for a new one
-    client_queue: int = 8  # pending requests of a client
+    rows: int = MAX_ROWS  # rows per request
+    tokens: int = MAX_TOKENS  # prompt and response tokens per request
+    reply_bytes: int = MAX_BYTES - MAX_HEADER  # bytes of scores per request
+    clients: int = 256  # clients at a time; a new one evicts the idle client silent longest
+    client_queue: int = 8  # pending requests per client
     queue: int = 256  # pending requests of all clients
     pending_bytes: int = 1 << 30  # bytes of the replies to all pending requests
-    batch_tokens: int = 4096  # prompt and response tokens of a batch
-    quantum: int = 512  # tokens that a client gets scored in its turn
-    teachers: int = 4  # teachers, each with the KV cache of its prefix, that are kept ready
+    batch_tokens: int = 4096  # prompt and response tokens per batch
+    quantum: int = 512  # tokens scored per client and turn
+    teachers: int = 4  # teachers kept ready, each with the KV cache of its prefix
     lease: float = 900.0  # seconds of silence after which an idle client's session ends
-    drain: float = 60.0  # seconds in which a server that ends finishes its pending requests
+    drain: float = 60.0  # seconds to finish pending requests on shutdown
 
 
 @dataclass(eq=False)
 class Session:
-    """A client, by its connection."""
+    """A client's session on one connection."""
 
-    identity: bytes  # of the connection, given by the ROUTER socket
+    identity: bytes  # of the connection, assigned by the ROUTER socket
     id: str
-    nonce: str  # of its Hello: one that is repeated has one session
+    nonce: str  # of its Hello; a resent Hello keeps its session
     name: str
     spec: ScoreSpec
     position_bytes: int
-    seen: float  # when its last message came, or its last reply was sent
+    seen: float  # time of its last message or reply
     pending: dict[int, Request] = field(default_factory=dict)
-    waiting: deque[Row] = field(default_factory=deque)  # rows of pending requests that are in no batch yet
+    waiting: deque[Row] = field(default_factory=deque)  # rows of pending requests not yet in a batch
 
 
 @dataclass(eq=False)
 class Request:
-    """Rows that a client wants scored, and their scores so far."""
+    """Rows to score for a client, and their scores so far."""
 
     session: Session
     id: int
     prompts: list[list[int]]
     responses: list[list[int]]
     scores: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
-    """By row; written by the thread of the model."""
+    """By row; written by the model thread."""
     computed_tokens: int = 0
     passes: int = 0
     reply_bytes: int = field(init=False)  # of all its scores
@@ -80,17 +80,17 @@ class Row(NamedTuple):
 
     @property
     def prompt(self) -> list[int]:
-        """After the shared prefix."""
+        """Prompt tokens after the shared prefix."""
         return self.request.prompts[self.number]
 
     @property
     def response(self) -> list[int]:
-        """The prompt's continuation."""
+        """Response tokens."""
         return self.request.responses[self.number]
 
 
 class Schedule:
-    """The clients of a server and their requests."""
+    """A server's clients and their requests."""
 
     def __init__(self, limits: ServerLimits) -> None:
         self.limits = limits
@@ -100,14 +100,14 @@ class Schedule:
 
     @property
     def pending(self) -> list[Request]:
-        """The requests of all clients that have no reply yet."""
-        sessions = list(self.sessions.values())  # copies: other threads may ask
+        """Requests of all clients without a reply."""
+        sessions = list(self.sessions.values())  # copies, since other threads may call this
         return [request for session in sessions for request in list(session.pending.values())]
 
     # ------------------------------------------------------------------ clients
 
     def join(self, session: Session) -> bool:
-        """Add a client, in place of an earlier session of its connection; False where all others are busy."""
+        """Add a client, replacing its connection's earlier session; False if full and no client is idle."""
         self.leave(session.identity)
         if len(self.sessions) >= self.limits.clients:
             idle = [other for other in self.sessions.values() if not other.pending]
@@ -134,7 +134,7 @@ class Schedule:
     # ------------------------------------------------------------------ requests
 
     def full(self, request: Request) -> str:
-        """Why a request cannot be accepted now; empty where it can."""
+        """Why a request cannot be accepted now; empty if it can."""
         mine, pending, limits = request.session.pending, self.pending, self.limits
         if len(mine) >= limits.client_queue:
             return f"{len(mine)} requests of this client are pending"
@@ -154,7 +154,7 @@ class Schedule:
             self._turns.append(session)
 
     def finish(self, request: Request) -> bool:
-        """Remove a request that has its reply, or has failed; False where its client is gone."""
+        """Remove a request that is answered or has failed; False if its client is gone."""
         session = request.session
         if session.pending.get(request.id) is not request:
             return False
@@ -166,9 +166,9 @@ class Schedule:
         return True
 
     def batch(self) -> list[Row]:
-        """The rows to score next, all of one spec: that of the next client in turn. Empty where no row waits.
+        """Return the rows to score next, all with the spec of the next client in turn; empty if none wait.
 
-        Clients of that spec take turns until the batch is full. Clients of other specs are then next.
+        Clients with that spec take turns until the batch is full. Clients with other specs come next.
         """
         if not self._turns:
             return []

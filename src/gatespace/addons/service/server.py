@@ -1,9 +1,9 @@
-"""A teacher as a service: many students, in other processes or on other machines, share one model.
+"""Server of the teacher service: many students, in other processes or on other machines, share one model.
 
-Connections arrive at the `Front`, which bounds what they may send. Behind it are two threads. The thread of the socket
-handles messages and keeps the clients and their requests (`Schedule`); the thread of the model runs one job after
-another (`Scorer`). Because the bits of a score depend on its row alone (see `gatespace.teacher.local`), rows of several
-clients go through the model together, and each client gets the scores of a teacher in its own process.
+Connections arrive at the `Front`, which bounds what they may send. Behind it are two threads: the socket thread
+handles messages and tracks clients and their requests (`Schedule`); the model thread runs jobs in order (`Scorer`).
+Because scores are batch-invariant (see `gatespace.teacher.local`), rows of several clients share a forward pass, and
+each client gets bitwise the scores of a teacher in its own process.
 
 A client is its connection: a session belongs to the ROUTER identity that sent the Hello, replies go there, and no
 client can act for another. The identity of a live connection cannot be taken over.
@@ -43,28 +43,28 @@ except ImportError as error:
 
 __all__ = ["ServerLimits", "TeacherServer"]
 
-_HEARTBEAT = 5.0  # seconds between heartbeats of a connection; after three of silence it is closed
-_HANDSHAKE = 10.0  # seconds in which a new connection has to complete ZeroMQ's handshake, with the right keys
-_LINGER = 5.0  # seconds in which the last replies are sent when the server ends
-_BUFFERED = 64  # messages of a connection that wait to be received, or to be sent; more are held back, or dropped
-_MESSAGES = 128  # messages that are handled before the results of the model are
-_POLL = 0.2  # seconds after which expired sessions and the end are looked after even if nothing happens
+_HEARTBEAT = 5.0  # seconds between heartbeats; a connection that misses three is closed
+_HANDSHAKE = 10.0  # seconds for a new connection to complete ZeroMQ's handshake, with the right keys
+_LINGER = 5.0  # seconds to send the last replies on shutdown
+_BUFFERED = 64  # messages queued per connection; beyond it, incoming ones are held back, outgoing ones dropped
+_MESSAGES = 128  # max messages handled between two looks at the model's results
+_POLL = 0.2  # max seconds between checks for expired sessions and shutdown
 _MINUTE = 60.0
 _COUNTERS = (
     "requests", "failures", "dropped", "rows", "tokens", "computed_tokens", "passes", "batches", "merged"
 )  # fmt: skip
-"""Of `wire.StatusReply`."""
+"""Fields of `wire.StatusReply`."""
 
 Job = Callable[[], Callable[[], None]]
-"""Runs in the thread of the model; what it returns runs in the thread of the socket."""
+"""Runs in the model thread; what it returns runs in the socket thread."""
 
 
 class _StopNow(BaseException):
-    """Ends the job of the model at once."""
+    """Aborts the model's current job."""
 
 
 class _Refusal(Exception):
-    """A message is answered with a Failure."""
+    """Raised to answer a message with a Failure."""
 
     def __init__(self, code: str, error: GatespaceError, *, retry: bool = False) -> None:
         super().__init__(code)
@@ -72,14 +72,14 @@ class _Refusal(Exception):
 
 
 class TeacherServer(Closing):
-    """Serves a model; as a context manager, in threads of its own.
+    """Serves a model; as a context manager, in its own threads.
 
     Args:
         teacher: A model, whose weights must not change; or a backend, which the caller closes.
         bind: ``tcp://host:port``; port 0 or * is any free port. Without `keys` it must be a loopback address.
         keys: CURVE keys and the clients that may connect.
-        limits: How much is accepted.
-        report: Called with a message when a client is refused, rows cannot be scored, or the server ends.
+        limits: Queue, batch and size limits.
+        report: Called with a message when a client is refused, rows cannot be scored, or the server shuts down.
 
     Examples:
         with TeacherServer(model, "tcp://127.0.0.1:0") as server:
@@ -98,31 +98,31 @@ class TeacherServer(Closing):
         place = check_bind(bind, secured=keys is not None)
         self.limits = limits or ServerLimits()
         self.instance = secrets.token_hex(8)
-        """Random; new with every start."""
+        """Random; new on every start."""
         self._backend = teacher if isinstance(teacher, Backend) else LocalBackend(teacher)
         self.fingerprint = self._backend.fingerprint
         self._report = report or (lambda text: None)
         self._schedule = Schedule(self.limits)
         self._preparing: set[tuple[bytes, str]] = set()
-        """Hellos that wait for the model, by connection and nonce."""
+        """Hellos waiting for the model, by connection and nonce."""
         self._stops = 0
-        """1: finish what is pending, then end; more: end at once."""
+        """1: finish pending requests, then stop; more: stop at once."""
         self._deadline: float | None = None
-        """When a server that ends gives up what is pending."""
+        """When a draining server gives up pending requests."""
         self._started = time.monotonic()
         self._busy = 0.0
         self._counters = Counter(dict.fromkeys(_COUNTERS, 0))
         self._recent: deque[tuple[float, int]] = deque(maxlen=4096)
-        """When how many response tokens were scored."""
+        """Times and numbers of response tokens scored."""
         self._scorer = Scorer(self._backend, limit=self.limits.teachers)
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._results: deque[Callable[[], None]] = deque()
         self._scoring = False
-        """Whether a batch is among the jobs."""
+        """Whether a batch is queued or running."""
         self._threads = torch.get_num_threads()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        # A byte here ends the poll: sent by the model's thread, by any other, or by a signal handler.
+        # A byte here wakes the poll: sent by the model thread, any other thread, or a signal handler.
         self._wake_receiver, self._wake_sender = sockets.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
@@ -147,10 +147,10 @@ class TeacherServer(Closing):
     def _bind(self) -> None:
         for option, value in (
             (zmq.ROUTER_MANDATORY, 1),  # a reply to an unknown client is an error, not silently dropped
-            (zmq.ROUTER_HANDOVER, 0),  # no client takes the identity of another
+            (zmq.ROUTER_HANDOVER, 0),  # no client can take another's identity
             (zmq.SNDHWM, _BUFFERED),
             (zmq.RCVHWM, _BUFFERED),
-            (zmq.MAXMSGSIZE, wire.MAX_FRAME),  # of a frame; a larger one ends the connection
+            (zmq.MAXMSGSIZE, wire.MAX_FRAME),  # per frame; a larger one closes the connection
             (zmq.HANDSHAKE_IVL, round(_HANDSHAKE * 1000)),
             (zmq.HEARTBEAT_IVL, round(_HEARTBEAT * 1000)),
             (zmq.HEARTBEAT_TIMEOUT, round(3 * _HEARTBEAT * 1000)),
@@ -160,17 +160,17 @@ class TeacherServer(Closing):
         self._socket.bind(self._front.inner_address)
         self._front.start()
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ lifecycle
 
     def run(self, *, signals: Sequence[int] = (), ready: Callable[[], None] | None = None) -> None:
-        """Serve until `drain` or `stop` is called. The model computes in the calling thread.
+        """Serve until `drain` or `stop` is called. The model runs in the calling thread.
 
-        That should be the main thread: OpenMP gives a second thread that computes a team of its own, and with more
-        threads than cores they wait for each other by sleeping, which costs a fifth of the speed.
+        That should be the main thread: OpenMP gives every computing thread its own team, and with more threads than
+        cores they wait for each other by sleeping, which costs a fifth of the speed.
 
         Args:
-            signals: These call `drain`; for the main thread only.
-            ready: Called once the service can be used.
+            signals: Signals that call `drain`; main thread only.
+            ready: Called once the service accepts connections.
         """
         socket_thread = threading.Thread(target=self._serve, name="gatespace-teacher-socket", daemon=True)
         try:
@@ -188,7 +188,7 @@ class TeacherServer(Closing):
             raise self._error
 
     def start(self) -> None:
-        """Serve in threads of its own."""
+        """Serve in its own threads."""
 
         def run() -> None:
             try:
@@ -200,20 +200,20 @@ class TeacherServer(Closing):
         self._thread.start()
 
     def drain(self) -> None:
-        """Accept no new requests, finish the pending ones, and end; called a second time: end at once.
+        """Accept no new requests, finish the pending ones, and stop; a second call stops at once.
 
-        May be called from any thread and from a signal handler.
+        Safe from any thread and from a signal handler.
         """
         self._stops += 1
         self._wake()
 
     def stop(self) -> None:
-        """End at once, that is after the current batch."""
+        """Stop after the current batch."""
         self._stops += 2
         self._wake()
 
     def join(self, timeout: float) -> None:
-        """Wait until a server that was started has ended; an error of its threads is raised here."""
+        """Wait until a started server has stopped; raise errors of its threads."""
         if self._thread is not None:
             self._thread.join(timeout)
             if self._thread.is_alive():
@@ -222,7 +222,7 @@ class TeacherServer(Closing):
             raise RunError("the teacher service has failed", got=repr(self._error)) from self._error
 
     def close(self) -> None:
-        """Stop, and wait for the end."""
+        """Stop and wait."""
         self.stop()
         self.join(self.limits.drain + 2 * _LINGER)
 
@@ -245,7 +245,7 @@ class TeacherServer(Closing):
                 signal.signal(number, handler)
 
     def _wake(self) -> None:
-        with suppress(OSError):  # its buffer is full, or the server has ended
+        with suppress(OSError):  # the buffer is full, or the server has stopped
             self._wake_sender.send(b"!")
 
     def _release(self) -> None:
@@ -253,21 +253,21 @@ class TeacherServer(Closing):
         self._socket.close(linger=round(_LINGER * 1000))
         if self._authenticator is not None:
             self._authenticator.stop()
-        self._context.term()  # waits for the last replies, no longer than they may linger
+        self._context.term()  # waits for the last replies, up to the linger time
         self._front.close()
         self._wake_receiver.close()
         self._wake_sender.close()
 
-    # ------------------------------------------------------------------ the thread of the model
+    # ------------------------------------------------------------------ model thread
 
     def _compute(self) -> None:
-        """Run jobs until the thread of the socket ends."""
-        torch.set_num_threads(self._threads)  # of this thread; OpenMP keeps the number by thread
+        """Run jobs until the socket thread ends."""
+        torch.set_num_threads(self._threads)  # OpenMP keeps the number per thread
         job: Job | None
         try:
             while True:
                 try:
-                    job = self._jobs.get(timeout=_POLL)  # in between, the main thread handles signals
+                    job = self._jobs.get(timeout=_POLL)  # the timeout lets the main thread handle signals
                 except queue.Empty:
                     continue
                 if job is None:
@@ -280,13 +280,13 @@ class TeacherServer(Closing):
     def _prepare(self, identity: bytes, hello: wire.Hello, spec: ScoreSpec) -> Callable[[], None]:
         try:
             return partial(self._finish_hello, identity, hello, spec, self._scorer.prepare(spec))
-        except Exception as error:  # whatever a model can raise
+        except Exception as error:  # a model can raise anything
             return partial(self._finish_hello, identity, hello, spec, _scoring_refusal(error))
 
     def _score(self, batch: Sequence[Row]) -> Callable[[], None]:
         return partial(self._finish_batch, self._scorer.score(batch))
 
-    # ------------------------------------------------------------------ the thread of the socket
+    # ------------------------------------------------------------------ socket thread
 
     def _serve(self) -> None:
         try:
@@ -357,13 +357,13 @@ class TeacherServer(Closing):
     # ------------------------------------------------------------------ messages
 
     def _receive(self) -> bool:
-        """Handle a message; False: there is none."""
+        """Handle one message; False if there is none."""
         try:
             first = self._socket.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return False
         identity, frames = first.bytes, self._socket.recv_multipart()
-        with suppress(zmq.ZMQError):  # a peer of the first protocol lacks it: a window is all it has
+        with suppress(zmq.ZMQError):  # peers on the first protocol version lack it: they get one window in total
             self._front.received(int(first.get(zmq.SRCFD)), map(len, frames), encrypted=self._encrypted)
         try:
             packet = wire.decode(frames)
@@ -400,7 +400,7 @@ class TeacherServer(Closing):
                 if session is not None and bye.session == session.id:
                     self._schedule.leave(identity)
             case wire.Failure() | wire.Draining():
-                self._counters["dropped"] += 1  # a failure about a failure would never end
+                self._counters["dropped"] += 1  # a Failure in reply to a Failure could loop forever
             case other:
                 raise _Refusal(wire.MALFORMED, UsageError(f"clients do not send {type(other).__name__}"))
 
@@ -412,7 +412,7 @@ class TeacherServer(Closing):
         spec = ScoreSpec(tuple(prefix), hello.max_new_tokens, vocab_size, hello.payload, k)
         if len(self._preparing) >= self.limits.clients:
             raise _busy("too many clients connect at once")
-        if (identity, hello.nonce) not in self._preparing:  # a client repeats its Hello
+        if (identity, hello.nonce) not in self._preparing:  # clients resend their Hello
             self._preparing.add((identity, hello.nonce))
             self._jobs.put(partial(self._prepare, identity, hello, spec))
 
@@ -502,7 +502,7 @@ class TeacherServer(Closing):
             if (before.prompts, before.responses) != (request.prompts, request.responses):
                 error = UsageError("the id belongs to another request", got=f"id {id}", instead="a new id")
                 raise _Refusal(wire.DUPLICATE, error)
-            return  # it will have its reply
+            return  # already pending
         self._check_draining()
         self._check_request(request)
         if why := self._schedule.full(request):
@@ -537,7 +537,7 @@ class TeacherServer(Closing):
     # ------------------------------------------------------------------ replies
 
     def status(self, id: int = 0) -> wire.StatusReply:
-        """Counters since the start."""
+        """Return the counters since the start."""
         now = time.monotonic()
         uptime = max(now - self._started, 1e-9)
         recent = sum(tokens for moment, tokens in list(self._recent) if now - moment <= _MINUTE)
@@ -573,9 +573,9 @@ class TeacherServer(Closing):
         return self._send_frames(identity, wire.encode(message, arrays))
 
     def _send_frames(self, identity: bytes, frames: Sequence[wire.Frame]) -> bool:
-        """Send without waiting. A client that is gone is removed; one that does not receive has to repeat requests."""
+        """Send without blocking. Remove a client that is gone; one that does not receive has to retry."""
         try:
-            # Whether there is room is decided with the first frame, so that a message goes whole or not at all.
+            # ZeroMQ checks for room at the first frame, so a message is sent whole or not at all.
             self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
         except zmq.Again:
             self._counters["dropped"] += 1
@@ -598,7 +598,7 @@ class TeacherServer(Closing):
 
 
 def _known(session: Session | None, named: str) -> Session:
-    """The session of a connection, if a message names it."""
+    """The connection's session, if the message names it."""
     if session is not None and secrets.compare_digest(session.id.encode(), named.encode()):
         return session
     why = "the server was restarted, the connection was lost, or the client was silent for long"
@@ -610,7 +610,7 @@ def _busy(what: str, why: str = "") -> _Refusal:
 
 
 def _scoring_refusal(error: Exception) -> _Refusal:
-    """How a client learns of an error of the model. A retry may succeed after a lack of memory, or with vLLM back."""
+    """Refusal for a model error. A retry may succeed after running out of memory, or once vLLM is back."""
     retry = isinstance(error, (MemoryError, torch.OutOfMemoryError, TeacherAwayError))
     if isinstance(error, GatespaceError):
         return _Refusal(wire.PAIR if isinstance(error, UsageError) else wire.SCORING, error, retry=retry)

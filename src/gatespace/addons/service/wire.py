@@ -1,9 +1,9 @@
-"""Messages between a teacher service and its clients: versioned and typed, with plain buffers.
+"""Wire format of the teacher service: versioned, typed messages with plain buffers.
 
-A message is a list of frames. The first is four bytes, ``GST`` and the version, and a msgpack header: one of the
-structures below, and the type and shape of every buffer. The others are the buffers, raw and little-endian. Nothing in
-a message is ever executed, and no size in it is trusted: sizes are compared with the frames that have arrived, within
-the limits below. Anything else that arrives is a `WireError`, and never another exception.
+A message is a list of frames. The first is four bytes, ``GST`` and the version, then a msgpack header: one of the
+structs below, and the dtype and shape of every buffer. The others are the buffers, raw and little-endian. Nothing in
+a message is ever executed, and no declared size is trusted: sizes are checked against the received frames and the
+limits below. Anything else raises `WireError`, and never another exception.
 
 =============== =============== =========================================================
 client          server          buffers
@@ -14,11 +14,11 @@ ScoreRequest    ScoreReply      lengths (R, 2) int32, tokens (T,) int32; the sco
 Ping            Pong
 StatusRequest   StatusReply
 Bye             Bye             the sender disconnects
-                Draining        the server accepts no new requests and finishes those it has
-                Failure         in place of any reply, or to a message that cannot be decoded
+                Draining        the server accepts no new requests and finishes pending ones
+                Failure         instead of any reply, or for a message that cannot be decoded
 =============== =============== =========================================================
 
-A reply carries the `id` of its request. A request may be repeated under its id; a reply is used once.
+A reply carries the `id` of its request. A request may be resent under its id; a reply is used once.
 
 No sockets here, and no torch until a tensor is converted.
 """
@@ -48,40 +48,40 @@ if TYPE_CHECKING:
 if sys.byteorder != "little":
     raise UsageError("the teacher service needs a little-endian machine", got=sys.byteorder)
 
-VERSION = 2  # counts up with every change that an older side would not understand
+VERSION = 2  # incremented with every incompatible change
 MAGIC = b"GST"
 
 MAX_FRAMES = 5  # header and buffers of a message
 MAX_HEADER = 32 << 10  # bytes of the header
 MAX_BYTES = 64 << 20
-"""Bytes of a message. A request whose reply would be larger is refused; a client divides it."""
-MAX_ROWS = 1024  # rows of a request
-MAX_TOKENS = 1 << 18  # prompt and response tokens of a request; also of a prefix
-MAX_FRAME = 4 * MAX_TOKENS  # bytes of the largest frame that a client sends
+"""Bytes of a message. A request whose reply would be larger is refused; the client splits it."""
+MAX_ROWS = 1024  # rows per request
+MAX_TOKENS = 1 << 18  # prompt and response tokens per request; also of a prefix
+MAX_FRAME = 4 * MAX_TOKENS  # bytes of the largest frame from a client
 MAX_NEW_TOKENS = 1 << 16
 PART_BYTES = 1 << 20  # bytes of a part of the head; the last one is shorter
 
 WIDTHS = {"uint8": 1, "int32": 4, "bfloat16": 2, "float16": 2, "float32": 4}
-"""Bytes of a value, by torch's name of its type."""
+"""Bytes per value, by torch dtype name."""
 FLOATS = ("bfloat16", "float16", "float32")
 
-# Codes of a Failure. A client decides by `retry`; the code is for people and tests.
+# Codes of a Failure. Clients act on `retry` and on the codes version and session; the rest are for people and tests.
 VERSION_CODE = "version"  # another wire version
 MALFORMED = "malformed"  # not a message, or not one that a client sends
-PAIR = "pair"  # student and teacher have different vocabularies, or the teacher cannot do what the run needs
+PAIR = "pair"  # different vocabularies, or the teacher cannot do what the run needs
 SESSION = "session"  # this connection has no such session: a new Hello is needed
 BUSY = "busy"  # the queue is full: retry later, under the same id
-DRAINING = "draining"  # the server is about to end
-LIMIT = "limit"  # more rows, tokens or bytes than a request may have
+DRAINING = "draining"  # the server is shutting down
+LIMIT = "limit"  # too many rows, tokens or bytes in a request
 QUESTION = "question"  # tokens that this teacher cannot score
-DUPLICATE = "duplicate"  # a pending request with other rows has this id
+DUPLICATE = "duplicate"  # the id belongs to a pending request with other rows
 SCORING = "scoring"  # the model failed on these rows
 
 
 class WireError(GatespaceError, ValueError):
-    """Bytes that are no message, or a message that cannot be sent."""
+    """Bytes that are not a valid message, or a message that cannot be sent."""
 
-    version: int | None = None  # the version of the bytes, where it is not ours
+    version: int | None = None  # the sender's version, if it is not ours
 
 
 # ---------------------------------------------------------------------------------------------------- messages
@@ -97,24 +97,24 @@ Float = Literal["bfloat16", "float16", "float32"]
 
 
 class Limits(Struct, frozen=True, forbid_unknown_fields=True):
-    """How much a server accepts at once. A client divides its rows accordingly."""
+    """How much a server accepts at once. Clients split their rows accordingly."""
 
-    rows: Positive  # rows of a request
-    tokens: Positive  # prompt and response tokens of a request
-    reply_bytes: Positive  # bytes of the scores of a request: response tokens times `Welcome.position_bytes`
-    requests: Positive  # pending requests of a client
+    rows: Positive  # rows per request
+    tokens: Positive  # prompt and response tokens per request
+    reply_bytes: Positive  # bytes of scores per request: response tokens times `Welcome.position_bytes`
+    requests: Positive  # pending requests per client
     row_tokens: Positive | None
-    """Prefix, prompt and response of a row together; None: no limit but that of a request."""
+    """Prefix, prompt and response tokens per row; None: only the limit per request."""
 
 
 class HeadInfo(Struct, frozen=True, forbid_unknown_fields=True):
-    """The teacher's LM head: what `gatespace.gating.projection.Head` needs beside its bytes.
+    """The teacher's LM head: what `gatespace.gating.projection.Head` needs besides its bytes.
 
-    The bytes are those of the weight, row by row, followed by those of the bias, both of type `dtype`.
+    The bytes are the weight in row-major order, then the bias, both of type `dtype`.
     """
 
     sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-    """Of the bytes."""
+    """Hash of the bytes."""
     bytes: Annotated[int, Meta(ge=1, le=2**48)]
     dtype: Float
     shape: tuple[Positive, Positive]  # rows and columns of the weight
@@ -125,18 +125,18 @@ class HeadInfo(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Hello(Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
-    """A client begins a session. Buffers: prefix (P,) int32, which all its prompts begin with."""
+    """Begins a client's session. Buffers: prefix (P,) int32, shared by all its prompts."""
 
     id: Id
-    nonce: Token  # random; the reply repeats it
-    client: Name  # the client's name, for people
+    nonce: Token  # random; echoed in the reply
+    client: Name  # human-readable name
     tokenizer: Name
-    """`vocabulary_digest` of the student's tokens, which is all that a divergence depends on; or
-    `Model.tokenizer_digest()`, which requires the same chat template too."""
+    """`vocabulary_digest` of the student's tokens, all that a divergence depends on; or `Model.tokenizer_digest()`,
+    which also requires the same chat template."""
     max_new_tokens: Annotated[int, Meta(ge=1, le=MAX_NEW_TOKENS)]
     payload: Payload
     k: Positive
-    vocab_size: Positive | None  # ids from here on are padding; None: as the teacher's tokenizer has it
+    vocab_size: Positive | None  # ids from here on are padding; None: as in the teacher's tokenizer
 
 
 class Welcome(Struct, frozen=True, forbid_unknown_fields=True, tag="welcome"):
@@ -145,29 +145,29 @@ class Welcome(Struct, frozen=True, forbid_unknown_fields=True, tag="welcome"):
     id: Id
     nonce: Token
     session: Token
-    server: Token  # random; new with every start of the server
+    server: Token  # random; new on every server start
     model: Name
     fingerprint: Name  # `Model.fingerprint()` of the teacher
     tokenizer: Name  # as in Hello
     numerics: Text
-    """What else the bits of a score depend on: `LocalTeacher.numerics`, so that both have the same cache keys."""
+    """What else the bits of a score depend on: `LocalTeacher.numerics`, so that cache keys agree."""
     kept: bool
-    """Whether scores may be cached under fingerprint and numerics; false for a teacher that is known by its name only,
-    under which other weights could be served later."""
+    """Whether scores may be cached under fingerprint and numerics; false for a teacher known only by name, which may
+    serve other weights later."""
     vocab_size: Positive
     payloads: Annotated[tuple[Name, ...], Meta(max_length=8)]
-    """All that the server offers."""
-    k: Positive  # of the payload top_k: no more than there are ids
-    width: Positive  # columns of a hidden state
+    """All payloads the server offers."""
+    k: Positive  # of the payload top_k; at most the vocabulary size
+    width: Positive  # hidden size
     dtype: Float  # of a hidden state
-    position_bytes: Positive  # bytes of the scores of one response token
+    position_bytes: Positive  # bytes of scores per response token
     limits: Limits
     lease: float  # seconds of silence after which the session of an idle client ends; a Ping extends it
     head: HeadInfo | None  # for the payload hidden
 
 
 class HeadRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="head_request"):
-    """One part of the head."""
+    """Requests one part of the head."""
 
     id: Id
     session: Token
@@ -176,7 +176,7 @@ class HeadRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="head_req
 
 
 class HeadPart(Struct, frozen=True, forbid_unknown_fields=True, tag="head_part"):
-    """Buffers: (B,) uint8, the bytes of the head from `part` times `PART_BYTES` on."""
+    """One part of the head. Buffers: (B,) uint8, from byte `part` times `PART_BYTES` on."""
 
     id: Id
     sha256: Name
@@ -184,8 +184,8 @@ class HeadPart(Struct, frozen=True, forbid_unknown_fields=True, tag="head_part")
 
 
 class ScoreRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="score_request"):
-    """Rows to score. Buffers (`request_arrays`): lengths (R, 2) int32 of prompt (without the prefix) and response, and
-    tokens (T,) int32, row by row, the prompt before the response."""
+    """Rows to score. Buffers (`request_arrays`): lengths (R, 2) int32 of prompt (without the prefix) and response;
+    tokens (T,) int32, row by row, prompt before response."""
 
     id: Id
     session: Token
@@ -195,20 +195,20 @@ class ScoreReply(Struct, frozen=True, forbid_unknown_fields=True, tag="score_rep
     """The scores of all N response tokens, row by row.
 
     Buffers for hidden: (N, H) hidden states at the positions that predict the tokens. For top_k: ids (N, K) int32,
-    log-probabilities (N, K) float32, that of the token itself (N,) float32, and the probability outside the top k
-    (N,) float32.
+    log-probabilities (N, K) float32, that of the token itself (N,) float32, and the tail mass outside the top k (N,)
+    float32.
     """
 
     id: Id
     payload: Payload
     rows: Count
-    computed_tokens: Count  # the request's share of the tokens that went through the network
+    computed_tokens: Count  # the request's share of the tokens in forward passes
     passes: Count
-    """The request's share of the forward passes; the shares of all requests add up to what was computed."""
+    """The request's share of the forward passes; shares of all requests add up to the total."""
 
 
 class Ping(Struct, frozen=True, forbid_unknown_fields=True, tag="ping"):
-    """A heartbeat. With a session, it extends the session."""
+    """A heartbeat; extends the session, if given."""
 
     id: Id
     session: Token | None = None
@@ -226,7 +226,7 @@ class Pong(Struct, frozen=True, forbid_unknown_fields=True, tag="pong"):
 
 
 class StatusRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="status_request"):
-    """A request for the server's counters. Needs no session."""
+    """Requests the server's counters; needs no session."""
 
     id: Id
 
@@ -243,15 +243,15 @@ class StatusReply(Struct, frozen=True, forbid_unknown_fields=True, tag="status_r
     clients: Count
     requests: Count  # answered with scores
     failures: Count  # answered with a Failure, of any code
-    dropped: Count  # replies that could not be sent, and messages that have none
+    dropped: Count  # replies that could not be sent, and messages that get none
     rows: Count
     tokens: Count  # response tokens scored
-    computed_tokens: Count  # prompt and response tokens that went through the network
+    computed_tokens: Count  # prompt and response tokens in forward passes
     passes: Count
     batches: Count
     merged: Count  # batches with rows of several clients
     tokens_per_second: float  # response tokens, over the last minute
-    busy: float  # share of the time since the start in which the model computed
+    busy: float  # share of the uptime in which the model computed
     queued: Count  # pending requests
     queued_rows: Count
     cache_hits: Count  # positions found in the server's score cache
@@ -259,9 +259,9 @@ class StatusReply(Struct, frozen=True, forbid_unknown_fields=True, tag="status_r
 
 
 class Failure(Struct, frozen=True, forbid_unknown_fields=True, tag="failure"):
-    """Why there is no reply; an error of gatespace's family, in its four parts. Made by `failure`."""
+    """Why there is no reply: a GatespaceError in its four parts. Built by `failure`."""
 
-    id: Id | None  # of the request; None where it could not be decoded
+    id: Id | None  # of the request; None if it could not be decoded
     code: Name
     what: Text
     got: Text | None
@@ -278,7 +278,7 @@ class Bye(Struct, frozen=True, forbid_unknown_fields=True, tag="bye"):
 
 
 class Draining(Struct, frozen=True, forbid_unknown_fields=True, tag="draining"):
-    """The server ends soon. Pending requests are answered; others have to wait for its successor."""
+    """The server is shutting down. Pending requests are answered; others have to wait for its successor."""
 
     server: Token
     pending: Count  # requests of this client that will still be answered
@@ -308,7 +308,7 @@ Frame = bytes | bytearray | memoryview
 
 @dataclass(frozen=True)
 class Array:
-    """A buffer with the type and shape of its values; `data` is little-endian and row by row."""
+    """A buffer with its dtype and shape; `data` is little-endian and row-major."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -316,7 +316,7 @@ class Array:
 
     @property
     def nbytes(self) -> int:
-        """Bytes by type and shape."""
+        """Bytes implied by dtype and shape."""
         return math.prod(self.shape) * WIDTHS[self.dtype]
 
 
@@ -343,7 +343,7 @@ _START = MAGIC + bytes([VERSION])
 
 
 def encode(message: Message, arrays: Sequence[Array] = ()) -> list[Frame]:
-    """The frames of a message."""
+    """Encode a message as frames."""
     header = _Header(message, tuple(_Buffer(buffer.dtype, buffer.shape) for buffer in arrays))
     frames: list[Frame] = [_START + _ENCODER.encode(header), *(buffer.data for buffer in arrays)]
     _check_sizes([memoryview(frame).nbytes for frame in frames])
@@ -352,7 +352,7 @@ def encode(message: Message, arrays: Sequence[Array] = ()) -> list[Frame]:
 
 
 def decode(frames: Sequence[Frame]) -> Packet:
-    """The message in `frames`; a `WireError` for anything that is none. Buffers are not copied."""
+    """Decode a message; raise `WireError` for anything else. Buffers are not copied."""
     try:
         views = [memoryview(frame).cast("B") for frame in frames[: MAX_FRAMES + 1]]
     except (TypeError, ValueError, BufferError) as error:
@@ -371,7 +371,7 @@ def decode(frames: Sequence[Frame]) -> Packet:
         raise refused
     try:
         header = _DECODER.decode(views[0][len(_START) :])
-    except Exception as error:  # also invalid UTF-8, and unbounded nesting
+    except Exception as error:  # includes invalid UTF-8 and unbounded nesting
         raise _malformed("its header cannot be decoded", str(error)) from None
     if len(header.buffers) != len(views) - 1:
         raise _malformed(f"it has {len(views) - 1} buffers and declares {len(header.buffers)}")
@@ -406,7 +406,7 @@ def _layout(message: Message) -> list[tuple[tuple[str, ...], int]]:
 
 
 def _check(message: Message, arrays: Sequence[Array]) -> None:
-    """Raise unless the buffers are those of the message, and numbers that have to be finite are."""
+    """Raise unless the buffers fit the message and a Welcome is consistent."""
     name, layout = type(message).__name__, _layout(message)
     if len(arrays) != len(layout):
         raise _malformed(f"{name} has {len(layout)} buffers", f"{len(arrays)}")
@@ -462,7 +462,7 @@ def _malformed(why: str, got: str | None = None) -> WireError:
 
 
 def ids_array(ids: Sequence[int]) -> Array:
-    """(N,) int32."""
+    """Pack ids as (N,) int32."""
     try:
         values = array("i", ids)
     except (TypeError, OverflowError) as error:
@@ -471,14 +471,14 @@ def ids_array(ids: Sequence[int]) -> Array:
 
 
 def ids_of(buffer: Array) -> list[int]:
-    """The values of an int32 buffer, row by row."""
+    """Unpack the values of an int32 buffer, row by row."""
     values = array("i")
     values.frombytes(buffer.data)
     return values.tolist()
 
 
 def request_arrays(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> tuple[Array, Array]:
-    """The buffers of a ScoreRequest."""
+    """Return the buffers of a ScoreRequest."""
     rows = list(zip(prompts, responses, strict=True))
     lengths = ids_array([len(part) for row in rows for part in row])
     tokens = ids_array([id for prompt, response in rows for id in (*prompt, *response)])
@@ -486,7 +486,7 @@ def request_arrays(prompts: Sequence[Sequence[int]], responses: Sequence[Sequenc
 
 
 def request_rows(packet: Packet) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts and responses of a ScoreRequest."""
+    """Return the prompts and responses of a ScoreRequest."""
     lengths, tokens = map(ids_of, packet.arrays)
     prompts: list[list[int]] = []
     responses: list[list[int]] = []
@@ -499,7 +499,7 @@ def request_rows(packet: Packet) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def array_of(tensor: Tensor) -> Array:
-    """The buffer of a tensor of one of the types in `WIDTHS`; not a copy where the tensor is contiguous on the CPU."""
+    """Return a tensor's buffer, for dtypes in `WIDTHS`; no copy if it is contiguous on the CPU."""
     import torch
 
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -511,7 +511,7 @@ def array_of(tensor: Tensor) -> Array:
 
 
 def tensor_of(buffer: Array) -> Tensor:
-    """A tensor with the values of a buffer, in memory of its own."""
+    """Copy a buffer into a new tensor."""
     import torch
 
     dtype: torch.dtype = getattr(torch, buffer.dtype)
@@ -524,7 +524,7 @@ def tensor_of(buffer: Array) -> Tensor:
 
 
 def failure(error: GatespaceError, *, code: str, id: int | None = None, retry: bool = False) -> Failure:
-    """The message of an error, its texts shortened to what a message may hold."""
+    """Return an error as a message, its texts clipped to fit."""
     what, why, instead = map(_clipped, (error.what, error.why, error.instead))
     return Failure(id, code, what, None if error.got is None else _clipped(error.got), why, instead, retry)
 
@@ -534,6 +534,6 @@ def _clipped(text: str) -> str:
 
 
 def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
-    """A hash of all tokens with their ids, as `tokenizer.get_vocab()` has them."""
+    """Hash all tokens with their ids, as given by `tokenizer.get_vocab()`."""
     content = json.dumps(sorted(vocabulary.items()))
     return hashlib.sha256(b"gatespace vocabulary 1\n" + content.encode()).hexdigest()

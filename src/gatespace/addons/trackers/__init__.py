@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases and trackio, opened for a run. See `gatespace.training.trackers`, which uses them."""
+"""TensorBoard, Weights & Biases and trackio for a run; used by `gatespace.training.trackers`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PROJECT = "gatespace"
 
 @dataclass(frozen=True)
 class Opened:
-    """An open tracker, by the two calls of it that are needed."""
+    """An open tracker, as the two functions it needs."""
 
     log: Callable[[int, dict[str, float]], None]
     close: Callable[[], None]
 
 
 def tensorboard(folder: Path, settings: dict[str, Any], *, step: int) -> Opened:
-    """Events in the run's folder; `step` hides what a killed run wrote after its checkpoint."""
+    """Write events to the run's folder; `step` purges what a killed run logged after its checkpoint."""
     with _package("tensorboard", "check that the run folder is writable"):
         from torch.utils.tensorboard import SummaryWriter
 
@@ -45,36 +45,36 @@ def tensorboard(folder: Path, settings: dict[str, Any], *, step: int) -> Opened:
 
 
 def wandb(folder: Path, settings: dict[str, Any], *, step: int) -> Opened:
-    """A run of Weights & Biases, by the user's own login and environment."""
+    """Open a Weights & Biases run with the user's own login and environment."""
     with _package("wandb", "`wandb login`, or WANDB_MODE=offline") as package:
         run = package.init(
-            # An argument would win over the user's environment.
+            # Explicit arguments would override the user's environment.
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
             name=os.environ.get("WANDB_NAME") or folder.name,
             dir=os.environ.get("WANDB_DIR") or str(folder),
             id=_identity(folder),
             resume="allow",
             config=settings,
-            reinit="create_new",  # a run of the caller's own stays what it is
+            reinit="create_new",  # leaves the caller's own run alone
             settings=package.Settings(console="off"),  # the progress display redraws lines
         )
     return Opened(lambda step, values: run.log(values, step=step), run.finish)
 
 
 def trackio(folder: Path, settings: dict[str, Any], *, step: int) -> Opened:
-    """A run of trackio, in its own folder of this machine."""
+    """Open a trackio run, stored in trackio's own folder on this machine."""
     with _package("trackio", "check that the folder TRACKIO_DIR is writable") as package:
-        # Runs are told apart by name alone, so the name carries the identity.
+        # trackio identifies runs by name alone, so the name includes the run's id.
         name = f"{folder.name}-{_identity(folder)[:8]}"
         quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         run = package.init(project=PROJECT, name=name, config=settings, resume="allow", **quiet)
-    # The run's own finish would be called once more at the end of the process.
+    # The run's own finish would be called again at process exit.
     return Opened(lambda step, values: run.log(values, step=step), package.finish)
 
 
 @contextmanager
 def _package(name: str, advice: str) -> Iterator[ModuleType]:
-    """The package of a tracker; an error with `advice` where it cannot be imported or opened."""
+    """Import a tracker's package; raise with `advice` if it cannot be imported or opened."""
     try:
         package: ModuleType | None = importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -83,7 +83,7 @@ def _package(name: str, advice: str) -> Iterator[ModuleType]:
                 f"the package {name!r} is installed and cannot be imported", got=first_line(error)
             ) from error
         package = None
-    # W&B writes to a folder named wandb: below the working directory, Python takes it for an empty package.
+    # W&B writes to a folder named wandb; in the working directory, Python imports it as an empty package.
     if package is None or package.__file__ is None:
         raise missing_extra(f"the tracker {name}", module=name, extra=name)
     try:
@@ -97,7 +97,7 @@ def _package(name: str, advice: str) -> Iterator[ModuleType]:
 
 
 def _identity(folder: Path) -> str:
-    """What a run is called elsewhere: new with its folder, and the same when the run is resumed."""
+    """Return a run's id in trackers: new for a new folder, the same on resume."""
     path = folder / "tracker-id"
     if not path.exists():
         atomic_write(path, uuid.uuid4().hex)

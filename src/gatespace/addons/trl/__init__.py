@@ -10,9 +10,8 @@
     )
     trainer.train()
 
-The loss of a micro-batch is replaced and nothing else: TRL generates, accumulates, distributes, saves and logs. The
-method that is replaced is private to TRL, so the trainer checks it before it starts, and says so if it is not the one
-it was written for.
+Only the loss of a micro-batch is replaced: TRL generates, accumulates, distributes, saves and logs. The replaced method
+is private to TRL, so the trainer checks it before it starts, and raises if it is not the one it was written for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the loss goes into TRL, and whether this TRL is one that it goes into."""
+"""The parts of TRL that the loss hooks into, and a compatibility check."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from gatespace.errors import UsageError
 __all__ = ["ATTRIBUTES", "INPUTS", "DistillationConfig", "DistillationTrainer", "changed", "check_seam"]
 
 WRITTEN_FOR = "1.16"
-"""The TRL whose `DistillationTrainer` this package was written for and is tested with."""
+"""The TRL version this package was written for and is tested with."""
 
 
 def changed(what: str, *, got: object = None) -> UsageError:
-    """The error for a TRL with another interface than expected."""
+    """Return the error for a TRL with an unexpected interface."""
     return UsageError(
         f"TRL {trl.__version__} is not the TRL that the gated loss fits into: {what}",
         got=got,
@@ -39,13 +39,13 @@ INPUTS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
 
 def check_seam(base: type = DistillationTrainer) -> tuple[str, ...]:
-    """Whether the loss of `base` can be replaced; a `UsageError` that names TRL's version if not.
+    """Check that the loss of `base` can be replaced; raise a `UsageError` that names TRL's version if not.
 
     Args:
-        base: TRL's trainer, or what stands in its place.
+        base: TRL's trainer, or a substitute.
 
     Returns:
-        The names of what a micro-batch may hold beside token ids (images and the like), for the networks.
+        Names of a micro-batch's model inputs besides token ids (images and the like).
     """
     further: tuple[str, ...] = ()
     for name, wanted in SIGNATURES.items():

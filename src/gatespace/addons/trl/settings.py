@@ -1,4 +1,4 @@
-"""What can be set: TRL's own settings, and those of an objective."""
+"""Configuration: TRL's own settings, and those of an objective."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from gatespace.gating.published import OBJECTIVES
 class GatedDistillationConfig(DistillationConfig):  # type: ignore[misc]  # TRL has no types, or is not installed
     """`trl.DistillationConfig` with the settings of a gatespace objective.
 
-    The names are those of the section `objective` of a gatespace configuration, except for two that TRL has already:
-    `top_k` and `temperature` are of TRL's sampler, `signal_top_k` and `loss_temperature` of the loss. A gate may also
-    be given as a `Gate`, four numbers, or a mapping; it is kept as text.
+    The names are those of the section `objective` of a gatespace configuration, except for two that TRL already uses:
+    `top_k` and `temperature` belong to TRL's sampler, `signal_top_k` and `loss_temperature` to the loss. A gate may
+    also be a `Gate`, four numbers, or a mapping; it is stored as text.
 
     Examples:
         >>> from gatespace import Gate
@@ -38,7 +38,7 @@ class GatedDistillationConfig(DistillationConfig):  # type: ignore[misc]  # TRL 
         default="gated",
         metadata={"help": f"The objective, one of {', '.join(OBJECTIVES)}."},
     )
-    # HfArgumentParser takes the second member of a union that ends in None: text.
+    # HfArgumentParser uses the second member of a union that ends in None: text.
     gate: Gate | str | Sequence[float] | Mapping[str, float] | None = field(
         default=None,
         metadata={
@@ -110,13 +110,13 @@ class GatedDistillationConfig(DistillationConfig):  # type: ignore[misc]  # TRL 
             self.gate = str(self.gate)
         gate = build_gate(self._section(), path="")
         if gate is not None and not isinstance(self.gate, str):
-            self.gate = str(gate)  # a text goes through JSON, argparse and a model card
+            self.gate = str(gate)  # text survives JSON, argparse and a model card
         objective = self.objective()
         self._check_needs(objective)
         self._check_sampler(objective)
 
     def objective(self) -> Objective:
-        """The objective that the settings name."""
+        """Build the configured objective."""
         return build_objective(self._section(), path="")
 
     def _section(self) -> ObjectiveConfig:
@@ -125,7 +125,7 @@ class GatedDistillationConfig(DistillationConfig):  # type: ignore[misc]  # TRL 
         return parse_config(ObjectiveConfig, {**given, "params": {} if self.params is None else self.params})
 
     def _check_needs(self, objective: Objective) -> None:
-        """What a method needs and TRL does not have is an error that says so."""
+        """Raise if the method needs something that TRL lacks."""
         missing = {
             "a state over steps": (
                 bool(objective.state()),
@@ -150,7 +150,7 @@ class GatedDistillationConfig(DistillationConfig):  # type: ignore[misc]  # TRL 
                 )
 
     def _check_sampler(self, objective: Objective) -> None:
-        """A term of the sampled token needs the probability under which it was sampled."""
+        """Raise if the objective uses sampled tokens and the sampler changes their probabilities."""
         own: dict[str, tuple[Any, ...]] = {
             "temperature": (1,),
             "top_p": (1, None),

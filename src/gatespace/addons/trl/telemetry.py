@@ -1,4 +1,4 @@
-"""What the gate did: numbers of tokens, over micro-batches and processes, for TRL's logs."""
+"""Gate telemetry: token statistics over micro-batches and processes, for TRL's logs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STUDENT_ENTROPY = "student_entropy_nats"
 
 @dataclass(frozen=True, eq=False)
 class Watched(Objective):
-    """An objective with the student's entropy in its telemetry, which TRL logs."""
+    """Adds the student's entropy, which TRL logs, to an objective's telemetry."""
 
     inner: Objective
 
@@ -55,7 +55,7 @@ _SPREAD = ("lam", "h", "u", "gap")
 
 @dataclass(frozen=True)
 class Tally:
-    """Numbers of some tokens: their means, the squares around them, the maxima. The sum is that of all the tokens."""
+    """Token statistics: means, sums of squared deviations, maxima. Adding two merges their tokens."""
 
     count: float
     mean: tuple[float, ...]
@@ -69,7 +69,7 @@ class Tally:
 
     @staticmethod
     def row(columns: Tensor) -> Tensor:
-        """(N, C) → (1+3C,), as `of` takes it: what is gathered over processes."""
+        """Reduce (N, C) to (1+3C,), the input of `of`, which is gathered over processes."""
         if not columns.shape[0]:
             return columns.new_zeros(1 + 3 * columns.shape[1])
         mean = columns.mean(0)
@@ -82,7 +82,7 @@ class Tally:
         count = self.count + other.count
         share = other.count / count
         pairs = list(zip(self.mean, other.mean, strict=True))
-        # Around the means: Σx² - (Σx)²/N would lose the digits of a small spread.
+        # Squares around the means: Σx² - (Σx)²/N loses the digits of a small spread.
         moved = [(after - before) ** 2 * self.count * share for before, after in pairs]
         return Tally(
             count,
@@ -93,7 +93,7 @@ class Tally:
 
 
 class Telemetry:
-    """What the gate did, over the tokens of all processes between two logs, and over the run."""
+    """Gate statistics over the tokens of all processes, between two logs and over the run."""
 
     def __init__(self, objective: Objective) -> None:
         self.mixes = type(objective).lam is not Objective.lam
@@ -109,7 +109,7 @@ class Telemetry:
         self.run: Tally | None = None
 
     def row(self, out: LossOutput, mask: Tensor) -> Tensor:
-        """The micro-batch of this process. As long on every process, also where no token is."""
+        """Statistics of this process's micro-batch; same length on every process, even without tokens."""
         chosen = mask.bool()
         columns: dict[str, Tensor] = {name: getattr(out, name) for name in self.columns}
         columns |= {name: out.signals[name] for name in self.signals}
@@ -121,12 +121,12 @@ class Telemetry:
         return Tally.row(torch.stack([columns[name][chosen].float() for name in self.names], -1))
 
     def add(self, rows: Tensor, metrics: dict[str, list[float]], mode: str) -> None:
-        """The micro-batch of all processes, into TRL's metrics of what is logged next."""
+        """Add a micro-batch of all processes to TRL's metrics for the next log."""
         tally = sum((Tally.of(row) for row in rows.tolist()), self.empty())
         if mode == "train":
             self.run = tally if self.run is None else self.run + tally
-        # TRL averages what it holds, each micro-batch alike, and empties it with every log. One entry per name, the
-        # mean over all tokens so far, makes every token count alike.
+        # TRL averages its entries over micro-batches and clears them with every log. A single entry per name, the
+        # mean over all tokens so far, weights every token equally.
         known = "gate/h" in metrics
         self.open[mode] = self.open[mode] + tally if known else tally
         if self.open[mode].count:
@@ -137,7 +137,7 @@ class Telemetry:
         return Tally(0.0, none, none, none)
 
     def means(self, tally: Tally) -> dict[str, float]:
-        """By the names of a gatespace run's metrics."""
+        """Return means under the metric names of a gatespace run."""
         mean = dict(zip(self.names, tally.mean, strict=True))
         squares = dict(zip(self.names, tally.squares, strict=True))
         found: dict[str, float] = {}

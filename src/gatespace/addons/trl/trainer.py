@@ -22,14 +22,14 @@ from gatespace.seeding import generator, permutation
 class GatedDistillationTrainer(DistillationTrainer):  # type: ignore[misc]  # as for the settings
     """`trl.DistillationTrainer` with a gatespace objective in place of its divergence.
 
-    Takes TRL's arguments. `args` is a `GatedDistillationConfig`, and a teacher in this process is needed: its hidden
-    states and head give the full vocabulary, with no (tokens, vocabulary) tensor whole in memory. Logs have what the
-    gate did beside TRL's own figures: `gate/lam_mean`, `gate/lam_sd`, `gate/h`, `gate/forward_kl` and so on, each token
-    of the step counting alike.
+    Takes TRL's arguments. `args` is a `GatedDistillationConfig`, and the teacher must be in this process: its hidden
+    states and head give the full vocabulary, without materializing a (tokens, vocabulary) tensor. Logs add gate
+    statistics to TRL's own: `gate/lam_mean`, `gate/lam_sd`, `gate/h`, `gate/forward_kl` and so on, with all tokens of
+    the step weighted equally.
     """
 
     _tag_names: ClassVar[list[str]] = [*DistillationTrainer._tag_names, "gatespace"]
-    _paper: ClassVar[dict[str, str]] = {}  # TRL's is another method
+    _paper: ClassVar[dict[str, str]] = {}  # TRL's paper is about another method
 
     def __init__(
         self,
@@ -66,19 +66,19 @@ class GatedDistillationTrainer(DistillationTrainer):  # type: ignore[misc]  # as
             raise changed(f"{DistillationTrainer.__name__} has no attribute {', '.join(missing)}")
 
     def gate_summary(self) -> dict[str, float | None]:
-        """λ over all tokens that this trainer has trained on: E[λ] for a mean-matched static gate, its spread and more.
+        """Return λ statistics over all tokens trained on: E[λ] for a mean-matched static gate, its spread and more.
 
-        `lam_rkl_mean` weighs each token by its reverse KL: the constant λ that would have given reverse KL the same
-        total. A trainer that resumed counts from where it resumed.
+        `lam_rkl_mean` weights each token by its reverse KL: the constant λ that would have given reverse KL the same
+        total. After a resume, counting starts at the resumed step.
         """
         return self._telemetry.summary()
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """TRL's, which calls `_compute_loss`; afterwards telemetry is gathered over processes.
+        """Run TRL's `compute_loss`, which calls `_compute_loss`, then gather telemetry over processes.
 
-        Not before, because a collective inside the forward of a wrapped model may wait for ever.
+        Gathering comes last because a collective inside the forward of a wrapped model may deadlock.
         """
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._seen is None:
@@ -91,18 +91,18 @@ class GatedDistillationTrainer(DistillationTrainer):  # type: ignore[misc]  # as
     def _compute_loss(
         self, unwrapped_student: Any, inputs: Any, num_items_in_batch: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(loss, Σ student entropy, N) of a micro-batch; TRL calls it inside the forward of the wrapped student."""
+        """Return (loss, Σ student entropy, N) of a micro-batch; called inside the forward of the wrapped student."""
         missing = [name for name in INPUTS if name not in inputs]
         if missing:
             raise changed(f"a batch has no {', '.join(missing)}", got=", ".join(inputs))
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)  # what a tool returned is not the student's
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)  # tool outputs are not the student's tokens
         question = (ids, attention, inputs["completion_ids"].shape[1])
         further = {name: inputs[name] for name in self._further_inputs if name in inputs}
 
         student_hidden = self._get_last_hidden_state(unwrapped_student, *question, **further)
-        # Through the teacher's own wrapper, which puts sharded weights together.
+        # Through the teacher's own wrapper, which gathers sharded weights.
         self.teacher_model.eval()
         teacher = self.accelerator.unwrap_model(self.teacher_model)
         with torch.no_grad():
@@ -142,33 +142,33 @@ class GatedDistillationTrainer(DistillationTrainer):  # type: ignore[misc]  # as
         return out.loss, out.signals[STUDENT_ENTROPY].sum(), mask.sum()
 
     def _order(self, tokens: int) -> Tensor:
-        """(N,) whose λ each token gets, the same again where a run resumes."""
+        """(N,) index of the token whose λ each token gets; reproducible on resume."""
         return torch.tensor(permutation(tokens, self.args.seed, "trl", "shuffle", *self._place()))
 
     def _noise(self, mask: Tensor) -> Tensor:
-        """(B, T) random numbers for an objective that draws tokens, the same again where a run resumes."""
+        """(B, T) random numbers for an objective that selects tokens; reproducible on resume."""
         draw = generator(self.args.seed, "trl", "select", *self._place()).random
         return torch.tensor([draw() for _ in range(mask.numel())], dtype=torch.float64).view(mask.shape)
 
     def _place(self) -> tuple[int, int, int]:
-        """Step, micro-batch and process, by which random numbers are named."""
+        """Step, micro-batch and rank, which seed the random numbers."""
         part = self._step % self.args.gradient_accumulation_steps
         return self.state.global_step, part, self.accelerator.process_index
 
 
 def _head(network: Any, dtype: torch.dtype) -> Head:
-    """The output head of a network, gathered where FSDP2 has sharded it."""
+    """Return the output head of a network, gathered if FSDP2 has sharded it."""
     head = network_head(network)
     if not hasattr(head.weight, "full_tensor"):
         return head
-    # Once, here: the loss meets the head in many slices, and each would gather it again.
+    # Gather once: the loss uses the head in many slices, and each would gather it again.
     return replace(head, weight=_whole(head.weight).to(dtype), bias=None if head.bias is None else _whole(head.bias))
 
 
 def _whole(parameter: Any) -> Tensor:
-    """A sharded parameter, gathered. Its gradient is the mean over processes, as FSDP makes it of the others."""
+    """Gather a sharded parameter. Its gradient is averaged over processes, as FSDP does for the others."""
     from torch.distributed.tensor import Partial
 
-    # A plain full_tensor() takes the gradient of one process for that of all.
+    # A plain full_tensor() treats one process's gradient as that of all.
     whole: Tensor = parameter.full_tensor(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
     return whole

@@ -1,6 +1,6 @@
 """The gated loss inside verl's trainer, as the distillation loss `gated_kl_topk`. Importing this registers it.
 
-verl finds it by the configuration alone, in every process that reads it:
+verl finds it through the configuration alone, in every process that loads it:
 
     distillation:
       distillation_loss:

@@ -1,8 +1,8 @@
-"""The loss of single tokens, from rows of logits and the teacher's top-K, with its gradient.
+"""Per-token loss from rows of logits and the teacher's top-K, with its gradient.
 
-verl adds up tokens itself, so it wants L_t for each. A token's loss depends on its own row of logits and on no other:
-the gradient of the sum, made chunk by chunk together with the values, holds the gradient of each token in its row.
-Backward only scales the rows. What is kept until then is that one tensor, in the precision of the logits.
+verl aggregates tokens itself, so it needs L_t for each. A token's loss depends only on its own row of logits, so the
+gradient of the sum, computed chunk by chunk with the values, holds each token's gradient in its row. The backward pass
+only scales the rows; until then just that one tensor is kept, in the precision of the logits.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ TELEMETRY = ("lam", "forward_kl", "reverse_kl", "h", "u", "gap", "tail_mass")
 
 @dataclass(frozen=True)
 class LossSettings:
-    """What `distillation_loss` gets, the same for every micro-batch."""
+    """Settings of `distillation_loss`, the same for every micro-batch."""
 
     objective: Gated
     inputs: LossInputs
     vocab_size: int
     chunk_tokens: int
-    """How many rows of logits are worked on at once."""
+    """Rows of logits per chunk."""
 
 
 def prompt_entropy(teacher: TeacherTopK, settings: LossSettings) -> Tensor:
@@ -51,19 +51,19 @@ def token_losses(
     temperature: Tensor,
     settings: LossSettings,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """L_t of N tokens, with gradient, and what it was made of.
+    """Compute L_t of N tokens, with gradient, and its components.
 
     Args:
         logits: (P, V) of the student, divided by the sampler's temperature.
         index: (N,) the row of each token; each row at most once.
         teacher: ids and log_probs (N, K).
-        sample: (N,) which sample a token belongs to; a sample's tokens stand together.
+        sample: (N,) the sample of each token; a sample's tokens are contiguous.
         u: (N,) u(x) of the token's sample.
-        temperature: (N,) of the sampler. It is taken out again: the teacher is known at temperature 1 alone.
+        temperature: (N,) of the sampler. It is undone, as the teacher is known only at temperature 1.
         settings: The same for all tokens.
 
     Returns:
-        (N,) losses, and (N,) each of `TELEMETRY` and the gate's further signals, detached.
+        (N,) losses, and (N,) each of `TELEMETRY` and the gate's extra signals, detached.
     """
     wanted = torch.is_grad_enabled() and logits.requires_grad
     rows = logits.detach()
@@ -89,7 +89,7 @@ def token_losses(
 
 
 class _WithGradient(torch.autograd.Function):
-    """Losses whose gradient by their rows of logits is known already."""
+    """Attaches precomputed gradients with respect to rows of logits to losses."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, losses: Tensor, gradient: Tensor, index: Tensor, chunk: int) -> Tensor:
@@ -118,7 +118,7 @@ def _empty(u: Tensor, settings: LossSettings) -> dict[str, Tensor]:
 
 
 def _chunks(sample: Tensor, settings: LossSettings) -> Iterator[slice]:
-    """Spans of at most `chunk_tokens` tokens; of whole samples where a signal may depend on a token's position."""
+    """Yield spans of at most `chunk_tokens` tokens; of whole samples if a signal may depend on a token's position."""
     count = sample.numel()
     if not settings.objective.further_signals():
         for start in range(0, count, settings.chunk_tokens):

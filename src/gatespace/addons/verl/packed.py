@@ -1,8 +1,8 @@
-"""Where the response tokens stand in verl's packed batch, and which sample each belongs to.
+"""Positions and samples of the response tokens in verl's packed batch.
 
-verl lays the sequences of a micro-batch end to end, prompt and response, without padding: P positions in all. The
-logits at position p predict the token at p + 1, and so do the teacher's numbers there. Under Ulysses sequence
-parallelism every rank has one slice of the student's P positions, and all of the teacher's.
+verl concatenates the sequences of a micro-batch, prompt and response, without padding: P positions in all. The logits
+and the teacher's numbers at position p predict the token at p + 1. Under Ulysses sequence parallelism every rank has
+one slice of the student's P positions, and all of the teacher's.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ from gatespace.errors import RunError
 
 @dataclass(frozen=True)
 class Packed:
-    """The response tokens of a micro-batch that count, in reading order."""
+    """The unmasked response tokens of a micro-batch, in order."""
 
     positions: int
     """P, of the whole micro-batch."""
     index: Tensor
     """(N,) the position whose logits predict each token."""
     sample: Tensor
-    """(N,) the sample that it belongs to, from 0."""
+    """(N,) its sample, from 0."""
     first: Tensor
-    """(N,) which of the N tokens is the first of its sample."""
+    """(N,) index of the first token of its sample."""
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Packed:
-        """From what verl hands to a loss: prompts, responses and response_mask, nested or padded.
+        """Build from verl's loss inputs: prompts, responses and response_mask, nested or padded.
 
-        Tokens of a response that the mask leaves out (what a tool wrote, say) do not count; the first of a sample is
-        the first that does.
+        Masked response tokens (e.g. tool output) are left out; the first token of a sample is its first unmasked one.
         """
         prompts, responses, mask = data["prompts"], data["responses"], data["response_mask"]
         if prompts.is_nested:
@@ -64,7 +63,7 @@ class Packed:
 
 
 def _kept(mask: Tensor, lengths: Tensor) -> Tensor:
-    """(Σ lengths,) whether a response token counts."""
+    """(Σ lengths,) whether a response token is unmasked."""
     if mask.is_nested:
         flat = mask.values()
     else:

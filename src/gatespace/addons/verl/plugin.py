@@ -1,8 +1,8 @@
-"""How the loss comes into verl: one entry in its registry, and one function around its top-K step.
+"""Registers the loss with verl: one registry entry, and one wrapper around its top-K step.
 
-verl computes a top-K loss in two places. While the logits are there, `compute_topk_loss` turns them into numbers per
-token; later the registered function turns these into losses and metrics. The registry reaches the second only, so the
-first is wrapped: for `gated_kl_topk` ours is called, for every other mode verl's own.
+verl computes a top-K loss in two places. While the logits exist, `compute_topk_loss` turns them into numbers per token;
+later the registered function turns these into losses and metrics. The registry covers only the second, so the first is
+wrapped: for `gated_kl_topk` ours is called, for every other mode verl's own.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from gatespace.gating.coefficients import SATURATION, Gate
 from gatespace.gating.tokens import TeacherTopK
 
 STRATEGIES = ("fsdp", "fsdp2", "veomni")
-"""Those whose workers have whole rows of logits."""
+"""Strategies whose workers have full rows of logits."""
 COLUMN = "gate_{}"
-"""Under what name a number per token travels from the logits to the metrics."""
+"""Model-output name of a per-token number, on its way to the metrics."""
 METRIC = "distillation/gate/{}"
 
 _PLACELESS = (
@@ -33,11 +33,11 @@ _PLACELESS = (
     "log_ratio",
     "overlap",
     "overlap_mass",
-)  # further signals of the token alone
+)  # extra signals that depend only on the token itself
 
 
 def install() -> None:
-    """Register the loss with verl in this process; more than once is the same as once."""
+    """Register the loss with verl in this process; idempotent."""
     if LOSS_MODE in getattr(seam.losses, "DISTILLATION_LOSS_REGISTRY", ()):
         return
     seam.check()
@@ -46,7 +46,7 @@ def install() -> None:
     seam.losses.register_distillation_loss(settings)(gated_kl_topk)
 
 
-# ---------------------------------------------------------------------- where the logits are
+# ---------------------------------------------------------------------- with logits
 
 
 def _around(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,9 +62,9 @@ def _around(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def topk_step(config: Any, distillation_config: Any, data: Any, student_logits: Tensor) -> dict[str, Tensor]:
-    """Numbers per position of the packed batch, (1, P) each, from the logits (1, P, V) of this rank.
+    """Compute numbers per position of the packed batch, (1, P) each, from the logits (1, P, V) of this rank.
 
-    Losses carry gradient. Positions that predict no response token that counts are 0 and are ignored.
+    Losses carry gradient. Positions that predict no unmasked response token are 0 and are ignored.
     """
     loss_config = _loss_config(distillation_config)
     _check_strategy(config.strategy)
@@ -124,7 +124,7 @@ def _check_strategy(strategy: str) -> None:
 
 
 def _teacher(data: Any, packed: Packed, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The teacher's ids and log-probabilities, (P, K) each."""
+    """Return the teacher's ids and log-probabilities, (P, K) each."""
     ids, log_probs = data["teacher_ids"], data["teacher_logprobs"]
     if not (ids.is_nested and log_probs.is_nested):
         raise RunError("the teacher's numbers are not nested tensors", why="verl packs them like the input ids")
@@ -138,7 +138,7 @@ def _teacher(data: Any, packed: Packed, device: torch.device) -> tuple[Tensor, T
 
 
 def _slice(positions: int, rows: int, further: tuple[str, ...]) -> tuple[int, int]:
-    """From and up to which position this rank has logits. What exceeds `positions` is padding at the end."""
+    """Return the range of positions whose logits this rank has. Beyond `positions` is padding at the end."""
     size = seam.ulysses.get_ulysses_sequence_parallel_world_size()
     start = seam.ulysses.get_ulysses_sequence_parallel_rank() * rows if size > 1 else 0
     if -(-positions // size) != rows:
@@ -157,21 +157,21 @@ def _slice(positions: int, rows: int, further: tuple[str, ...]) -> tuple[int, in
 
 
 def _temperature(data: Any, device: torch.device) -> Tensor:
-    """(B,) by what the student's logits were divided."""
+    """(B,) temperature by which the student's logits were divided."""
     value = torch.as_tensor(data["temperature"], dtype=torch.float32, device=device)
     return value.reshape(-1).clamp(min=1e-8).expand(data["input_ids"].shape[0])  # the floor is verl's own
 
 
-# ---------------------------------------------------------------------- where losses are added up
+# ---------------------------------------------------------------------- aggregation
 
 
 def gated_kl_topk(
     config: Any, distillation_config: Any, model_output: Mapping[str, Tensor], data: Any
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Losses (B, longest response) for verl to add up, and metrics of the micro-batch.
+    """Return losses (B, longest response) for verl to aggregate, and metrics of the micro-batch.
 
-    A mean is over the tokens of the whole mini-batch: each micro-batch contributes its sum over the global count, which
-    verl adds up, so that it does not depend on how the batch was split.
+    Means are over the tokens of the whole mini-batch: each micro-batch contributes its sum divided by the global count,
+    and verl adds these up, so that means do not depend on how the batch was split.
     """
     loss_config = _loss_config(distillation_config)
     _check_strategy(config.strategy)
@@ -200,7 +200,7 @@ def _metrics(columns: Mapping[str, Tensor], masses: Mapping[str, Tensor], *, sha
     def mean(values: Tensor) -> Any:
         return seam.Metric(seam.AggregationType.SUM, values.double().sum() * share)
 
-    lam = columns["lam"].double()  # Σλ² - (Σλ)²/N takes the digits of a small spread away
+    lam = columns["lam"].double()  # Σλ² - (Σλ)²/N loses the digits of a small spread
     saturated = torch.minimum(lam, 1 - lam) <= SATURATION
     means = {"lam_mean": lam, "lam_square": lam.square(), "lam_saturated": saturated}
     means |= {name: values for name, values in columns.items() if name != "lam"}

@@ -1,4 +1,4 @@
-"""All of verl that the plug-in touches, in one place, and whether it is as the plug-in expects it."""
+"""Everything of verl that the plug-in touches, and a compatibility check."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ except ModuleNotFoundError as absent:
     raise missing_extra("the loss inside verl", module=absent.name or "verl", extra="verl") from absent
 
 TESTED = "0.9.1"
-"""The release of verl that the plug-in was written for and is tested with."""
+"""The verl release the plug-in was written for and is tested with."""
 TOPK_STEP = ("config", "distillation_config", "data", "student_logits", "data_format")
 LOSS = ("config", "distillation_config", "model_output", "data")
 SETTINGS = (
@@ -30,7 +30,7 @@ SETTINGS = (
 
 
 def changed(*found: str) -> UsageError:
-    """The error for a verl with another interface than expected."""
+    """Return the error for a verl with an unexpected interface."""
     return UsageError(
         f"verl {verl.__version__} does not have the structure that gatespace's plug-in expects",
         got="; ".join(found),
@@ -46,7 +46,7 @@ try:
     from verl.workers.config import DistillationLossConfig  # type: ignore[import-not-found]
     from verl.workers.utils.padding import no_padding_2_padding  # type: ignore[import-not-found]
 except ModuleNotFoundError as absent:
-    if not (absent.name or "").startswith("verl"):  # a package that verl needs and does not declare
+    if not (absent.name or "").startswith("verl"):  # an undeclared dependency of verl
         raise missing_extra("the loss inside verl", module=absent.name or "verl", extra="verl") from absent
     raise changed(str(absent)) from absent
 except ImportError as moved:
@@ -66,7 +66,7 @@ __all__ = [
 
 
 def check(module: ModuleType = losses, settings: type = DistillationLossConfig) -> None:
-    """Raise unless verl's distillation losses and their settings are as the plug-in expects them.
+    """Raise unless verl's distillation losses and their settings have the expected interface.
 
     Args:
         module: verl.trainer.distillation.losses.

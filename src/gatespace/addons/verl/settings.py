@@ -20,11 +20,10 @@ ENTROPIES = ("top_k", "bucket")
 
 @dataclass
 class GatedLossConfig(seam.DistillationLossConfig):  # type: ignore[misc]
-    """verl's settings of a distillation loss, and the point (a, b, c, d).
+    """verl's settings of a distillation loss, plus the point (a, b, c, d).
 
-    `topk` of the base is how many tokens the teacher sends; `chunked_topk_chunk_size` is how many rows of logits are
-    worked on at once, always. The other fields of the base mean what they mean in verl; those that this loss could not
-    follow are refused.
+    `topk` of the base is how many tokens the teacher sends; `chunked_topk_chunk_size` is always the number of rows of
+    logits per chunk. Other base fields mean what they mean in verl; settings that this loss cannot honour raise.
     """
 
     loss_mode: str = LOSS_MODE
@@ -42,9 +41,9 @@ class GatedLossConfig(seam.DistillationLossConfig):  # type: ignore[misc]
     entropy: str = "top_k"
     """How h and u are normalised: top_k (over log K), or bucket (with the tail, over log (K + 1))."""
     support: str = "bucket"
-    """What both KLs sum over: bucket is a valid KL; renorm and recipe are there to re-create others' results."""
+    """What both KLs sum over: bucket is a valid KL; renorm and recipe exist to reproduce others' results."""
     support_k: int | None = None
-    """K of the support; null: all that the teacher sends."""
+    """K of the support; null: all tokens the teacher sends."""
     stop_gradient: bool = False
     """Treat λ as a constant in the gradient. By default gradient flows through the gate, as in the paper."""
     vocab_size: int | None = None
@@ -55,7 +54,7 @@ class GatedLossConfig(seam.DistillationLossConfig):  # type: ignore[misc]
         super().__post_init__()
 
     def for_student(self, rows: int) -> LossSettings:
-        """The loss of a student whose head has `rows` rows."""
+        """Loss settings for a student head with `rows` rows."""
         size = rows if self.vocab_size is None else self.vocab_size
         if size > rows:
             raise UsageError(
@@ -106,7 +105,7 @@ class GatedLossConfig(seam.DistillationLossConfig):  # type: ignore[misc]
                 why="clamped probabilities no longer add up to 1, and the KL of them is none",
                 instead="null: the bucket keeps every term finite",
             )
-        objective = Gated(Gate.of(self.gate))  # an error unless it is a gate of known signals
+        objective = Gated(Gate.of(self.gate))  # raises unless it is a gate of known signals
         if objective.uses_sampled():
             raise UsageError(
                 "this gate has a signal of the sampled token",

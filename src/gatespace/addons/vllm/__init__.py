@@ -1,7 +1,7 @@
-"""vLLM as teacher, as sampler of the student's responses, and for `gatespace evaluate`: what the core calls.
+"""vLLM as teacher, as rollout sampler, and for `gatespace evaluate`: the entry points that the core calls.
 
-vLLM has its own environment and is reached over HTTP. A place is either the address of a server that runs already,
-``vllm://HOST:PORT``, or the Python of an environment with vLLM, which then starts a server for as long as it is needed.
+vLLM has its own environment and is reached over HTTP. A place is either the address of a running server,
+``vllm://HOST:PORT``, or the Python of an environment with vLLM, with which a server is started for as long as needed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Report = Callable[[str], None]
 _SHORTEST = 64
-"""The least --max-model-len of a server that is started here."""
+"""Smallest --max-model-len of a server started here."""
 
 
 class TeacherOptions(Section):
@@ -60,7 +60,7 @@ class SamplerOptions(Section):
 
 
 def check_place(where: str) -> None:
-    """Raise unless this is an interpreter or the address of a vLLM server, without asking either."""
+    """Raise unless this is an interpreter or an address of a vLLM server; contacts neither."""
     from gatespace.addons.vllm.process import check_python
     from gatespace.addons.vllm.server import server_address
 
@@ -79,10 +79,10 @@ def open_teacher(
     cache: ScoreCache | None,
     report: Report,
 ) -> VllmTeacher:
-    """The teacher of `pair.teacher: vllm://HOST:PORT`.
+    """Connect to the teacher at `pair.teacher: vllm://HOST:PORT`.
 
-    `cache` stays unused: a stock server sends no hash of its weights, and other weights under the same name would find
-    the scores.
+    `cache` is unused: a stock server sends no hash of its weights, so other weights under the same name would hit the
+    same entries.
     """
     from gatespace.addons.vllm.teacher import VllmTeacher
 
@@ -117,16 +117,16 @@ def open_sampler(
     place: Placement,
     report: Report,
 ) -> Iterator[VllmSampler]:
-    """The sampler of `rollout.engine: vllm`; a server that is started here ends with it.
+    """Open the sampler of `rollout.engine: vllm`; a server started here stops with it.
 
     Args:
-        config: Of the run.
-        student: Whose weights the server gets.
-        encoder: The task in the student's tokens.
-        texts: All texts that will be classified, which decide how long a prompt can be.
-        run: The log of a server that is started here goes there.
-        place: The precision of the run is also the server's.
-        report: Called with a message when something takes long.
+        config: Configuration of the run.
+        student: The model whose weights the server gets.
+        encoder: Encodes the task with the student's tokenizer.
+        texts: All texts to classify, which bound the prompt length.
+        run: Holds the log of a server started here.
+        place: Its precision is also the server's.
+        report: Called with a message about slow steps.
     """
     from gatespace.addons.vllm.process import VllmProcess
     from gatespace.addons.vllm.sampler import VllmSampler, save_untied
@@ -169,7 +169,7 @@ def open_sampler(
                 dtype=place.dtype,
                 timeout=options.timeout,
                 patience=options.patience,
-                wait=is_address(options.server),  # one that was started here does not come back by itself
+                wait=is_address(options.server),  # a server started here does not come back by itself
                 report=report,
             )
         yield stack.enter_context(sampler)
@@ -186,9 +186,9 @@ def _sampler_options(config: TrainConfig) -> SamplerOptions:
 
 
 def evaluator(where: str) -> Callable[..., AbstractContextManager[VllmSampler]]:
-    """What opens vLLM with a model, for `gatespace evaluate --sampler vllm=WHERE`; WHERE is checked at once.
+    """Return an opener for `gatespace evaluate --sampler vllm=WHERE`; WHERE is checked immediately.
 
-    It is called as ``opener(name, model, longest=…, report=…)``, see `open_evaluator`.
+    Call it as ``opener(name, model, longest=…, report=…)``, see `open_evaluator`.
     """
     check_place(where)
     return partial(open_evaluator, where)
@@ -196,14 +196,14 @@ def evaluator(where: str) -> Callable[..., AbstractContextManager[VllmSampler]]:
 
 @contextmanager
 def open_evaluator(where: str, name: str, model: Model, *, longest: int, report: Report) -> Iterator[VllmSampler]:
-    """vLLM with a model's weights, compared with the model's own log-probabilities.
+    """Open vLLM with a model's weights, checked against the model's own log-probabilities.
 
     Args:
         where: An interpreter or an address.
-        name: The model's, as in `load_model`.
+        name: Model name, as in `load_model`.
         model: The same model in this process.
         longest: Tokens of the longest prompt and response.
-        report: Called with a message when something takes long.
+        report: Called with a message about slow steps.
     """
     from gatespace.addons.vllm.process import VllmProcess
     from gatespace.addons.vllm.sampler import VllmSampler

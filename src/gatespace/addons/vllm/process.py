@@ -1,4 +1,4 @@
-"""A vLLM server as a child process: started, waited for, and ended with all its own children."""
+"""A vLLM server as a child process: start it, wait for it, and stop it with all its children."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from gatespace.errors import RunError, UsageError
 from gatespace.files import Closing
 
 _TAIL = 4000
-"""Bytes of the log that an error shows."""
+"""Bytes of the log shown in an error."""
 _END = 30.0
-"""Seconds within which a server that was killed, or listens no more, ends."""
+"""Seconds for a server to exit once it is killed or has stopped listening."""
 
 
 class VllmProcess(Closing):
-    """A vLLM server on this machine, on a free port of the loopback.
+    """A vLLM server on this machine, on a free loopback port.
 
-    vLLM has an environment of its own; `python` is the interpreter there. The module is started and not the script
-    `vllm serve`, which does not work in the CPU build.
+    vLLM has its own environment; `python` is its interpreter. Starts the module rather than the script `vllm serve`,
+    which does not work in the CPU build.
 
     Args:
         python: The interpreter of an environment with vLLM.
         model: A model folder.
-        log: Where its output goes.
+        log: File for its output.
         dtype: ``float32`` or ``bfloat16``.
-        max_model_len: The longest prompt and response.
-        max_logprobs: Most log-probabilities per position that can be asked for.
+        max_model_len: Longest prompt and response.
+        max_logprobs: Max log-probabilities per position.
         weights: Whether new weights can be loaded (vLLM's development endpoints).
-        options: Further options of the server.
-        environment: Further variables.
-        patience: Seconds until it has to be ready.
+        options: Extra server options.
+        environment: Extra environment variables.
+        patience: Seconds to become ready.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class VllmProcess(Closing):
         command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "model", "--dtype", dtype]
         command += ["--max-model-len", str(max_model_len), "--max-logprobs", str(max_logprobs), "--enforce-eager"]
-        # Otherwise the model's own generation_config.json decides what a request leaves open.
+        # Otherwise the model's generation_config.json sets the defaults of a request.
         self._command = [*command, "--generation-config", "vllm", *options]
         variables = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
         variables["VLLM_SERVER_DEV_MODE"] = "1" if weights else "0"
@@ -72,27 +72,27 @@ class VllmProcess(Closing):
 
     @property
     def alive(self) -> bool:
-        """Whether the process has not ended."""
+        """Whether the process is running."""
         return self._process.poll() is None
 
     @property
     def pid(self) -> int:
-        """Of the server, which is also the number of its process group."""
+        """Process id of the server, also its process group id."""
         return self._process.pid
 
     def restart(self) -> None:
-        """Start it again at the same address, running or not."""
+        """Restart it at the same address, running or not."""
         self.kill()
         self._start("ab")
 
     def kill(self) -> None:
-        """End it at once, as a crash would."""
+        """Kill it immediately, like a crash."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait(_END)
 
     def close(self, seconds: float = 20.0) -> None:
-        """Ask it to end, and kill it after `seconds`."""
+        """Terminate it; kill it after `seconds`."""
         atexit.unregister(self.close)
         if self.alive:
             with suppress(ProcessLookupError):
@@ -103,14 +103,14 @@ class VllmProcess(Closing):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Where the block fails because the server has ended, raise an error with the end of the server's log."""
+        """If the block fails because the server has exited, raise an error with the end of its log."""
         try:
             yield
         except RunError as error:
             if not _is_away(error):
                 raise
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END)  # it stops listening before it ends
+                self._process.wait(_END)  # it stops listening before it exits
             if self.alive:
                 raise
             raise RunError(
@@ -122,7 +122,7 @@ class VllmProcess(Closing):
 
     def _start(self, mode: str) -> None:
         with self.log.open(mode) as output:
-            # A group of its own: the engine is a child of the server, and both have to end.
+            # Own process group: the engine is a child of the server, and both have to stop.
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
@@ -161,7 +161,7 @@ class VllmProcess(Closing):
 
 
 def check_python(python: str | Path) -> None:
-    """Raise unless there is a program of this name."""
+    """Raise unless this is an executable file."""
     path = Path(python).expanduser()
     if not path.is_file() or not os.access(path, os.X_OK):
         raise UsageError("no Python with vLLM", got=python, instead="make test-vllm makes .venv-vllm/bin/python")

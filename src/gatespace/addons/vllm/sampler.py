@@ -1,10 +1,9 @@
-"""A sampler in a vLLM server, which gets the student's weights after every update.
+"""Rollout sampler on a vLLM server that gets the student's weights after every update.
 
-vLLM generates faster than a network that is made for training; but its samples are the student's only if it has the
-student's weights, all of them. So the weights are written with an untied head, the server is asked for the
-log-probabilities of a text after every sync, and one that does not agree with the student is not sampled from. That
-check cannot tell two updates apart that differ by less than the server rounds, so it is rehearsed once, with weights
-that differ everywhere: it then shows if the server keeps some of the old ones.
+vLLM generates faster than a training network, but its samples are on-policy only if it has all of the student's
+weights. So weights are written with an untied head, and after every sync the server's log-probabilities of a probe
+text must agree with the student's, or nothing is sampled. That check cannot see updates smaller than the server's
+rounding, so it is rehearsed once with weights that differ everywhere, which exposes a server that keeps old ones.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ from gatespace.rollout.native import Rollout, Sampling
 
 _TEXT = 'The price rose by 12.5 %, "really"?!\n\t@user #tag naïve {"label": "x"}'
 _PROBE = 32
-"""Tokens of the text on which server and student have to agree."""
+"""Tokens of the probe text on which server and student must agree."""
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.12, torch.float16: 0.03}
-"""Nats by which the log-probabilities of the text may differ on average, by the less precise side. SmolLM2 differs by
-less than 1e-4 in float32 and by .05 in bfloat16 (its single tokens by up to .24)."""
+"""Mean difference allowed in the probe's log-probabilities (nats), by the less precise side. SmolLM2 differs by less
+than 1e-4 in float32 and by .05 in bfloat16 (single tokens by up to .24)."""
 _HOT = 2.0
-"""The highest temperature that vLLM takes: drawn tokens have plainly other log-probabilities than the model's own."""
+"""vLLM's highest temperature: log-probabilities of sampled tokens then clearly differ from those at temperature 1."""
 _ALTERED = 0.03
-"""By what share of its neighbour a weight is altered in the rehearsal."""
+"""Fraction of its neighbour added to each weight in the rehearsal."""
 _NEVER = -100.0
-"""Added to the logits of ids that are padding; the least that the protocol allows."""
+"""Logit bias of padding ids; the lowest the protocol allows."""
 _CONCURRENCY = 32
 _ATTEMPTS = 4
 _SEED = (1 << 63) - 1
 _PLAIN: dict[str, Any] = {
-    # A server may take whatever a request leaves open from the model's own generation_config.json.
+    # A server may take defaults from the model's generation_config.json.
     "top_k": 0,
     "min_p": 0.0,
     "repetition_penalty": 1.0,
@@ -55,19 +54,19 @@ _PLAIN: dict[str, Any] = {
 
 
 class VllmSampler(Closing):
-    """Samples with a vLLM server that has a model's weights, or gets them. Whether it has them is checked on a text.
+    """Samples with a vLLM server that has, or is sent, a model's weights; verifies them on a probe text.
 
-    A server that gets weights has to be started with ``VLLM_SERVER_DEV_MODE=1``, best from a folder that `save_untied`
-    wrote, and to see `folder` under the same name as this process: on this machine, or on a shared disk.
+    A server that is sent weights must run with ``VLLM_SERVER_DEV_MODE=1``, preferably from a folder written by
+    `save_untied`, and see `folder` under the same path as this process: on this machine, or on a shared disk.
 
     Args:
         address: ``vllm://HOST:PORT[/MODEL]``.
         model: The student.
-        folder: New weights are written below it; None: the server has the model's weights, which do not change.
-        rehearse: Try once, with weights that differ everywhere, whether the server takes all of them. It needs the
-            memory of a second student for a moment.
-        dtype: Precision of the server, and of the weights that are written.
-        tolerance: Nats by which log-probabilities may differ from the model's on average; None: by the precision.
+        folder: Parent of new weights; None: the server already has the model's weights, which do not change.
+        rehearse: Check once, with weights that differ everywhere, that the server loads all of them. Briefly needs the
+            memory of a second student.
+        dtype: Precision of the server, and of the written weights.
+        tolerance: Mean difference allowed in log-probabilities (nats); None: by precision.
         timeout: Seconds after which a request is retried.
         patience: Seconds without a reply after which `ServerAwayError` is raised.
         wait: As in `VllmServer`.
@@ -95,7 +94,7 @@ class VllmSampler(Closing):
         self._tolerance = _TOLERANCE[coarser] if tolerance is None else tolerance
         self._probe: list[int] = model.tokenizer.encode(_TEXT, add_special_tokens=False)[:_PROBE]
         self._seen = 0
-        """Interruptions of the server when its weights were checked."""
+        """The server's interruptions when its weights were last checked."""
         self._processed: bool | None = None
         self._server = VllmServer(
             address, timeout=timeout, patience=patience, wait=wait, report=report, concurrency=_CONCURRENCY
@@ -112,7 +111,7 @@ class VllmSampler(Closing):
             raise
 
     def close(self) -> None:
-        """Abort the requests that are running, and remove the weights from the disk."""
+        """Abort running requests, and delete the written weights."""
         self._server.close()
         if self._folder is not None:
             for number in (0, 1):
@@ -121,9 +120,9 @@ class VllmSampler(Closing):
     # ------------------------------------------------------------------ weights
 
     def sync(self) -> float:
-        """Give the server the weights as they are now, and compare; by how many nats log-probabilities still differ.
+        """Send the current weights to the server; return the mean difference of log-probabilities in nats.
 
-        Raises `RunError` if that is more than rounding.
+        Raises `RunError` if it exceeds rounding.
         """
         if self._folder is not None:
             self._load(self._model, self._folder)
@@ -132,7 +131,7 @@ class VllmSampler(Closing):
         return apart
 
     def _load(self, model: Model, folder: Path) -> None:
-        """Have the server load the weights of `model`."""
+        """Make the server load the weights of `model`."""
         new, old = (folder / f"weights-{(self._syncs + i) % 2}" for i in (0, 1))  # the server may have `old` open
         self._syncs += 1
         save_untied(model, new, dtype=self._dtype)
@@ -150,7 +149,7 @@ class VllmSampler(Closing):
         shutil.rmtree(old, ignore_errors=True)
 
     def _compare(self, model: Model, tolerance: float) -> float:
-        """By how many nats the log-probabilities of server and `model` differ; an error beyond `tolerance`."""
+        """Return the mean log-probability difference between server and `model`; raise beyond `tolerance`."""
         apart = float((_log_probs(model, self._probe) - torch.tensor(self._server_log_probs(self._probe))).abs().mean())
         if not apart <= tolerance:
             why, instead = "it has another model, or computes in another precision", "start it with this model"
@@ -166,7 +165,7 @@ class VllmSampler(Closing):
         return apart
 
     def _server_log_probs(self, ids: list[int]) -> list[float]:
-        """The log-probability of every token but the first."""
+        """Return the log-probability of every token but the first."""
         body = {"model": self._name, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 1}
         (choice,) = self._server.complete([ids], body)
         positions = (choice.prompt_logprobs or [])[1:]
@@ -183,15 +182,15 @@ class VllmSampler(Closing):
         seeds: Sequence[int] = (),
         vocab_size: int | None = None,
     ) -> Rollout:
-        """Continue every prompt; as `gatespace.rollout.sample` does, but with vLLM's random numbers.
+        """Sample a response to every prompt, like `gatespace.rollout.sample` but with vLLM's random numbers.
 
         Args:
             prompts: Whole prompts, with the shared prefix.
-            sampling: How tokens are chosen.
-            stop: Whether a response, its last token included, is at its end. vLLM generates up to an end token or the
-                longest response, and what comes after the end is cut off.
-            seeds: Per row, of its own named stream; not needed at temperature 0.
-            vocab_size: Ids from here on are padding. None: by the model's tokenizer.
+            sampling: Sampling parameters.
+            stop: Whether a response is complete with its last token. vLLM generates up to an end token or the maximum
+                length, and everything after the stop is cut off.
+            seeds: One per row, from its own named stream; not needed at temperature 0.
+            vocab_size: Ids from here on are padding. None: from the model's tokenizer.
         """
         if sampling.temperature > 0 and len(seeds) != len(prompts):
             raise UsageError("sampling needs a seed per row", got=f"{len(seeds)} for {len(prompts)} rows")
@@ -209,7 +208,7 @@ class VllmSampler(Closing):
     def _choices(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], vocab_size: int
     ) -> list[Choice]:
-        """The replies to all prompts, from a server that had the weights all the time."""
+        """Return the replies to all prompts, from a server that had the weights throughout."""
         body = {
             "model": self._name,
             "max_tokens": sampling.max_new_tokens,
@@ -217,21 +216,21 @@ class VllmSampler(Closing):
             "top_p": sampling.top_p if sampling.temperature > 0 else 1.0,
             "logprobs": 1,
             **_PLAIN,
-            "ignore_eos": True,  # the end tokens of the server's files; ours follow
+            "ignore_eos": True,  # ignores the server's own end tokens; ours follow
             "stop_token_ids": list(self._model.end_ids),
         }
         if padding := range(vocab_size, len(self._model.head.weight)):
             body["logit_bias"] = dict.fromkeys(map(str, padding), _NEVER)
         if sampling.temperature == 0:
             requests = [(list(prompts), body)] if prompts else []
-        else:  # a request has one seed
+        else:  # one seed per request
             requests = [([prompt], {**body, "seed": seed & _SEED}) for prompt, seed in zip(prompts, seeds, strict=True)]
         for _ in range(_ATTEMPTS):
             running = [self._server.submit(partial(self._server.complete, rows, body)) for rows, body in requests]
             choices = [choice for request in running for choice in request.result()]
             if self._server.interruptions == self._seen:
                 return choices
-            self.sync()  # what replies now may have other weights
+            self.sync()  # a restarted server may have other weights
         raise RunError(f"{self._server} does not stay long enough to sample", got=f"{_ATTEMPTS} interruptions")
 
     def _generated(self, choice: Choice, sampling: Sampling, vocab_size: int) -> tuple[list[int], list[float]]:
@@ -252,7 +251,7 @@ class VllmSampler(Closing):
         return ids, log_probs
 
     def _check_logprobs_mode(self, sampling: Sampling) -> None:
-        """Log-probabilities have to be those of the distribution that was drawn from, not of the bare model."""
+        """Raise unless log-probabilities are those of the sampling distribution, not of the raw model."""
         if sampling.temperature == 0 or (sampling.temperature, sampling.top_p) == (1, 1):
             return
         if self._processed is None:
@@ -273,15 +272,15 @@ class VllmSampler(Closing):
 
 
 def save_untied(model: Model, folder: Path, *, dtype: torch.dtype | None = None) -> None:
-    """Write a normal model folder with an untied head, whole or not at all. `model` stays as it is.
+    """Write a model folder with an untied head, atomically. `model` is not modified.
 
-    Many small models share one matrix between embedding and head, and their folders have it once. An engine that loads
-    new weights from such a folder while it runs may renew the embedding and keep its old head without an error, as
-    vLLM's CPU build does. A folder that has both leaves nothing to be derived.
+    Many small models tie embedding and head, and their folders store the matrix once. An engine that reloads weights
+    from such a folder may update the embedding and silently keep its old head, as vLLM's CPU build does. A folder that
+    has both avoids this.
 
     Args:
         model: Any model; adapters are merged into the copy.
-        folder: Replaced if gatespace has written it before.
+        folder: Replaced if gatespace wrote it before.
         dtype: Precision of the written weights; None: the network's.
     """
     whole = merged(model) if hasattr(model.network, "merge_and_unload") else model
@@ -294,8 +293,8 @@ def save_untied(model: Model, folder: Path, *, dtype: torch.dtype | None = None)
         state = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
     head = network.get_output_embeddings()
     name = next(name for name, module in network.named_modules() if module is head) + ".weight"
-    state[name] = state[name].clone()  # no longer the storage of the embedding
-    with torch.device("meta"):  # without weights of its own: they are those of `network`
+    state[name] = state[name].clone()  # no longer shares storage with the embedding
+    with torch.device("meta"):  # allocates no weights: they are assigned from `state`
         untied: Any = type(network)(config)
     missing, unexpected = untied.load_state_dict(state, strict=False, assign=True)
     if missing or unexpected:
@@ -311,7 +310,7 @@ def save_untied(model: Model, folder: Path, *, dtype: torch.dtype | None = None)
 
 @torch.no_grad()
 def _log_probs(model: Model, ids: list[int]) -> Tensor:
-    """The log-probability of every token but the first, over all rows of the head, as in vLLM."""
+    """Return the log-probability of every token but the first, over all rows of the head, as in vLLM."""
     network: Any = model.network
     logits = network(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0, :-1]
     log_probs = torch.log_softmax(logits.float(), -1)
@@ -320,8 +319,8 @@ def _log_probs(model: Model, ids: list[int]) -> Tensor:
 
 @torch.no_grad()
 def _altered(model: Model) -> Model:
-    """A copy all of whose weights are others: the body's a little, so that rounding stays what it is; the head's rows
-    rotated by one, so that an old head, or one that is only a copy of the embedding, is far off."""
+    """Return a copy with all weights changed: the body's slightly, so that rounding stays the same; the head's rows
+    rotated by one, so that an old head, or one that merely copies the embedding, is far off."""
     whole = merged(model) if hasattr(model.network, "merge_and_unload") else model
     network: Any = copy.deepcopy(whole.network) if whole is model else whole.network
     layer = network.get_output_embeddings()

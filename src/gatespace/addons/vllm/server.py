@@ -1,10 +1,9 @@
-"""Client of a stock vLLM server, over HTTP.
+"""HTTP client for a stock vLLM server.
 
-Every wait has a deadline: a request is cut off after `timeout`, however slowly the bytes of its reply arrive, and
-retried with growing pauses until `patience` is over. A server that is gone is waited for; what a server refuses is an
-error at once; and a reply that is not exactly what was asked for is an error too, and never a number. The standard
-library's client is used: one connection per request needs no pool, and the time of a reply goes into its JSON, not into
-the transport.
+Every wait has a deadline: a request is cut off after `timeout`, even if bytes keep trickling in, and retried with
+backoff until `patience` runs out. A server that is gone is waited for; a refusal is an error at once; so is a reply
+that does not match the request exactly. It uses the standard library's client: with one connection per request there
+is nothing to pool, and JSON dominates the time of a reply, not transport.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ except ImportError as error:
     raise missing_extra("a vLLM server", module="msgspec", extra="service") from error
 
 LARGEST = 512 << 20
-"""Bytes of the largest reply that is read."""
+"""Max bytes of a reply."""
 _CHUNK = 1 << 20
 _PASSING = frozenset({408, 425, 429, 502, 503, 504})
-"""Statuses of a server that is busy, or not there yet."""
+"""Statuses of a server that is busy or not ready yet."""
 _BROKEN = 3
-"""How often a server may fail internally (500) before that counts as its reply."""
+"""Internal errors (500) after which a request counts as refused."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 10.0
 _HEALTH = 10.0
-"""Seconds within which a healthy server says so."""
+"""Timeout of the health check in seconds."""
 
 T = TypeVar("T")
 
@@ -56,7 +55,7 @@ class RefusedError(RunError):
 
 
 def server_address(text: str) -> Address:
-    """The address ``vllm://HOST:PORT`` or ``vllm://HOST:PORT/MODEL``."""
+    """Parse an address ``vllm://HOST:PORT`` or ``vllm://HOST:PORT/MODEL``."""
     with suppress(Fault):
         if (address := parse_address(text)).scheme == "vllm":
             return address
@@ -69,7 +68,7 @@ def server_address(text: str) -> Address:
 
 
 class Card(msgspec.Struct):
-    """A model of a server, as the server lists it."""
+    """A model as listed by the server."""
 
     id: str
     root: str | None = None
@@ -83,7 +82,7 @@ class Logprobs(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """The reply to one prompt. Positions stay JSON until `read_position`: most are never needed."""
+    """The reply to one prompt. Positions stay raw JSON until `read_position`, as most are never needed."""
 
     index: int
     finish_reason: str | None = None
@@ -123,7 +122,7 @@ _position = msgspec.json.Decoder(dict[int, _Entry] | None)
 
 
 def read_position(raw: msgspec.Raw, token: int) -> dict[int, float]:
-    """Id → log-probability at a position of a prompt where `token` stands, which must be among the ids."""
+    """Return id → log-probability at a prompt position; `token`, the one at that position, must be among the ids."""
     try:
         entries = _position.decode(raw)
     except _UNREADABLE as error:
@@ -140,25 +139,25 @@ def read_position(raw: msgspec.Raw, token: int) -> dict[int, float]:
 
 
 def is_log_prob(value: float) -> bool:
-    """Whether this is a log-probability, but for rounding."""
+    """Whether this is a log-probability, up to rounding."""
     return math.isfinite(value) and value <= 1e-3
 
 
-# ---------------------------------------------------------------------------------------------------- the server
+# ---------------------------------------------------------------------------------------------------- server
 
 
 class VllmServer(Closing):
-    """Sends requests to one server; may be used from several threads.
+    """Sends requests to one server; thread-safe.
 
     Args:
         address: ``vllm://HOST:PORT[/MODEL]``.
-        timeout: Seconds after which a request is cut off and retried. The next attempt has twice as long, for a server
-            may be slow because there is much to do.
+        timeout: Seconds after which a request is cut off and retried. Doubles after each timeout, as the server may
+            just be loaded.
         patience: Seconds without success after which `ServerAwayError` is raised.
-        wait: Whether to wait where nothing listens at the address. False: `ServerAwayError` at once, for a caller who
-            can start the server again.
+        wait: Whether to wait if nothing listens at the address. False: raise `ServerAwayError` at once, for a caller
+            that can restart the server.
         report: Called with a message when a request takes longer than `timeout`.
-        concurrency: Most requests at a time that `submit` starts.
+        concurrency: Max concurrent requests of `submit`.
     """
 
     def __init__(
@@ -173,7 +172,7 @@ class VllmServer(Closing):
     ) -> None:
         self.address = server_address(address)
         self.interruptions = 0
-        """How many requests were cut off: what replies to the next one may be another server."""
+        """Number of failed attempts; after one, a different server may reply."""
         self._timeout, self._patience, self._wait = timeout, patience, wait
         self._report = report or (lambda text: None)
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="gatespace-vllm")
@@ -185,7 +184,7 @@ class VllmServer(Closing):
         return f"the vLLM server at {self.address}"
 
     def close(self) -> None:
-        """Abort the requests that are running."""
+        """Abort running requests."""
         self._closing.set()
         with self._lock:
             for sock in self._sockets:
@@ -195,7 +194,7 @@ class VllmServer(Closing):
     # ------------------------------------------------------------------ requests
 
     def card(self) -> Card:
-        """The model of the address; an error where the server does not have it, or has several to choose from."""
+        """Return the model of the address; raise if the server lacks it, or has several and none is named."""
         cards = self._call("/v1/models", _Models).data
         wanted, names = self.address.model, ", ".join(card.id for card in cards) or "none"
         if wanted is None and len(cards) != 1:
@@ -206,11 +205,11 @@ class VllmServer(Closing):
         raise UsageError(f"{self} does not have this model", got=wanted, instead=f"one of: {names}")
 
     def version(self) -> str:
-        """The version of vLLM."""
+        """Return the version of vLLM."""
         return self._call("/version", _Version).version
 
     def healthy(self) -> bool:
-        """Whether the server reports that it is healthy. One attempt."""
+        """Return whether the server reports healthy; one attempt."""
         try:
             status, _ = self._exchange("/health", None, _HEALTH)
         except (OSError, http.client.HTTPException):
@@ -218,12 +217,12 @@ class VllmServer(Closing):
         return status == 200
 
     def tokenize(self, model: str, text: str) -> list[int]:
-        """The ids of `text` by the server's tokenizer."""
+        """Tokenize `text` with the server's tokenizer."""
         body = {"model": model, "prompt": text, "add_special_tokens": False}
         return self._call("/tokenize", _Tokens, body).tokens
 
     def complete(self, prompts: Sequence[Sequence[int]], body: dict[str, Any]) -> list[Choice]:
-        """The replies to prompts of token ids, in order; the ids that the server has read are compared with them."""
+        """Complete prompts of token ids, in order; the ids the server echoes are compared with them."""
         sent = [list(prompt) for prompt in prompts]
         body = {**body, "prompt": sent, "stream": False, "return_token_ids": True, "skip_special_tokens": False}
         reply = self._call("/v1/completions", _Completion, body)
@@ -242,17 +241,17 @@ class VllmServer(Closing):
         return choices
 
     def command(self, path: str, body: dict[str, Any] | None = None) -> None:
-        """Send a command whose reply is empty; it must be one that may be repeated."""
+        """Send a command and ignore its reply; it must be idempotent."""
         self._reply(path, msgspec.json.encode(body or {}))
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Start `work`, one request or several, in a thread of this client."""
+        """Run `work`, one or more requests, in a thread of this client."""
         return self._pool.submit(work)
 
     # ------------------------------------------------------------------ attempts
 
     def _call(self, path: str, kind: type[T], body: dict[str, Any] | None = None) -> T:
-        """The reply to a GET, or to a POST of `body`."""
+        """Decode the reply to a GET, or to a POST of `body`."""
         reply = self._reply(path, None if body is None else msgspec.json.encode(body))
         try:
             return msgspec.json.decode(reply, type=kind)
@@ -262,7 +261,7 @@ class VllmServer(Closing):
             ) from None
 
     def _reply(self, path: str, content: bytes | None) -> bytes:
-        """The body of a reply with status 200, after as many attempts as patience allows."""
+        """Return the body of a reply with status 200; retry within `patience`."""
         start = time.monotonic()
         timeout, failures, broken = self._timeout, 0, 0
         while True:
@@ -302,7 +301,7 @@ class VllmServer(Closing):
             self._closing.wait(min(rest, backoff(failures, first=_FIRST_PAUSE, longest=_LONGEST_PAUSE)))
 
     def _exchange(self, path: str, content: bytes | None, seconds: float) -> tuple[int, bytes]:
-        """Status and body; a `TimeoutError` after `seconds`, even if single bytes keep coming."""
+        """Return status and body; raise `TimeoutError` after `seconds`, even if bytes keep trickling in."""
         host = self.address.host.strip("[]")
         connection = http.client.HTTPConnection(host, self.address.port, timeout=seconds)
         late = threading.Event()
@@ -346,7 +345,7 @@ def _body(response: http.client.HTTPResponse) -> bytes:
         if size > LARGEST:
             raise RunError("the reply of a vLLM server is too large", got=f"more than {LARGEST >> 20} MiB")
         chunks.append(chunk)
-    if response.length:  # read() with a size does not say so itself
+    if response.length:  # read() with a size does not report truncation
         raise http.client.IncompleteRead(b"", response.length)
     return b"".join(chunks)
 
@@ -357,7 +356,7 @@ def _cut(sock: socket.socket) -> None:
 
 
 def _detail(reply: bytes) -> str:
-    """The message of an error: in OpenAI's form, in FastAPI's, or the bytes themselves."""
+    """Return an error's message: OpenAI's format, FastAPI's, or the raw bytes."""
     with suppress(Exception):
         found = msgspec.json.decode(reply)
         inner = found.get("error", found)

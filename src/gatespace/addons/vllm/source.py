@@ -1,4 +1,4 @@
-"""The files of a model that vLLM computes with: what is known of it without its weights in this process."""
+"""Files of a model for vLLM: metadata without loading its weights in this process."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SMALL = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
-"""Configuration and tokenizer. Weights are safetensors only: loading a pickle runs whatever code is in it."""
+"""Configuration and tokenizer. Weights are safetensors only: unpickling can execute code."""
 _WEIGHTS = "*.safetensors"
 
 
 @dataclass(frozen=True)
 class VllmSource:
-    """A model by its files."""
+    """The files of a model."""
 
     name: str
-    """As the user calls it."""
+    """As given by the user."""
     folder: Path
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
     config: Any = field(repr=False)
-    """Of the part that reads text."""
+    """Of the text model."""
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids the tokenizer has."""
+        """Number of tokenizer ids."""
         return max(self.tokenizer.get_vocab().values()) + 1
 
     @property
@@ -44,14 +44,14 @@ class VllmSource:
 
     @property
     def reach(self) -> int | None:
-        """The longest text that the model has positions for."""
+        """Maximum number of positions."""
         reach = getattr(self.config, "max_position_embeddings", None)
         return reach if isinstance(reach, int) and reach > 0 else None
 
     def fingerprint(self) -> str:
-        """A hash of the files with configuration and weights, wherever they are.
+        """Hash the configuration and weight files, independent of their location.
 
-        Unlike `Model.fingerprint` it also changes when the same weights are divided into files in another way.
+        Unlike `Model.fingerprint`, it also changes when the same weights are sharded differently.
         """
         files = sorted(self.folder.glob(_WEIGHTS))
         if not files:
@@ -62,12 +62,12 @@ class VllmSource:
 
 
 def vllm_source(name: str, *, weights: bool, report: Callable[[str], None] | None = None) -> VllmSource:
-    """The files of a model, fetched from the Hub if they are not here.
+    """Return the files of a model, downloaded from the Hub if missing.
 
     Args:
         name: As in `load_model`.
-        weights: Whether the weights are needed here, because vLLM is started here.
-        report: Called with a message when something takes long.
+        weights: Whether the weights are needed, because vLLM is started here.
+        report: Called with a message about slow steps.
     """
     try:
         import transformers
@@ -84,7 +84,7 @@ def vllm_source(name: str, *, weights: bool, report: Callable[[str], None] | Non
                 folder = Path(snapshot_download(where, allow_patterns=patterns, **options))
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # files of all ages and kinds fail in as many ways
+    except Exception as error:  # old or unusual files fail in many ways
         raise UsageError(f"{name} could not be read for vLLM", got=first_line(error)) from error
     return VllmSource(name, folder.absolute(), tokenizer, config.get_text_config())
 

@@ -1,11 +1,10 @@
-"""A teacher in a stock vLLM server, which gives top-k log-probabilities.
+"""A teacher on a stock vLLM server, which returns top-k log-probabilities.
 
-A prompt and its response are sent as token ids, as one prompt whose log-probabilities are asked for; only the positions
-of the response are decoded. Nothing is tokenised again: the server repeats the ids that it has read, and they are
-compared with those that were sent.
+Prompt and response are sent as token ids, as one prompt with `prompt_logprobs`; only the response positions are
+decoded. Nothing is retokenized: the server echoes the ids it received, and they are compared with those sent.
 
-Unlike other teachers, this one does not promise the same bits for the same question: vLLM batches as it likes. Neither
-does it send a hash of its weights; it is recognised by its name, its version and the log-probabilities of a text.
+Unlike other teachers, this one is not batch-invariant: vLLM batches as it likes. It also sends no hash of its weights;
+it is identified by name, version and the log-probabilities of a probe text.
 """
 
 from __future__ import annotations
@@ -38,44 +37,44 @@ if TYPE_CHECKING:
 
 _TEXT = 'The price rose by 12.5 %, "really"?!\n\t@user #tag naïve 文字 😀 {"label": "x"}'
 _SPREAD = 61
-"""Tokens from all over the vocabulary on which the two tokenizers are compared."""
+"""Tokens spread over the vocabulary on which the two tokenizers are compared."""
 _REPLY_BYTES, _ENTRY_BYTES = 64 << 20, 80
-"""About how large a reply may become, and what one token at one position takes in it."""
+"""Approximate limit of a reply, and approximate bytes per token and position in it."""
 _PROBE = 24
-"""Tokens of the text by which a server is recognised."""
+"""Tokens of the probe text that identifies a server."""
 _LIKE = 0.5
-"""Nats by which their log-probabilities may differ from those of before; half precision is within .13."""
+"""Nats by which the probe's log-probabilities may change; half precision stays within .13."""
 _NO_LIMIT = 1 << 62
 
 
 class _Identity(NamedTuple):
-    """By what a server is recognised."""
+    """What identifies a server."""
 
     id: str
     root: str | None
     version: str
     max_model_len: int | None
     probe: list[float]
-    """Log-probabilities of a text."""
+    """Log-probabilities of the probe text."""
 
 
 def name_fingerprint(card: Card, version: str) -> str:
-    """A hash of name and version, in place of one of the weights, which a stock server does not send."""
+    """Hash name and version; a stock server sends no hash of its weights."""
     identity = "\n".join(("gatespace vllm 1", card.id, card.root or "", version))
     return hashlib.sha256(identity.encode()).hexdigest()
 
 
 class VllmTeacher(Closing):
-    """Scores with a vLLM server; it takes the place of a `LocalTeacher` whose payload is ``top_k``.
+    """Scores with a vLLM server; replaces a `LocalTeacher` with payload ``top_k``.
 
     Args:
-        address: ``vllm://HOST:PORT``, or ``vllm://HOST:PORT/MODEL`` where the server has several.
-        spec: What is asked; the server's ``--max-logprobs`` is the largest `k`.
+        address: ``vllm://HOST:PORT``, or ``vllm://HOST:PORT/MODEL`` if the server has several models.
+        spec: Score specification; the server's ``--max-logprobs`` is the largest `k`.
         tokenizer: The student's. A server with another tokenizer is refused.
-        cache: Scores computed before. Their keys hold the server's name for its weights, not a hash of them: only for a
-            server whose names never change their meaning.
-        fingerprint: Of the weights, where they are known; None: `name_fingerprint`.
-        device: Where the scores go.
+        cache: Cached scores. Without `fingerprint`, keys hold the server's model name, not a hash of its weights: use
+            it only if a name always means the same weights.
+        fingerprint: Of the weights, if known; None: `name_fingerprint`.
+        device: Device of the scores.
         timeout: Seconds after which a request is retried.
         patience: Seconds without a reply after which `TeacherAwayError` is raised.
         wait: As in `VllmServer`.
@@ -100,7 +99,7 @@ class VllmTeacher(Closing):
         self.vocab_size = spec.vocab_size
         self._prefix, self._longest, self._k = list(spec.prefix), spec.max_new_tokens, min(spec.k, spec.vocab_size)
         self._extra = 0
-        """Tokens asked for beyond k, in place of ids that are padding."""
+        """Extra tokens requested beyond k, to make up for padding ids."""
         self._cache = cache
         self._server = VllmServer(address, timeout=timeout, patience=patience, wait=wait, report=report)
         self._probe = tokenizer.encode(_TEXT, add_special_tokens=False)[:_PROBE]
@@ -124,21 +123,21 @@ class VllmTeacher(Closing):
             report(f"prompts travel to {self._server.address} unencrypted, as vLLM's HTTP does")
 
     def about(self) -> dict[str, str]:
-        """What a run records of the teacher."""
+        """What a run records about the teacher."""
         return {"address": str(self._server.address), "model": self.model_name, "numerics": self.numerics}
 
     def close(self) -> None:
-        """Abort the requests that are running."""
+        """Abort running requests."""
         self._server.close()
 
     # ------------------------------------------------------------------ scores
 
     def score(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Scores:
-        """The scores of all tokens of `responses`, each the continuation of its prompt (after the shared prefix)."""
+        """Score all tokens of `responses`, each continuing its prompt (without the shared prefix)."""
         return self.ask(prompts, responses)()
 
     def ask(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Callable[[], Scores]:
-        """Ask without waiting: what is returned waits and gives the scores."""
+        """Send without waiting; calling the result waits and returns the scores."""
         wholes = self._wholes(prompts, responses)
         lengths = [len(response) for response in responses]
         self.stats.rows += len(lengths)
@@ -161,7 +160,7 @@ class VllmTeacher(Closing):
     def _wholes(self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> list[list[int]]:
         """Prefix, prompt and response of each row."""
         check_questions(prompts, responses, self._longest)
-        most = (self._known.max_model_len or _NO_LIMIT) - 1  # one token is always generated
+        most = (self._known.max_model_len or _NO_LIMIT) - 1  # vLLM always generates one token
         wholes = []
         for prompt, response in zip(prompts, responses, strict=True):
             whole = [*self._prefix, *prompt, *response]
@@ -175,7 +174,7 @@ class VllmTeacher(Closing):
         return wholes
 
     def _parts(self, rows: Sequence[int], wholes: list[list[int]]) -> list[list[int]]:
-        """Consecutive rows in requests whose replies are not too large."""
+        """Split rows in order into requests with replies of bounded size."""
         most = _REPLY_BYTES // (_ENTRY_BYTES * (self._k + self._extra + 1))
         parts: list[list[int]] = []
         tokens = 0
@@ -194,14 +193,14 @@ class VllmTeacher(Closing):
         return self._server.submit(lambda: self._score(asked, counts))
 
     def _score(self, wholes: list[list[int]], lengths: list[int]) -> list[Tensor]:
-        """(length, 2k+1) each: ids and log-probabilities of the top-k, log-probability of the token itself."""
+        """Return (length, 2k+1) each: ids and log-probabilities of the top-k, log-probability of the token itself."""
         while True:
             extra = self._extra
             choices = self._complete(wholes, self._k + extra)
             rows = [self._top_k(*row, self._k + extra) for row in zip(wholes, choices, lengths, strict=True)]
             if all(row is not None for row in rows):
                 return [row for row in rows if row is not None]
-            # Padding of the teacher's head is in its top-k: so many more have to be asked for.
+            # Padding rows of the teacher's head took places in its top-k: request more.
             self._extra = max(self._extra, 2 * extra, 8)
 
     def _complete(self, wholes: list[list[int]], k: int) -> list[Choice]:
@@ -218,7 +217,7 @@ class VllmTeacher(Closing):
             raise
 
     def _top_k(self, whole: list[int], choice: Choice, length: int, asked: int) -> Tensor | None:
-        """The scores of a row; None where padding took places in the top-k."""
+        """Return the scores of a row; None if padding leaves fewer than k ids."""
         rows: list[list[float]] = []
         for token, raw in zip(whole[-length:], (choice.prompt_logprobs or [])[-length:], strict=True):
             entries = read_position(raw, token)
@@ -229,9 +228,9 @@ class VllmTeacher(Closing):
             if len(top) < self._k:
                 return None
             rows.append([*(float(id) for _, id in top), *(value for value, _ in top), entries[token]])
-        return torch.tensor(rows, dtype=torch.float32)  # float32 holds every id of a vocabulary exactly
+        return torch.tensor(rows, dtype=torch.float32)  # float32 represents every token id exactly
 
-    # ------------------------------------------------------------------ which server
+    # ------------------------------------------------------------------ server identity
 
     def _check_length(self, card: Card) -> None:
         needed = len(self._prefix) + self._longest
@@ -243,7 +242,7 @@ class VllmTeacher(Closing):
             )
 
     def _check_tokenizer(self, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raise unless the server's tokenizer gives the student's ids for some texts."""
+        """Raise unless the server's tokenizer gives the student's ids for a few texts."""
         step = max(1, self.vocab_size // _SPREAD)
         spread = list(range(step // 2, self.vocab_size, step))
         texts = [_TEXT, str(tokenizer.decode(spread)), " ".join(map(str, tokenizer.all_special_tokens))]
@@ -277,7 +276,7 @@ class VllmTeacher(Closing):
         return _Identity(card.id, card.root, version, card.max_model_len, probe)
 
     def _recognise(self) -> None:
-        """Raise where, after an interruption, another server replies than before."""
+        """After an interruption, raise if a different server replies."""
         if self._server.interruptions == self._seen:
             return
         now = self._identity()
@@ -293,7 +292,7 @@ class VllmTeacher(Closing):
 
 @contextmanager
 def _teacher_away() -> Iterator[None]:
-    """Raise a server's absence as the teacher's, for which a run writes a checkpoint."""
+    """Convert `ServerAwayError` to `TeacherAwayError`, on which a run writes a checkpoint."""
     try:
         yield
     except ServerAwayError as error:
