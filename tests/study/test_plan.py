@@ -7,6 +7,7 @@ from itertools import groupby
 
 import pytest
 
+from gatespace.cli.estimate import estimate
 from gatespace.cli.study_file import load_study
 from gatespace.config import StudyConfig, parse_config
 from gatespace.errors import UsageError
@@ -379,3 +380,16 @@ def test_names_of_baselines_are_those_from_before_rows_named_their_teachers() ->
         given = {"name": "x", "tasks": {"t": {"task": task}}, "points": ["G5"]}
         one = parse_config(StudyConfig, {**given, "train": {"pair": {"student": "s", "teacher": "t"}}})
         assert baseline_name(one, "t", "teacher") == known
+
+
+def test_models_with_other_tokens_can_be_compared_over_labels_only(short_smollm2):
+    def checked(**objective):
+        pair = {"student": "tiny", "teacher": str(short_smollm2)}
+        config = study(train={**settings()["train"], "pair": pair, "objective": objective}, teach={})
+        train = train_config(config, "messages", 1, {"gate": "G5", **objective})
+        return check_study(config, {"messages": {}}), estimate(train, lambda text: None)["notes"]
+
+    _, notes = checked(support="labels")
+    assert any("different tokens" in note for note in notes)
+    with pytest.raises(UsageError, match="do not have the same vocabulary"):
+        checked(support="full")

@@ -74,7 +74,10 @@ def test_rows() -> None:
         ({"name": "tweetevl"}, r"^task\.name: unknown task 'tweetevl'"),
         ({"name": "synthetic", "root": "x"}, r"^task: the task synthetic has no folder"),
         ({"root": "no/such/folder"}, r"^task: root is not a folder"),
-        ({"table": {"source": "none.csv", "labels": ["a", "b"]}}, r"^task\.table: no such file(.|\n)*working directory"),
+        (
+            {"table": {"source": "none.csv", "labels": ["a", "b"]}},
+            r"^task\.table: no such file(.|\n)*working directory",
+        ),
         ({"table": {"source": "none.csv", "labels": ["a", "A"]}}, r"^task\.table: two labels differ in case"),
     ],
 )

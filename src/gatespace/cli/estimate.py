@@ -19,11 +19,11 @@ from gatespace.cli.progress import duration
 from gatespace.config import TeachConfig, TrainConfig, dump_config, dump_yaml
 from gatespace.config.address import is_address
 from gatespace.gating.configured import build_objective
-from gatespace.models import Model, check_pair
+from gatespace.models import Model
 from gatespace.models.load import TINY
 from gatespace.models.sizes import Sizes, sizes_of
 from gatespace.tasks.data import AnyTask
-from gatespace.training.fit import check_fit
+from gatespace.training.fit import check_fit, check_models
 from gatespace.training.memory import Layout, Memory, Plan, Work, layouts
 from gatespace.training.setup import (
     Material,
@@ -172,7 +172,7 @@ def _train(config: TrainConfig, place: Placement, load: Callable[..., Model]) ->
             notes.append(f"the teacher at {where} was not contacted: its arithmetic, memory and time are not counted")
         else:
             teachers[scorer] = teacher = outline(scorer, *pair.alone(scorer).model("teacher"))
-            notes += check_pair(student, teacher).notes
+            notes += check_models(config, student, teacher).notes
     theirs = {scorer: sizes_of(teacher) for scorer, teacher in teachers.items()}
     if config.engine.packed is False:
         notes.append("engine.packed is false: one forward pass over the prompt per response token, not counted")

@@ -57,8 +57,8 @@ def train(
 
     The student responds to prompts, the teacher scores every token of the
     responses, the gate mixes forward and reverse KL, and the student learns.
-    Both models need the same tokenizer. A run that was stopped resumes with
-    the same command.
+    Both models need the same tokenizer, unless objective.support is over
+    labels. A run that was stopped resumes with the same command.
 
     \b
     gatespace train --teacher runs/teach --gate G5

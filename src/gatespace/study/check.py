@@ -13,12 +13,12 @@ from pathlib import Path
 from gatespace.config import ObjectiveConfig, StudyConfig, TeachConfig, TrainConfig, in_setting
 from gatespace.config.address import is_address
 from gatespace.errors import missing_extra
-from gatespace.models import Model, check_pair
+from gatespace.models import Model
 from gatespace.models.load import SMOLLM2, TINY, hub_name
 from gatespace.plugins import load_plugins, provided
 from gatespace.study.plan import ROLES, teach_config, train_config
 from gatespace.tasks.data import AnyTask
-from gatespace.training.fit import check_fit, check_teachers, check_top_k
+from gatespace.training.fit import check_fit, check_models, check_teachers, check_top_k
 from gatespace.training.setup import encoder_for, material, outline_model, teacher_encoder_for
 
 
@@ -71,7 +71,7 @@ def _check_runs(study: StudyConfig, config: TrainConfig) -> list[str]:
     if student is None:
         return []
     for teacher in teachers.values():
-        check_pair(student, teacher)
+        check_models(config, student, teacher)
     for method in study.axes.published:
         goal = ObjectiveConfig(method=method.method, params=method.params)
         check_top_k(goal, student.vocab_size, f"axes.published.{method.point}")

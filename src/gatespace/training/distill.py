@@ -18,7 +18,7 @@ from gatespace.errors import RunError, UsageError
 from gatespace.gating.configured import build_gate, build_objective
 from gatespace.gating.fused import fused_distillation_loss
 from gatespace.gating.loss import LossInputs, LossOutput, distillation_loss
-from gatespace.models import Model, check_pair
+from gatespace.models import Model
 from gatespace.models.body import response_states
 from gatespace.models.cache_root import cache_root
 from gatespace.models.encode import Encoder
@@ -33,7 +33,7 @@ from gatespace.teacher.several import Addressed, Teachers, joint_fingerprint
 from gatespace.training.batches import Batches
 from gatespace.training.clock import Clock
 from gatespace.training.expected import Expected, ExpectedAhead
-from gatespace.training.fit import check_teachers
+from gatespace.training.fit import check_models, check_teachers
 from gatespace.training.job import Job
 from gatespace.training.memory import chunk_mb, micro_tokens
 from gatespace.training.processes import Processes
@@ -99,7 +99,10 @@ class Distillation(Job):
         self.vocab_size = self.model.vocab_size
         for scorer, local in self._locals.items():
             with nullcontext() if pair.teachers is None else in_setting(f"pair.{scorer}"):
-                self.vocab_size = self.check_pair(local)
+                report = check_models(config, self.model, local)
+            for note in report.notes:
+                progress.note(note)
+            self.vocab_size = report.vocab_size
         if opened and processes.size > 1:
             progress.note(
                 f"each of the {processes.size} processes holds the whole teacher "
@@ -115,13 +118,6 @@ class Distillation(Job):
             "gate": str(build_gate(config.objective)),
             "precision": self.place.precision,
         }
-
-    def check_pair(self, teacher: Model) -> int:
-        """Raise unless the pair is compatible; returns the size of the shared vocabulary."""
-        report = check_pair(self.model, teacher)
-        for note in report.notes:
-            self.progress.note(note)
-        return report.vocab_size
 
     @property
     def _local(self) -> Model | None:

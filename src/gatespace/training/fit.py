@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from gatespace.config import ObjectiveConfig, TeachConfig, TrainConfig
 from gatespace.errors import UsageError
-from gatespace.models import Model
+from gatespace.models import Model, PairReport, check_pair
 from gatespace.models.encode import Encoder
 from gatespace.tasks.data import AnyExample
 from gatespace.training.setup import Material
@@ -28,6 +28,17 @@ class Demand(NamedTuple):
     new_tokens: int
     models: dict[str, Model]
     """Setting → model whose context window must hold both."""
+
+
+def check_models(config: TrainConfig, student: Model, teacher: Model) -> PairReport:
+    """Raise unless the objective can compare the two models."""
+    try:
+        return check_pair(student, teacher)
+    except UsageError:
+        if not config.objective.over_labels or config.pair.teachers is not None:  # several score the student's tokens
+            raise
+        note = f"{student.name} and {teacher.name} have different tokens; each scores labels in its own"
+        return PairReport(student.vocab_size, (note,))
 
 
 def check_fit(config: TrainConfig | TeachConfig, data: Material, encoder: Encoder, **models: Model) -> list[str]:

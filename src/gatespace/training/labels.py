@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gatespace.errors import RunError, UsageError
+from gatespace.errors import RunError
 from gatespace.gating.log_probs import token_log_probs
 from gatespace.gating.loss import LossInputs, LossOutput, distillation_loss
 from gatespace.models import Model
@@ -48,16 +48,6 @@ class LabelBatch(MicroBatch):
 
 class LabelDistillation(Distillation):
     """The job of `gatespace train` where `objective.support` is labels."""
-
-    def check_pair(self, teacher: Model) -> int:
-        """Accept any two models: each scores labels in its own tokens."""
-        try:
-            super().check_pair(teacher)
-        except UsageError:
-            if self.config.pair.teachers is not None:  # which score in the student's tokens
-                raise
-            self.progress.note(f"{self.model.name} and {teacher.name} have different tokens; each scores in its own")
-        return self.model.vocab_size
 
     @cached_property
     def teacher_encoder(self) -> Encoder:
