@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 Workers = Annotated[
     int | None,
-    typer.Option("--workers", metavar="N", min=1, show_default=False, help="Runs at once; else as the study says."),
+    typer.Option("--workers", metavar="N", min=1, show_default=False, help="Runs in parallel; default: the study's."),
 ]
 Threads = Annotated[
     int | None,
     typer.Option(
-        "--threads", metavar="N", min=1, show_default=False, help="CPU threads of each run; else cores / workers."
+        "--threads", metavar="N", min=1, show_default=False, help="CPU threads per run; default: cores / workers."
     ),
 ]
 EngineName = Annotated[
-    str, typer.Option("--engine", metavar="NAME", help="local processes, or ray, or one of another package.")
+    str, typer.Option("--engine", metavar="NAME", help="local (processes), ray, or an engine of another package.")
 ]
 Address = Annotated[
     str | None,
-    typer.Option("--address", metavar="ADDRESS", show_default=False, help="Of the engine's cluster, e.g. auto."),
+    typer.Option("--address", metavar="ADDRESS", show_default=False, help="The cluster's address, e.g. auto."),
 ]
 
 
