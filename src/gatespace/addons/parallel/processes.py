@@ -1,7 +1,7 @@
 """One run in several processes (DDP, FSDP2).
 
-Messages between processes are tensors or JSON, never pickles. Gradients are summed once per step in float32, without
-the DDP wrapper: a step runs the student several times before one backward pass.
+Messages between processes are tensors or JSON, never pickles. With DDP, gradients are summed once per step in float32,
+without the DDP wrapper: a step runs the student several times before one backward pass. FSDP2 sums them in that pass.
 """
 
 from __future__ import annotations
