@@ -44,7 +44,7 @@ from gatespace.teacher.scores import (
 
 _HEARTBEAT = 2.0  # max seconds between heartbeats while waiting for a reply
 _TICK = 50  # milliseconds between checks for timeouts and retries while waiting for a reply
-_SOON = 5.0  # seconds of waiting for a first reply before the user is told
+_SOON = 5.0  # seconds of waiting for a first reply before a message to the user
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
 """Seconds before a retry."""
 _LINGER = 500  # milliseconds to send the last message
@@ -300,7 +300,7 @@ class Connection(Closing):
 
     Servers are killed, restarted, suspended and overloaded, and messages are lost with them. ZeroMQ reconnects by
     itself, with backoff. A server that does not know the session gets a new Hello, and a request is resent under its
-    id until it has a reply. Every wait is bounded: after `timeout` the user is told, after `patience` it is an error.
+    id until it has a reply. Every wait is bounded: after `timeout` the user gets a message, after `patience` an error.
     Everything runs in the calling thread; between calls, the socket buffers what the server sends.
 
     Args:
