@@ -170,6 +170,21 @@ def test_a_task_that_all_points_solve_is_named(tmp_path):
     assert not [text for text in found.limits if "0.0 pp" in text]
 
 
+def test_a_task_on_which_nothing_was_learned_is_named(tmp_path):
+    results = sample_results(tmp_path, **SMALL)
+    constant = round(analyse(results).baselines["emotion"].best_constant * 120)
+    stuck = {
+        key: replace(
+            run, scores={**run.scores, "test": replace(run.scores["test"], accuracy=constant / 120, correct=constant)}
+        )
+        for key, run in results.runs.items()
+    }
+    results = replace(results, runs=stuck)
+    [text] = [one for one in find(View(results, analyse(results))).notable if "apart" in one]
+    assert f"on {constant} of 120 test texts, as if all had the most frequent label" in text
+    assert text.endswith("Usually more steps or a higher learning rate help.")
+
+
 def test_runs_that_differ_in_more_than_the_gate_are_named(tmp_path):
     results = sample_results(tmp_path, **SMALL)
     seeds = sorted({run.spec.seed for run in results.done})

@@ -162,10 +162,16 @@ def _alike(view: View) -> Iterator[str]:
             continue
         correct, same = Counter(run.scores["test"].correct for run in runs).most_common(1)[0]
         if 2 * same > len(runs):
+            score, constant = runs[0].scores["test"], view.analysis.baselines[task].best_constant
+            why, helps = "", "more or harder test texts help, or fewer steps"
+            if constant is not None and correct <= round(constant * score.count):
+                why, helps = (
+                    ", as if all had the most frequent label",
+                    "more steps or a higher learning rate help",
+                )
             yield (
-                f"{task}: {same} of {len(runs)} runs are right on {correct} of {runs[0].scores['test'].count} test "
-                f"texts: it hardly tells the {len(points)} points apart. Usually more or harder test texts help, or "
-                "fewer steps."
+                f"{task}: {same} of {len(runs)} runs are right on {correct} of {score.count} test texts{why}: "
+                f"it hardly tells the {len(points)} points apart. Usually {helps}."
             )
 
 
