@@ -475,16 +475,16 @@ def test_a_look_at_more_runs_is_another_look(done, tmp_path, cli_run):
     read_results(folder.path)  # to read is not to look
 
     def look() -> dict:
-        return json.loads(cli_run("report", folder, "--evidence", "--json").stdout)
+        return json.loads(cli_run("evidence", folder, "--json").stdout)
 
     assert [look()["looks"] for _ in range(2)] == [1, 1]
-    assert "Look" not in cli_run("report", folder, "--evidence").stdout
+    assert "Look" not in cli_run("evidence", folder).stdout
     first = folder.looks()
     assert [(one["seeds"], one["runs"]) for one in first] == [({"messages": [42]}, len(marks))]
     for mark in marks:
         mark.touch()
     assert look()["looks"] == 2
-    told = " ".join(cli_run("report", folder, "--evidence").stdout.split())
+    told = " ".join(cli_run("evidence", folder).stdout.split())
     assert f"Look 2 at the test results of this study; at earlier looks {len(marks)} runs were done." in told
     assert "not adjusted for looking" in told
     assert folder.looks() == [*first, {**folder.looks()[-1], "seeds": {"messages": [2, 42]}, "runs": 2 * len(marks)}]

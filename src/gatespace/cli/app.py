@@ -20,7 +20,7 @@ from gatespace.training.processes import is_first
 
 _CORE = (
     *("gate", "methods", "distill", "teach", "train", "evaluate", "predict", "init"),
-    *("plan", "run", "status", "report", "doctor"),
+    *("plan", "run", "status", "evidence", "report", "doctor"),
 )
 """Each is a function in the module of the same name. Add-ons and other packages provide more."""
 

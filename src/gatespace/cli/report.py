@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gatespace.cli.console import console, print_json, print_warnings
+from gatespace.cli.evidence import plain
 
 if TYPE_CHECKING:
-    from gatespace.evidence.records import ComparisonEvidence
     from gatespace.report.page import ReportFiles
 
 Folder = Annotated[
@@ -21,19 +21,10 @@ Output = Annotated[
     typer.Option("--output", "-o", metavar="DIR", show_default="with the study", help="Where the report is written."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the findings and the files as JSON.")]
-Evidence = Annotated[
-    bool, typer.Option("--evidence", help="Print every comparison with its interval, and write no files.")
-]
 NoPng = Annotated[bool, typer.Option("--no-png", help="Draw figures as SVG only, which is faster.")]
 
 
-def report(
-    folder: Folder,
-    output: Output = None,
-    as_json: AsJson = False,
-    no_png: NoPng = False,
-    evidence: Evidence = False,
-) -> None:
+def report(folder: Folder, output: Output = None, as_json: AsJson = False, no_png: NoPng = False) -> None:
     """Write the report of a study: report.html, tables/ and figures/.
 
     Nothing is trained. An incomplete study gives a partial report, marked
@@ -43,11 +34,8 @@ def report(
     \b
     gatespace report studies/demo
     gatespace report studies/demo --output paper/supplement --no-png
-    gatespace report studies/demo.tar.xz --evidence --json
+    gatespace report studies/demo.tar.xz --json
     """
-    if evidence:
-        _print_evidence(folder, as_json)
-        return
     written = write_report(folder, output, png=not no_png, quiet=as_json)
     if not as_json:
         return
@@ -66,7 +54,7 @@ def report(
             ],
             "limits": list(found.limits),
             "beside": list(found.beside),
-            "comparisons": [*map(_plain, written.analysis.comparisons)],
+            "comparisons": [*map(plain, written.analysis.comparisons)],
             "html": str(written.html),
             "tables": [*map(str, written.tables)],
             "figures": [*map(str, written.figures)],
@@ -82,46 +70,6 @@ def write_report(folder: Path, output: Path | None = None, *, png: bool = True, 
     if not quiet:
         _print(written)
     return written
-
-
-def _plain(found: ComparisonEvidence) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return {name: value for name, value in asdict(found).items() if name not in ("mcnemar", "run_ids")}
-
-
-def _print_evidence(folder: Path, as_json: bool) -> None:
-    from gatespace.cli.console import table
-    from gatespace.evidence.analysis import analyse
-    from gatespace.report.findings import looks_text
-    from gatespace.report.table import shown
-    from gatespace.report.view import View
-    from gatespace.study.results import look_at
-
-    results = look_at(folder)
-    analysis = analyse(results)
-    found = analysis.comparisons
-    if as_json:
-        parts = {"study": results.name, "problems": results.problems, "looks": len(results.looks)}
-        print_json({**parts, "comparisons": [*map(_plain, found)]})
-        return
-    out = console()
-    numbers = ("seeds", "mean, pp", "from", "to", "p", "p, Holm", "p, BH")
-    title = f"{results.name}: {View(results, analysis, {}).metric_name} on test, left minus right"
-    rows = table(title, "task", "left", "right", *numbers, numbers=numbers)
-    for one in found:
-        if (pair := one.judged) is not None:
-            values = [shown(value, "signed_pp") for value in (pair.mean, pair.low, pair.high)]
-            values += [shown(value, "p") for value in (pair.p, one.holm, one.bh)]
-            rows.add_row(one.task, one.left, one.right, str(pair.n), *values)
-    out.print(rows)
-    seed = results.selection_seed
-    without = "" if seed is None else f"; where two others are there, without the selection seed ({seed})"
-    out.print(f"95 % intervals over seeds{without}.")
-    if text := looks_text(results):
-        out.print(text)
-    if results.problems:
-        out.print(f"not complete: {'; '.join(results.problems)}")
 
 
 def _print(written: ReportFiles) -> None:

@@ -83,11 +83,11 @@ def test_report_and_explore_work_from_the_file_alone(trained, tmp_path):
     assert [path.name for path in tables] == sorted(path.name for path in (written / "tables").iterdir())
     for path in tables:
         assert (written / "tables" / path.name).read_bytes() == path.read_bytes(), path.name
-    evidence = cli("report", away, "--evidence", "--json")
+    evidence = cli("evidence", away, "--json")
     assert json.loads(evidence.output)["comparisons"] == json.loads(told.output)["comparisons"]
     (found,) = json.loads(evidence.output)["comparisons"]
     assert (found["left"], found["right"], found["all"]["n"]) == ("G5", "static:0.5", 2)
-    assert "static:0.5" in cli("report", away, "--evidence").output
+    assert "static:0.5" in cli("evidence", away).output
     page = cli("explore", away, "--json")
     assert page.exit_code == 0, page.output
     assert json.loads(page.output)["runs"] == 4
