@@ -28,7 +28,7 @@ sys.exit(code)
 """
 
 CORE = (
-    *("distill", "doctor", "evaluate", "gate", "init", "methods", "plan", "predict"),
+    *("distill", "doctor", "evaluate", "evidence", "gate", "init", "methods", "plan", "predict"),
     *("report", "run", "status", "teach", "train"),
 )
 
