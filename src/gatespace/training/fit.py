@@ -129,5 +129,5 @@ def _check_window(demand: Demand, encoder: Encoder, right: int) -> None:
             got=f"{longest} tokens of the longest prompt{where and f' ({where})'} and {new} of a response, of "
             f"{model.window} ({model.name}); {over} of {len(lengths)} prompts are too long for it",
             why="a model's numbers mean nothing beyond the positions that it was made for",
-            instead=instead or "shorter texts, or a model with a longer context window",
+            instead=instead or f"{encoder.prompt.shorter}, or a model with a longer context window",
         )
