@@ -34,6 +34,7 @@ def test_a_run_says_its_metric(teach):
     assert "val token_f1 by step" in result.stdout
     assert "val token_f1 0." in result.stderr
     assert "task.text" in result.stdout
+    assert result.stdout.count("rollout.max_new_tokens=") == 1
 
 
 def test_its_card_says_its_prompt_and_metric(teach):
