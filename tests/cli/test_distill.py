@@ -64,6 +64,36 @@ def test_one_command_from_a_table_to_a_model(cli, tmp_path, rows, options, said,
         assert models["student after"]["score"] == models["student before"]["score"]
 
 
+def test_a_teacher_on_the_same_file_tells_the_task(tmp_path, monkeypatch):
+    """Its prompt is the one it knows, and rows that it learned from are neither prompts nor tested on."""
+    from gatespace.cli import distill, found_model
+    from gatespace.config import TaskConfig, dump_config, parse_config
+
+    def task_of(settings):
+        return dump_config(parse_config(TaskConfig, settings))
+
+    (tmp_path / "rows.csv").write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    carved = {"carve": {"val": 0.3, "test": 0.3}, "carve_seed": 5}
+    text = {"source": "rows.csv", "prompt": "Say: {mr}", "answer": "ref", "metric": "contains", **carved}
+    theirs = task_of({"text": text, "split_seed": 7})
+    monkeypatch.setattr(found_model, "run_settings", lambda name: {"task": theirs})
+    for data in ("rows.csv", "./rows.csv", str(tmp_path / "rows.csv")):
+        assert task_of(distill._task(data, "runs/teacher", prompt=None).task) == theirs
+    found = task_of(distill._task("rows.csv", "runs/teacher", prompt="{mr}", metric=None).task)
+    assert found == {**theirs, "text": {**theirs["text"], "prompt": "{mr}"}}
+    (tmp_path / "other.csv").write_text(TEXT)
+    found = distill._task("other.csv", "runs/teacher", prompt=None).task
+    assert (found["split"], found["text"]["prompt"]) == (None, "{mr}")
+
+    table = {"source": "rows.csv", "labels": ["a", "b"], "text_column": "mr", "label_column": "ref", **carved}
+    theirs = task_of({"table": table, "split_seed": 7})
+    assert task_of(distill._task("rows.csv", "runs/teacher", metric=None).task) == theirs
+    found = task_of(distill._task("rows.csv", "runs/teacher", metric="exact").task)
+    assert {name: found["text"][name] for name in carved} == carved
+    assert (found["split"], found["split_seed"]) == (theirs["split"], 7)
+
+
 @pytest.mark.parametrize(
     "rows, options, message",
     [

@@ -34,6 +34,7 @@ def test_a_run_says_its_metric(teach):
     assert "val token_f1 by step" in result.stdout
     assert "val token_f1 0." in result.stderr
     assert "task.text" in result.stdout
+    assert result.stdout.count("rollout.max_new_tokens=") == 1
 
 
 def test_its_card_says_its_prompt_and_metric(teach):
@@ -76,6 +77,9 @@ def test_predict_gives_a_response_per_line(cli, teach, tmp_path):
     result = cli("predict", folder, tmp_path / "new.jsonl", "-o", tmp_path / "out.csv")
     assert result.exit_code == 0, result.stderr
     assert (tmp_path / "out.csv").read_text().splitlines()[0] == "line,response,text,raw"
+    # an empty cell keeps its place, as an empty line does
+    (tmp_path / "gap.csv").write_text(f"id,mr\n1,{asked[0]}\n2,\n3, \n4,{asked[1]}\n")
+    assert cli("predict", folder, tmp_path / "gap.csv").stdout.split("\n") == [said[0], "", "", said[1], ""]
     (tmp_path / "other.jsonl").write_text('{"meaning": "x"}\n')
     missing = cli("predict", folder, tmp_path / "other.jsonl")
     assert missing.exit_code == 2

@@ -68,6 +68,13 @@ def test_the_answers_of_before_are_nothing_learned(steps: list[dict[str, float]]
     assert kinds({"val": now}, start={"val": Answers.of(start)}, steps=steps) == ["nothing learned"]
 
 
+def test_weights_of_before_training_say_nothing_about_the_learning_rate() -> None:
+    start = said(("a", 70), ("b", 70), ("c", 60))
+    (found,) = concerns({"val": start}, start={"val": Answers.of(start)}, steps=FALLING, unchanged=True)
+    assert found.kind == "nothing gained"
+    assert "smaller learning rate" in str(found)
+
+
 def test_a_loss_that_stands_still() -> None:
     noise = losses([6.2, 6.0, 6.3, 6.1] * 15)
     assert kinds({"val": RIGHT}, steps=noise) == ["nothing learned"]

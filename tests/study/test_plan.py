@@ -15,7 +15,18 @@ from gatespace.gating.coefficients import Gate
 from gatespace.runs import StudyFolder
 from gatespace.study.check import check_study
 from gatespace.study.outlook import outline
-from gatespace.study.plan import NINE, baseline_name, check, ending, make_plan, objective, slug, train_config
+from gatespace.study.plan import (
+    NINE,
+    baseline_name,
+    check,
+    ending,
+    make_plan,
+    model_name,
+    objective,
+    slug,
+    teach_config,
+    train_config,
+)
 
 from .conftest import settings, study
 
@@ -369,6 +380,30 @@ def test_a_teacher_prompt_is_checked_before_any_run():
         checked(prompt="{hint}")
     with pytest.raises(UsageError, match="do not fit into the context window"):
         checked(system="word " * 2000)
+
+
+def test_a_teacher_of_free_text_is_evaluated_to_the_length_of_the_runs(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"q": "item {i}", "a": "{"word " * 50}{i}"}}\n' for i in range(40)))
+    text = {"task": {"text": {"source": str(rows), "prompt": "{q}", "answer": "a"}}}
+
+    def made(task, **teacher):
+        train = {"pair": {"student": "tiny"}, "rollout": {"max_new_tokens": 96}, "evaluation": {"max_new_tokens": 96}}
+        config = study(tasks={"t": task}, train=train, teach={"teacher": {"model": "tiny", **teacher}})
+        return (
+            config,
+            teach_config(config, "t", "teacher").evaluation.max_new_tokens,
+            model_name(config, "t", "teacher"),
+        )
+
+    config, cap, name = made(text)
+    assert cap == 32  # of no evaluation: the model keeps its identity, and nothing is noted about it
+    assert check_study(config, {"t": {}}) == []
+    assert made(text, evaluation={"every": 5})[1] == 96
+    assert made(text, evaluation={"every": 5, "max_new_tokens": 64})[1] == 64
+    labels = settings()["tasks"]["messages"]
+    assert made(labels, evaluation={"every": 5})[1:] == made(labels, evaluation={"every": 5, "max_new_tokens": 32})[1:]
+    assert name == made(text, evaluation={"every": 0, "max_new_tokens": 32})[2]
 
 
 def test_names_of_baselines_are_those_from_before_rows_named_their_teachers() -> None:

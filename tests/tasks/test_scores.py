@@ -89,6 +89,11 @@ def test_own_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     register_metric("wild")(lambda *_: 2.0)
     with pytest.raises(RunError, match="from 0 to 1"):
         find_metric("wild")("", [], {})
+    register_metric("mute")(lambda *_: None)
+    with pytest.raises(RunError, match="from 0 to 1"):
+        find_metric("mute")("", [], {})
+    with pytest.raises(UsageError, match=r"not given: 'name'[^~]*'mr'[^~]*task\.text\.columns"):
+        find_metric("slots")("", [], {"mr": "x"})
     with pytest.raises(UsageError, match="did you mean 'rouge_l'"):
         find_metric("rouge-l")
     assert {"exact", "contains", "regex", "number", "token_f1", "rouge_l", "bleu", "chrf"} == set(METRICS)

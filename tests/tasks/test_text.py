@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gatespace.errors import UsageError
-from gatespace.tasks.text import Template, TextExample, TextPrompt, TextTask, load_text
+from gatespace.tasks.text import OtherPrompt, Template, TextExample, TextPrompt, TextTask, load_text
 
 
 def write(path: Path, *rows: dict[str, Any]) -> Path:
@@ -85,6 +85,12 @@ def test_conversations(tmp_path: Path) -> None:
     beside = [{"chat": json.dumps(chat("hi", "hello", f"who are you {i}")), "reply": "me"} for i in range(10)]
     other = load(write(tmp_path / "d.jsonl", *beside), prompt=None, messages="chat", answer="reply")
     assert [row.text for row in other.train] == [row.text for row in task.train]
+    parts = [
+        {"messages": [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in row["messages"]]}
+        for row in with_answer
+    ]
+    third = load(write(tmp_path / "e.jsonl", *parts), prompt=None, messages="messages", answer=None)
+    assert [(row.text, row.references) for row in third.train] == [(row.text, row.references) for row in task.train]
 
 
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -104,9 +110,16 @@ BAD_CHATS: list[tuple[Any, str]] = [
     ([{"role": "robot", "content": "x"}], "bad.jsonl:1: turn 1 of 'messages' has an unknown role"),
     ([{"role": "user", "content": ""}], "bad.jsonl:1: turn 1 of 'messages' has no text"),
     ([{"role": "user"}], "bad.jsonl:1: turn 1 of 'messages' has no role and content"),
+    ([{"role": "user", "content": [{"type": "image", "text": None}]}], "bad.jsonl:1: turn 1 of 'messages' has no text"),
+    (
+        [{"role": "assistant", "content": "Let me see.", "tool_calls": [{"id": "1"}]}],
+        "bad.jsonl:1: turn 1 of 'messages' calls tools",
+    ),
     (chat("hi"), "bad.jsonl:1: the conversation does not end with the right response"),
     ([{"role": "assistant", "content": "x"}], "bad.jsonl:1: there is nothing to respond to"),
-    ("hi", "bad.jsonl:1: 'messages' is no conversation"),
+    ("hi", """"role": "user", "content": "…"}"""),
+    ([{"from": "human", "value": "hi"}], """"role": "user", "content": "…"}"""),
+    ({"role": "user"}, "bad.jsonl:1: 'messages' is no conversation"),
     ([], "bad.jsonl:1: 'messages' is no conversation"),
 ]
 
@@ -219,8 +232,11 @@ def test_the_shared_prefix_and_stop_texts(tokenizer: Any) -> None:
     assert ends[-1]
     assert not Encoder(TextPrompt(), tokenizer, []).closed(ids)
     encoder.check(rows, window=1000)
-    with pytest.raises(UsageError, match="do not fit into the context window"):
+    with pytest.raises(UsageError, match=r"do not fit into the context window[^~]*too_long: truncate"):
         encoder.check(rows, window=20, new_tokens=5)
+    other = OtherPrompt(TextPrompt(), system="Be brief.")  # too_long is about the student's prompts
+    with pytest.raises(UsageError, match=r"do not fit into the context window[^~]*or shorter texts"):
+        Encoder(other, tokenizer, []).check(rows, window=20, new_tokens=5)
     strict = Encoder(TextPrompt(max_prompt_tokens=5), tokenizer, [row.text for row in rows])
     with pytest.raises(UsageError, match=r"longer than task\.text\.max_prompt_tokens"):
         strict.check(rows)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gatespace.config import TrainConfig
     from gatespace.evaluation import Evaluation
     from gatespace.models import Model
+    from gatespace.tasks.guess import Guess
     from gatespace.training.setup import Material
 
 STEPS, BATCH_SIZE, LR = 60, 24, 5e-5
@@ -73,7 +74,8 @@ def distill(
     Reads the table, guesses what kind of task it is and says so, evaluates
     the teacher and the student, trains, evaluates again, and prints one
     table. Training stops when validation has not improved three times in a
-    row, and keeps the best weights. A killed command resumes.
+    row, and keeps the best weights. A killed command resumes. If the teacher
+    is a run on the same file, the task is that of its run.
 
     \b
     gatespace distill rows.csv --teacher runs/teach --student smollm2 -o runs/small
@@ -85,6 +87,7 @@ def distill(
     in DIR/model.
     """
     from gatespace.cli.console import console, print_json, print_warnings
+    from gatespace.cli.estimate import estimate
     from gatespace.cli.progress import RunProgress
     from gatespace.cli.training import with_model_folders
     from gatespace.config import TrainConfig
@@ -92,15 +95,14 @@ def distill(
     from gatespace.plugins import load_plugins
     from gatespace.runs import RunFolder
     from gatespace.tasks.configured import teacher_prompt
-    from gatespace.tasks.guess import guess_task
     from gatespace.training.setup import material
     from gatespace.training.train import train
 
     load_plugins(plugins or ())
-    guess = guess_task(data, prompt=prompt, answer=answer, metric=metric)
+    guess = _task(data, teacher, prompt=prompt, answer=answer, metric=metric)
     own = {"lr": 3e-3 if student in TINY else LR, "steps": steps or STEPS}
     usual = [
-        Flag("DATA", "task", {**guess.task, **_split(data, teacher)}),
+        Flag("DATA", "task", guess.task),
         Flag("--steps", "evaluation.every", max(1, own["steps"] // CHECKS)),
         Flag("--steps", "evaluation.patience", PATIENCE),
         Flag("--steps", "checkpoint.every", 20),
@@ -127,6 +129,7 @@ def distill(
         begun = time.monotonic()
         model = _open(config, "student", found, progress.note)
         config = _with_cap(config, found, model, max_new_tokens)
+        estimate(config, progress.note)  # raises what training would, before the long evaluations
         measured["student before"] = _measure(model, found, config, progress.generating)
         del model
         model = _open(config, "teacher", found, progress.note)
@@ -161,15 +164,29 @@ def distill(
     print_warnings(result["warnings"])
 
 
-def _split(data: str, teacher: str) -> dict[str, Any]:
-    """Use all training rows as prompts, except those that the teacher was trained on."""
-    from gatespace.cli.found_model import model_folder, run_settings
+def _task(data: str, teacher: str, **given: str | None) -> Guess:
+    """The task of the teacher's run if it is on the same file, so that no row it learned from is a prompt or tested on.
 
-    theirs = run_settings(model_folder(teacher)).get("task")
-    own = (theirs.get("text") or theirs.get("table") or {}) if isinstance(theirs, dict) else {}
-    if isinstance(theirs, dict) and own.get("source") == data:
-        return {key: theirs[key] for key in ("split", "split_seed")}
-    return {"split": None}
+    Else a guess, with all training rows as prompts.
+    """
+    from gatespace.cli.found_model import model_folder, run_settings
+    from gatespace.tasks.guess import Guess, guess_task
+    from gatespace.tasks.table import place_of
+
+    chosen = {name: value for name, value in given.items() if value is not None}
+    theirs: Any = run_settings(model_folder(teacher)).get("task") or {}
+    kind = "text" if theirs.get("text") else "table"
+    own = theirs.get(kind) or {}
+    if isinstance(own.get("source"), str) and place_of(own["source"]).resolve() == place_of(data).resolve():
+        if kind == "text" or not chosen:
+            return Guess(
+                {**theirs, kind: {**own, **chosen}}, "the task of the teacher's run, which is on the same rows"
+            )
+        guess = guess_task(data, **chosen)
+        parts = {"text": {**guess.task["text"], "carve": own["carve"], "carve_seed": own["carve_seed"]}}
+        return Guess({**parts, "split": theirs["split"], "split_seed": theirs["split_seed"]}, guess.said)
+    guess = guess_task(data, **chosen)
+    return Guess({**guess.task, "split": None}, guess.said)
 
 
 def _open(config: TrainConfig, role: str, data: Material, report: Callable[[str], None]) -> Model:

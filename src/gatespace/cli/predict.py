@@ -376,7 +376,14 @@ def _prompts(
         for one in notes:
             note(one)
         cells = [(where, row if row is None or field is None else {columns[0]: row[field]}) for where, row in given]
-        texts = ["" if row is None else row_text(where, row, template, text.messages) for where, row in cells]
+
+        def is_empty(row: Mapping[str, object]) -> bool:
+            return not any(str(row[name]).strip() for name in columns if row[name] is not None)
+
+        texts = [
+            "" if row is None or is_empty(row) else row_text(where, row, template, text.messages)
+            for where, row in cells
+        ]
         return (Line(number, one) for number, one in enumerate(texts, start=1)), len(texts)
     if len(columns) > 1:
         raise UsageError(

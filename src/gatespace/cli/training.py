@@ -156,10 +156,12 @@ def _next_command(config: TrainConfig | TeachConfig, folder: RunFolder) -> str:
     # The default learning rate is the paper's, for larger models.
     learning = ["--lr", f"{config.optimizer.lr / 2:g}"]
     if config.model in TINY:
-        learning = ["--lr", "0.003", "--batch-size", "24", "--set", "rollout.max_new_tokens=8"]
+        learning = ["--lr", "0.003", "--batch-size", "24"]
     if config.task.text is not None:
         cap = config.evaluation.max_new_tokens
         learning += ["--set", f"rollout.max_new_tokens={cap}", "--set", f"evaluation.max_new_tokens={cap}"]
+    elif config.model in TINY:
+        learning += ["--set", "rollout.max_new_tokens=8"]
     return shlex.join([*words, *task_command(config.task), *learning, *plugins])
 
 

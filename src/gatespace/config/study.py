@@ -192,7 +192,8 @@ class TeachersConfig(Section):
 
     teacher: Settings | None = None
     """Settings of `gatespace teach` for the teacher of each task; null: `train.pair.teacher` exists already. Its `task`
-    section contains only what differs from the study's, e.g. {split: {teacher: 0.1}}."""
+    section contains only what differs from the study's, e.g. {split: {teacher: 0.1}}. Its baseline is evaluated as the
+    runs are; on free text, its own evaluations have the `max_new_tokens` of `train.evaluation` too."""
 
     student: Settings | None = None
     """The same for the student that every run starts from, e.g. to teach it the response format; null: runs start from

@@ -75,6 +75,7 @@ def concerns(
     *,
     start: Mapping[str, Answers] | None = None,
     steps: Sequence[Mapping[str, Any]] = (),
+    unchanged: bool = False,
 ) -> list[Concern]:
     """Return the warnings about a trained model, at most one per kind, for the first split that shows it.
 
@@ -82,6 +83,7 @@ def concerns(
         evaluations: Split → metrics.
         start: Split → answers before training, if known.
         steps: Records of the run's metrics.jsonl.
+        unchanged: Whether the weights are those of before training, the best on validation.
     """
     found: dict[str, Concern] = {}
     gained = False
@@ -91,7 +93,8 @@ def concerns(
             found.setdefault(concern.kind, concern)
         if (before := (start or {}).get(split)) is not None:
             gained |= metrics.score > before.accuracy + SAME
-            for concern in _against_start(split, Answers.of(metrics), before, metrics.metric):
+            now = Answers.of(metrics)
+            for concern in [_UNCHANGED] if unchanged else _against_start(split, now, before, metrics.metric):
                 found.setdefault(concern.kind, concern)
     for concern in _training(steps, gained=gained, in_doubt=bool(found)):
         found.setdefault(concern.kind, concern)
@@ -200,6 +203,13 @@ def _stands_still(first: Sequence[float], last: Sequence[float]) -> bool:
 
 _TOO_SMALL = "Usually the learning rate is too small: try ten times as much with --lr, or more steps."
 _TOO_LARGE = "Usually the learning rate is too large: try a tenth of it with --lr, or warm-up steps."
+
+
+_UNCHANGED = Concern(
+    "nothing gained",
+    "No evaluation during training was better than the one before it, whose weights are kept.",
+    "Usually a smaller learning rate helps, more steps, or a teacher that is better than the student.",
+)
 
 
 def _percent(share: float) -> str:

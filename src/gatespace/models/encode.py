@@ -87,7 +87,7 @@ class Encoder:
                 raise UsageError(
                     f"{where}: prompt and response do not fit into the context window",
                     got=f"{length} tokens of the prompt and {new_tokens} of a response, of {window}",
-                    instead="a smaller max_new_tokens, or task.text.max_prompt_tokens with too_long: truncate",
+                    instead=f"a smaller max_new_tokens, or {self.prompt.shorter}",
                 )
 
     def decode(self, ids: Sequence[int]) -> str:

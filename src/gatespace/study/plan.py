@@ -381,7 +381,10 @@ def teach_config(
     if given is None:
         return None
     # A model's test rows are read once, by its baseline, and nothing is selected during training.
-    settings = _merged({"evaluation": {"every": 0, "final": []}}, given)
+    usual: dict[str, Any] = {"every": 0, "final": []}
+    if study.tasks[task].task.get("text") and "evaluation" in given:  # free text, of a length that `train` knows
+        usual["max_new_tokens"] = train_config(study, task, study.seeds[0], {}).evaluation.max_new_tokens
+    settings = _merged({"evaluation": usual}, given)
     settings["task"] = _merged(study.tasks[task].task, settings.get("task", {}))
     if output is not None:
         settings["output"] = str(output)

@@ -38,13 +38,17 @@ def guess_task(
     """Guess the section `task` for a table.
 
     Args:
-        source: A file, a folder, or a dataset of the Hub whose columns are named by `prompt` and `answer`.
+        source: A file or a folder.
         prompt: A template over columns; None: guessed.
         answer: The column of the right response; None: guessed.
         metric: A name; None: guessed from the right responses. If given, responses are free text.
     """
     if not place_of(source).exists():
-        raise UsageError("there is no such file or folder", got=source, instead="for a dataset of the Hub, task.text")
+        raise UsageError(
+            "there is no such file or folder",
+            got=source,
+            instead="one of this machine; for a dataset of the Hub, `gatespace train` with task.text",
+        )
     found, _ = read_source(source, (), [])
     rows = [cells for _, (_, cells) in zip(range(_LOOKED_AT), found["train"], strict=False) if cells is not None]
     if not rows:

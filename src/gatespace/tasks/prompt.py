@@ -47,6 +47,8 @@ class AnyPrompt(ABC):
     """Whether a right response is complete by itself, before the token that ends the turn."""
     max_prompt_tokens: int | None = None
     """Most tokens of a prompt; None: any number."""
+    shorter: ClassVar[str] = "shorter texts"
+    """What makes long prompts fit, for errors."""
     tail: int | None = None
     """`closed` needs only this many last tokens of a response; None: all of it."""
 

@@ -41,10 +41,25 @@ class Metric:
 
     def __call__(self, response: str, references: Sequence[str], columns: Mapping[str, str]) -> float:
         """The score, checked."""
-        found = float(self.score(response, references, columns))
-        if not 0.0 <= found <= 1.0:  # nan too
-            raise RunError(f"metric {self.name}: a score is a number from 0 to 1", got=found)
-        return found
+        found: Any = self.score(response, references, _Columns(columns))
+        try:
+            score = float(found)
+        except (TypeError, ValueError):
+            score = math.nan
+        if not 0.0 <= score <= 1.0:  # nan too
+            raise RunError(f"metric {self.name}: a score is a number from 0 to 1", got=repr(found)[:80])
+        return score
+
+
+class _Columns(dict[str, str]):
+    """The columns of a row, with an error for a metric that reads another."""
+
+    def __missing__(self, name: str) -> str:
+        raise UsageError(
+            f"a metric reads a column that it is not given: {name!r}",
+            got=f"columns {', '.join(map(repr, self))}",
+            instead="name it in task.text.columns",
+        )
 
 
 _known: dict[str, Metric] = {}

@@ -19,6 +19,7 @@ from gatespace.tasks.table import CARVED, carve, read_source, teacher_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TOO_LONG = ("refuse", "truncate")
+_TURNS = '[{"role": "user", "content": "…"}, …]'
 _THOUGHT = "</think>"
 _SETTINGS = "prompt, messages, answer, columns and teacher_column of task.text name the columns"
 
@@ -101,6 +102,7 @@ class TextPrompt(AnyPrompt):
 
     labels: ClassVar[tuple[str, ...]] = ()  # type: ignore[misc]
     closes = False
+    shorter = "task.text.max_prompt_tokens with too_long: truncate, shorter texts"
 
     @property
     def tail(self) -> int:  # type: ignore[override]
@@ -202,7 +204,7 @@ class TextTask(AnyTask):
         if not self.train:
             raise UsageError(f"{self.name} has no training rows", got=self.source or None)
         if self.metric in self.also or len({*self.also}) < len(self.also):
-            raise UsageError("task.text.also: a metric is named once", got=", ".join((self.metric, *self.also)))
+            raise UsageError("also: a metric is named once", got=", ".join((self.metric, *self.also)))
         for metric in self.metrics:
             for split in SPLITS:
                 for row in self.rows(split):
@@ -471,26 +473,37 @@ def conversation(where: str, column: str, value: object) -> list[dict[str, str]]
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"{where}: {column!r} is no conversation", got=repr(value)[:80], why=str(error)) from error
+            raise UsageError(
+                f"{where}: {column!r} is no conversation", got=repr(value)[:80], why=str(error), instead=_TURNS
+            ) from error
     if not isinstance(value, Sequence) or not value:
-        raise UsageError(
-            f"{where}: {column!r} is no conversation",
-            got=repr(value)[:80],
-            instead='[{"role": "user", "content": "…"}, …]',
-        )
+        raise UsageError(f"{where}: {column!r} is no conversation", got=repr(value)[:80], instead=_TURNS)
     turns = []
     for number, turn in enumerate(value, start=1):
         if not isinstance(turn, Mapping) or not {"role", "content"} <= turn.keys():
-            raise UsageError(f"{where}: turn {number} of {column!r} has no role and content", got=repr(turn)[:80])
+            raise UsageError(
+                f"{where}: turn {number} of {column!r} has no role and content", got=repr(turn)[:80], instead=_TURNS
+            )
         if turn["role"] not in ROLES:
             raise UsageError(
                 f"{where}: turn {number} of {column!r} has an unknown role",
                 got=repr(turn["role"]),
                 instead=f"one of {', '.join(ROLES)}",
             )
-        if not isinstance(turn["content"], str) or not turn["content"].strip():
+        if turn.get("tool_calls"):
+            raise UsageError(
+                f"{where}: turn {number} of {column!r} calls tools",
+                got=repr(turn["tool_calls"])[:80],
+                why="a prompt holds the texts of turns only",
+                instead="the call as text in its content",
+            )
+        content = turn["content"]
+        if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):  # as OpenAI writes parts
+            texts = [part.get("text") for part in content]
+            content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
+        if not isinstance(content, str) or not content.strip():
             raise UsageError(f"{where}: turn {number} of {column!r} has no text", got=repr(turn["content"])[:80])
-        turns.append({"role": turn["role"], "content": turn["content"]})
+        turns.append({"role": turn["role"], "content": content})
     return turns
 
 

@@ -53,11 +53,11 @@ def check_fit(config: TrainConfig | TeachConfig, data: Material, encoder: Encode
     notes = check_teachers(config, data)
     learner = models.get("model") or models["student"]
     longest = encoder.longest_gold(data.rows, learner.turn_end)
-    splits = dict.fromkeys((*config.evaluation.final, config.evaluation.split))
+    splits = dict.fromkeys((*config.evaluation.final, *([config.evaluation.split] if config.evaluation.every else [])))
     held_out = [row for split in splits for row in data.task.rows(split)[: config.evaluation.limit_of(split)]]
     named = {name if name == "model" else f"pair.{name}": model for name, model in models.items()}
     own = {name: model for name, model in named.items() if model is learner}
-    demands = [Demand("evaluation.max_new_tokens", held_out, config.evaluation.max_new_tokens, own)]
+    demands = [Demand("evaluation.max_new_tokens", held_out, config.evaluation.max_new_tokens, own)] if splits else []
     if isinstance(config, TrainConfig):
         check_top_k(config.objective, learner.vocab_size)
         if config.teacher.payload == "top_k":
@@ -129,5 +129,5 @@ def _check_window(demand: Demand, encoder: Encoder, right: int) -> None:
             got=f"{longest} tokens of the longest prompt{where and f' ({where})'} and {new} of a response, of "
             f"{model.window} ({model.name}); {over} of {len(lengths)} prompts are too long for it",
             why="a model's numbers mean nothing beyond the positions that it was made for",
-            instead=instead or "shorter texts, or a model with a longer context window",
+            instead=instead or f"{encoder.prompt.shorter}, or a model with a longer context window",
         )

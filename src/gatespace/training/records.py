@@ -215,7 +215,7 @@ class Records:
         if self._writes:
             found = {split: evaluation.metrics for split, evaluation in evaluations.items()}
             start, steps = start_of(run.log("evaluations")), run.log("metrics")
-            summary["warnings"] = [*map(str, concerns(found, start=start, steps=steps))]
+            summary["warnings"] = [*map(str, concerns(found, start=start, steps=steps, unchanged=chosen == 0))]
             if self._alarms is not None:
                 on = [alarm._asdict() for alarm in self._alarms.on.values()]
                 summary["alarms"] = [{**raised, "on": raised in on} for raised in run.log("alarms")]

@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from scipy import stats
@@ -159,6 +160,17 @@ def test_static_and_shuffled_runs(gated, tmp_path):
     one, other = payload(find_runs([static, shuffled]))["runs"]
     assert (one["gate"]["abcd"], one["kind"], one["label"]) == ([0, 0, "inf", 0], "static", "static:1")
     assert (other["kind"], other["label"]) == ("control", f"shuffled({GATE})")
+
+
+def test_conversations_are_shown_turn_by_turn(gated, tmp_path):
+    def change(lines):
+        for line in lines:
+            line["text"] = json.dumps([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1\n2"}])
+
+    found = find_runs([own_copy(gated, tmp_path / "chats", change)])
+    run = replace(found.runs[0], settings={**found.runs[0].settings, "task": {"text": {"messages": "chat"}}})
+    data = payload(replace(found, runs=(run,)))
+    assert {data["strings"][text] for text in data["responses"]["text"]} == {"system: Be brief.\nuser: 1\n2"}
 
 
 def test_runs_of_one_name_are_told_apart(gated, tmp_path):

@@ -5,6 +5,7 @@ Folders of runs or of a study → `find_runs` → `payload`, the page's data →
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -252,8 +253,9 @@ def payload(found: Found, *, gates: Sequence[Gate] = (), most_tokens: int = MOST
     kept = [_thinned(records, share) for records, share in zip(recorded, _shares(recorded, most_tokens), strict=True)]
     table = _Table(_further(kept))
     for index, records in enumerate(kept):
+        chats = _text_task(found.runs[index].settings).get("messages")
         for record in records:
-            table.add(index, record)
+            table.add(index, {**record, "text": _turns(record["text"])} if chats else record)
     return {
         "schema": SCHEMA,
         "version": version,
@@ -300,9 +302,17 @@ def _task(settings: Mapping[str, Any]) -> str:
     return str(task.get("name") or own.get("name") or own.get("source", ""))
 
 
+def _text_task(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    return (settings.get("task") or {}).get("text") or {}
+
+
 def _metric(settings: Mapping[str, Any]) -> str:
-    text = (settings.get("task") or {}).get("text") or {}
-    return str(text.get("metric", "accuracy"))
+    return str(_text_task(settings).get("metric", "accuracy"))
+
+
+def _turns(chat: str) -> str:
+    """A conversation, recorded as JSON, to be read."""
+    return "\n".join(f"{turn['role']}: {turn['content']}" for turn in json.loads(chat))
 
 
 def _gate_data(gate: Gate) -> dict[str, Any]:
