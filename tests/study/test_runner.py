@@ -3,6 +3,7 @@ was run."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
@@ -363,6 +364,27 @@ def test_memory_of_a_job_goes_back_to_the_system():
     before = resident()
     assert execute({}, fill) == {"state": "done"}
     assert resident() - before < 50 << 20
+
+
+def test_only_the_first_job_of_a_worker_walks_the_objects_of_all_libraries():
+    class Node:
+        """Part of a cycle."""
+
+    left = []
+
+    def circle(job) -> None:
+        node = Node()
+        node.own = node
+        left.append(weakref.ref(node))
+
+    gc.unfreeze()
+    try:
+        execute({}, circle)
+        assert len(gc.get_objects()) < gc.get_freeze_count()
+        execute({}, circle)
+        assert [node() for node in left] == [None, None]
+    finally:
+        gc.unfreeze()
 
 
 def test_two_processes_do_not_run_one_study(tmp_path):

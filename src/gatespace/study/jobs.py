@@ -62,6 +62,8 @@ def _give_back() -> None:
     below it, and the next job's blocks may not fit into the holes.
     """
     gc.collect()
+    if not gc.get_freeze_count():  # the libraries are loaded: without this, each collection walks all their objects
+        gc.freeze()
     with suppress(OSError, AttributeError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -27,12 +27,18 @@ def test_a_dry_run_says_what_it_would_cost() -> None:
     shown = tune("demo", "--dry-run", "--set", "tune.proposals=0")
     assert "rung 3: 30 steps" in shown.stdout
     assert "up to 0 proposals" in shown.stdout
+    least = json.loads(tune("demo", "--dry-run", "--json", "--set", "tune.proposals=0").stdout)["steps_at_most"]
+    some = json.loads(tune("demo", "--dry-run", "--json", "--budget", f"{least + 50}steps").stdout)
+    assert 0 < some["proposals"] < found["proposals"]
+    assert some["steps_at_most"] <= least + 50
+    assert "known after the warm-up" in tune("demo", "--dry-run", "--budget", "2h").stdout
 
 
 @pytest.mark.parametrize(
     "words, said",
     [
         (["demo", "--budget", "soon"], "--budget"),
+        (["demo", "--budget", "200steps", "--dry-run"], "too small"),
         (["demo", "--address", "auto"], "--address"),
         (["dmeo"], "unknown study"),
         (["nowhere.yaml"], "no such file"),

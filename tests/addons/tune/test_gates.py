@@ -51,6 +51,7 @@ def test_mean_and_spread_are_reached(lam: float, spread: float, weights: tuple[f
     total = math.hypot(*standard.values())
     assert {name: value / total for name, value in standard.items()} == pytest.approx(direction, abs=1e-4)
     again = found.place(gate)
+    assert again is not None
     assert (again.lam, again.spread) == pytest.approx((lam, spread), rel=1e-3)
     assert again.direction == pytest.approx(direction, abs=1e-3)
 
@@ -64,9 +65,16 @@ def test_tokens_count_by_their_weight() -> None:
 
 
 def test_a_static_gate_has_no_direction() -> None:
-    lam, *rest = signals().place(Gate.static(0.3))
-    assert lam == pytest.approx(0.3)
-    assert rest == [0.0, {}]
+    place = signals().place(Gate.static(0.3))
+    assert place is not None
+    assert place == (pytest.approx(0.3), 0.0, {})
+
+
+def test_a_gate_on_a_signal_that_was_not_measured_has_no_place() -> None:
+    measured = Signals.of(drawn(h=6.0, gap=0.5), [1.0] * N)
+    assert measured.place(Gate(a=2.0, d=1.0)) is not None
+    assert measured.place(Gate(a=2.0, b=1.0)) is None
+    assert measured.place(Gate(a=2.0, extra={"drift": 1.0})) is None
 
 
 def test_constant_and_equal_signals_are_no_channels() -> None:

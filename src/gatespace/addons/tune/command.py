@@ -167,7 +167,8 @@ def _run(spec: Spec, engine: str, address: str | None, *, quiet: bool) -> tuple[
 
 def _dry_run(spec: Spec, *, as_json: bool) -> None:
     """Print a search's plan and maximum cost."""
-    fixed, proposals = [one.label for one in spec.fixed()], spec.config.proposals
+    timed = isinstance(spec.budget, float)
+    fixed, proposals = [one.label for one in spec.fixed()], spec.config.proposals if timed else spec.affordable()
     count, check = len(fixed) + proposals, spec.verdict_cost()
     rungs = [
         {**dict(rung), "candidates_at_most": cost.candidates, "steps_at_most": cost.steps}
@@ -182,6 +183,7 @@ def _dry_run(spec: Spec, *, as_json: bool) -> None:
     out = console()
     out.print(f"{spec.study.name}: a gate for {spec.task}", style="bold", soft_wrap=True)
     lines = [f"candidates: {', '.join(fixed)}; up to {proposals} proposals"]
+    lines += ["how many of them the budget allows is known after the warm-up"] * timed
     lines += [
         f"rung {place}: {rung['steps']} steps × {rung['seeds']} seeds, at most {rung['candidates_at_most']} candidates "
         f"and {rung['steps_at_most']} further training steps"

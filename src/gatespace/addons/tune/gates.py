@@ -97,10 +97,15 @@ class Signals:
         c = brentq(lambda c: self.mean(_sigmoid(free + c)) - place.lam, -far, far, xtol=1e-12)
         return Gate.of({_COEFFICIENT.get(name, name): value for name, value in found.items()} | {"c": _rounded(c)})
 
-    def place(self, gate: Gate) -> Place:
-        """The place of a gate; its direction is over `channels`, or empty for a static gate."""
+    def place(self, gate: Gate) -> Place | None:
+        """The place of a gate; its direction is over `channels`, or empty for a static gate.
+
+        None if the gate depends on a signal that was not measured.
+        """
         weights = dict(zip(COEFFICIENTS, gate.abcd, strict=True)) | dict(gate.extra)
         keys = {name: _COEFFICIENT.get(name, name) for name in self.values}
+        if any(weights[key] for key in weights.keys() - {"c", *keys.values()}):
+            return None
         parts = [weights[key] * self.values[name] for name, key in keys.items() if key in weights]
         logit = sum(parts, np.full(len(self.weights), gate.c))
         lam, spread = self.mean(_sigmoid(logit)), self.sd(logit)

@@ -85,7 +85,7 @@ def notes(search: Search, verdict: Verdict) -> list[str]:
         before, after = _plain(search, curse["search"]), _plain(search, curse["fresh"])
         lines.append(
             f"Winner's curse: on validation the winner had {before} at the seeds of the search and {after} at fresh "
-            f"ones; the search flattered it by {curse['difference']:+.4f}."
+            f"ones: {curse['difference']:+.4f}, by the luck of the choice and of the seeds."
         )
     if search.winner is not None and search.leader.id != search.winner.id:
         lines.append(f"The best candidate on validation was no gate: {search.leader.label}.")

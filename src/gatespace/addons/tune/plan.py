@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
@@ -34,7 +34,7 @@ class Candidate:
         gate: As `Gate.parse` reads it; None for a published method.
         method: Settings of the published method, see `PublishedConfig`.
         lr: Its learning rate; None: the study's.
-        place: The `Place` of its gate as a mapping.
+        place: The `Place` of its gate as a mapping; None if it has none, or the warm-up did not measure its signals.
     """
 
     id: str
@@ -74,6 +74,11 @@ class Cost(NamedTuple):
     candidates: int
     runs: int
     steps: int
+
+
+def steps_of(costs: Sequence[Cost]) -> int:
+    """Training steps in all."""
+    return sum(cost.steps for cost in costs)
 
 
 @dataclass(frozen=True)
@@ -185,9 +190,10 @@ class Spec:
         found: list[Candidate] = []
         for lr in self.config.lr or (None,):
             for gate, kind in gates.items():
-                place = None if signals is None else signals.place(gate)._asdict()
+                place = None if signals is None else signals.place(gate)
+                known = None if place is None else place._asdict()
                 label = with_lr(gate.label, lr)
-                found.append(Candidate(f"c{len(found):03d}", kind, label, str(gate), None, lr, place))
+                found.append(Candidate(f"c{len(found):03d}", kind, label, str(gate), None, lr, known))
             for method in self.study.axes.published:
                 label = with_lr(method.point, lr)
                 found.append(Candidate(f"c{len(found):03d}", "published", label, None, dump_config(method), lr))
@@ -207,6 +213,22 @@ class Spec:
         arms = 4 + bool(self.study.axes.published)
         runs = arms * len(self.config.fresh)
         return Cost(arms, runs, runs * self.rungs[-1].steps)
+
+    def affordable(self, price: Callable[[Sequence[Cost]], float] = steps_of) -> int:
+        """Number of proposals that the budget allows, by the price of all rungs and the verdict."""
+        fixed, most, budget = len(self.fixed()), self.config.proposals, self.budget
+        if budget is None:
+            return most
+        prices = [price([*self.costs(fixed + count), self.verdict_cost()]) for count in range(most + 1)]
+        if prices[0] > budget:
+            unit = "steps" if isinstance(budget, int) else "s"
+            raise UsageError(
+                "--budget: too small even without proposals",
+                got=f"{budget:.0f} {unit}",
+                why=f"the fixed candidates and the verdict take up to {prices[0]:.0f} {unit}",
+                instead="fewer tune.points, tune.lam, tune.rungs or tune.fresh; or a larger budget",
+            )
+        return max(count for count, one in enumerate(prices) if one <= budget)
 
     def grid_steps(self, candidates: int) -> int:
         """Training steps of a full grid: every candidate at all steps and seeds of the last rung."""

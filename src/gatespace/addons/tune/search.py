@@ -18,7 +18,7 @@ from typing import Any
 from gatespace.addons.tune.folder import Ledger, Record
 from gatespace.addons.tune.gates import Place, Signals
 from gatespace.addons.tune.jobs import reached, read_rows
-from gatespace.addons.tune.plan import Candidate, Spec, with_lr
+from gatespace.addons.tune.plan import Candidate, Cost, Spec, steps_of, with_lr
 from gatespace.addons.tune.proposals import Proposal, propose
 from gatespace.addons.tune.race import decide, score
 from gatespace.addons.tune.settings import HALF
@@ -127,6 +127,8 @@ class Search:
             )
         self._ledger.once("begin", lambda: {"settings": own})
         if self._ledger.peek() is None:
+            if isinstance(spec.budget, int):
+                spec.affordable()  # raises before anything is trained
             self._make_models()
             if not spec.folder.warm_up.exists():
                 self._measure()
@@ -154,31 +156,19 @@ class Search:
 
     def _affordable(self, seconds: Mapping[str, float], signals: Signals) -> int:
         """Number of proposals the budget allows. Recorded, so that a resumed search keeps it despite other timings."""
-        spec, budget, most = self.spec, self.spec.budget, self.spec.config.proposals
+        spec, most = self.spec, self.spec.config.proposals
         if not signals.channels and most:
             signals.solve(Place(HALF, 1.0, {}))  # raises, explaining why there is no gate to find
-        if budget is None:
-            return most
-        fixed, spent = len(spec.fixed()), time.monotonic() - self._began
+        spent = time.monotonic() - self._began
 
-        def price(proposals: int) -> float:
-            costs = [*spec.costs(fixed + proposals), spec.verdict_cost()]
-            steps = sum(cost.steps for cost in costs)
-            if isinstance(budget, int):
-                return steps
+        def price(costs: Sequence[Cost]) -> float:
+            if isinstance(spec.budget, int):
+                return steps_of(costs)
             runs = sum(cost.runs for cost in costs) + costs[-1].runs  # the verdict evaluates on two splits
-            work = runs * (seconds["load"] + seconds["evaluate"]) + steps * seconds["step"]
+            work = runs * (seconds["load"] + seconds["evaluate"]) + steps_of(costs) * seconds["step"]
             return spent + work / max(1, spec.workers)
 
-        if price(0) > budget:
-            unit = "steps" if isinstance(budget, int) else "s"
-            raise UsageError(
-                "--budget: too small even without proposals",
-                got=f"{budget:.0f} {unit}",
-                why=f"the fixed candidates and the verdict take up to {price(0):.0f} {unit}",
-                instead="fewer tune.points, tune.lam, tune.rungs or tune.fresh; or a larger budget",
-            )
-        allowed = max(count for count in range(most + 1) if price(count) <= budget)
+        allowed = spec.affordable(price)
         if allowed < most:
             self._note(f"the budget allows {allowed} of {most} proposals")
         return allowed
