@@ -37,7 +37,7 @@ def check_pair(student: Model, teacher: Model) -> PairReport:
             got=f"id {first} is {_shown(ours.get(first))} to {student.name}, "
             f"{_shown(theirs.get(first))} to {teacher.name} ({len(differing)} ids differ)",
             why="a divergence compares the two models id by id",
-            instead="two models of one family, with tokenizers of the same version; or objective.support: labels",
+            instead="two models of one family, with the same tokenizer; for label tasks also objective.support: labels",
         )
     for role, model in (("student", student), ("teacher", teacher)):
         rows = len(model.head.weight)
