@@ -112,8 +112,8 @@ def _headline(claims: Sequence[Finding]) -> str:
     if of["descriptive"] and not (of["supported"] or of["lead"] or of["none"]):
         return "One seed: the numbers describe these runs, and support no claim about others."
     held = len(of["supported"])
-    text = f"Of {asked} comparison{'s' * (asked > 1)} of groups, {held or 'none'} show{'s' * (held < 2)} a difference that"
-    text += " holds"
+    groups = f"{asked} comparison{'s' * (asked > 1)} of groups"
+    text = f"Of {groups}, {held or 'none'} show{'s' * (held < 2)} a difference that holds"
     if of["supported"]:
         text += f" ({', '.join(claim.about for claim in of['supported'])})"
     rest = []
