@@ -34,9 +34,9 @@ def filled(page: str, results: StudyResults) -> str:
     findings = find(view)
     parts = {table.name: markdown_text(table).partition("\n\n")[2] for table in file_tables(view)}
     parts["status"] = f"**Status:** {findings.state}"
-    parts["found"] = "".join(f"- {VERDICTS[claim.verdict].capitalize()}. {claim.text}\n" for claim in findings.claims)
+    parts["found"] = "".join(f"- {claim.about}: {VERDICTS[claim.verdict]}. {claim.text}\n" for claim in findings.claims)
     parts["found"] += "".join(f"- {text}\n" for text in findings.beside[:1])
-    parts["limits"] = "".join(f"- {text}\n" for text in (findings.state, *findings.limits))
+    parts["limits"] = "".join(f"- {text}\n" for text in (*findings.notable, *findings.limits))
     parts["picture"] = f"![{findings.beside[0] if findings.beside else ''}](images/{PICTURE.name})"
     parts["machines"] = "".join(_machines(results))
     return _PART.sub(lambda found: f"{found[1]}\n{parts[found[2]].strip()}\n\n{found[3]}", page)

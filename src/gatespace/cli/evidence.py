@@ -42,18 +42,22 @@ def evidence(
         print_json({**parts, "comparisons": [*map(plain, found)]})
         return
     out = console()
-    numbers = ("seeds", "mean, pp", "from", "to", "p", "p, Holm", "p, BH")
-    title = f"{results.name}: {View(results, analysis, {}).metric_name} on test, left minus right"
-    rows = table(title, "task", "left", "right", *numbers, numbers=numbers)
-    for one in found:
-        if (pair := one.judged) is not None:
-            values = [shown(value, "signed_pp") for value in (pair.mean, pair.low, pair.high)]
-            values += [shown(value, "p") for value in (pair.p, one.holm, one.bh)]
-            rows.add_row(one.task, one.left, one.right, str(pair.n), *values)
-    out.print(rows)
+    numbers = ("seeds", "mean, pp", "95 % interval", "p, adjusted")
+    view = View(results, analysis, {})
+    for task in dict.fromkeys(one.task for one in found):
+        rows = table(f"{task}: {view.metric_name} on test, left minus right", "comparison", *numbers, numbers=numbers)
+        for one in found:
+            if one.task == task and (pair := one.judged) is not None:
+                mean, low, high = (shown(value, "signed_pp") for value in (pair.mean, pair.low, pair.high))
+                interval = "–" if pair.low is None else f"{low} to {high}"
+                p = shown(one.bh if one.holm is None else one.holm, "p")
+                rows.add_row(f"{one.left} − {one.right}", str(pair.n), mean, interval, p)
+        if rows.row_count:
+            out.print(rows)
     seed = results.selection_seed
     without = "" if seed is None else f"; where two others are there, without the selection seed ({seed})"
-    out.print(f"95 % intervals over seeds{without}.")
+    out.print(f"Intervals are over seeds{without}.")
+    out.print("p is adjusted by Holm among replicated comparisons, by Benjamini-Hochberg among others.")
     if text := looks_text(results):
         out.print(text)
     if results.problems:
