@@ -43,6 +43,10 @@ CUES = 5
 """Cues per label and kind."""
 WRONG = 0.4
 """Share of wrong labels in the teacher's training texts of the second kind."""
+BATCH = {"planted": 96, "null": 24}
+"""Prompts per step. With 24, seeds of the planted case differ as much as its gates do."""
+DESIGN = 2
+"""Repetitions 0 and 1 of the planted case served to design it and are not counted."""
 FOUND, FALSE, COST = 0.9, 0.05, 0.35
 """Targets: share of planted cases found better, of null cases found better, training steps / those of a full grid."""
 _NOISE = '''"""A signal that says nothing: a pseudo-random number for every token."""
@@ -155,7 +159,7 @@ def study(folder: Path, task: dict[str, Any], case: str, seed: int, settings: Se
         "train": {
             "pair": {role: str(folder / role / "model") for role in ("student", "teacher")},
             "steps": rungs[-1][0],
-            "batch_size": 4 if few else 24,
+            "batch_size": 4 if few else BATCH[case],
             "optimizer": {"lr": 1e-3},
             "rollout": {"max_new_tokens": 6},
             "evaluation": {"max_new_tokens": 6, "batch_size": 200},
@@ -208,8 +212,8 @@ def repetition(folder: Path, case: str, seed: int, settings: Settings) -> dict[s
 def run(settings: Settings, folder: Path, report: Callable[[str], None]) -> list[dict[str, Any]]:
     """Run all repetitions; those already in the folder are read from it."""
     found = []
-    for case, count in (("planted", settings.planted), ("null", settings.null)):
-        for seed in range(count):
+    for case, first, count in (("planted", DESIGN, settings.planted), ("null", 0, settings.null)):
+        for seed in range(first, first + count):
             saved = folder / f"{case}-{seed}.json"
             if not saved.exists():
                 one = repetition(folder, case, seed, settings)
