@@ -157,6 +157,7 @@ JOBS = (
     "export",
     "run",
     "status",
+    "evidence",
     "report",
     "explore",
     "watch",
