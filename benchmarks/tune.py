@@ -43,8 +43,6 @@ CUES = 5
 """Cues per label and kind."""
 WRONG = 0.4
 """Share of wrong labels in the teacher's training texts of the second kind."""
-BATCH = {"planted": 96, "null": 24}
-"""Prompts per step. With 24, seeds of the planted case differ as much as its gates do."""
 DESIGN = 2
 """Repetitions 0 and 1 of the planted case served to design it and are not counted."""
 FOUND, FALSE, COST = 0.9, 0.05, 0.35
@@ -159,7 +157,7 @@ def study(folder: Path, task: dict[str, Any], case: str, seed: int, settings: Se
         "train": {
             "pair": {role: str(folder / role / "model") for role in ("student", "teacher")},
             "steps": rungs[-1][0],
-            "batch_size": 4 if few else BATCH[case],
+            "batch_size": 4 if few else 24,
             "optimizer": {"lr": 1e-3},
             "rollout": {"max_new_tokens": 6},
             "evaluation": {"max_new_tokens": 6, "batch_size": 200},
