@@ -291,10 +291,15 @@ def _verdict(group: GroupEvidence, adjusted: float | None, seed: int | None) -> 
         why = f"{'; '.join(doubts)}."
         return "lead", f"{ahead} in these runs: {numbers}. This is a lead and no finding: {why}{again}", why
     tests = (
-        f"p = {shown(adjusted, 'p')} after Holm's adjustment for all these statements, "
-        f"exact sign-flip p = {shown(judged.sign_flip_p, 'p') if judged else '–'}"
+        f"{_p(adjusted)} after Holm's adjustment for all these statements, "
+        f"exact sign-flip {_p(judged.sign_flip_p if judged else None)}"
     )
     return "supported", f"{ahead}: {numbers}; {tests}.{again}", ""
+
+
+def _p(value: float | None) -> str:
+    text = shown(value, "p")
+    return f"p {text.replace('<', '< ')}" if text.startswith("<") else f"p = {text}"
 
 
 def _doubts(
@@ -313,7 +318,7 @@ def _doubts(
         floor = f"its p cannot be below {judged.sign_flip_floor:.2g}"
         yield f"{_blocks(judged)} are too few for a test without assumptions ({floor})"
     elif judged is not None and (judged.sign_flip_p or 1.0) >= _LEVEL:
-        yield f"the exact sign-flip test gives p = {shown(judged.sign_flip_p, 'p')}"
+        yield f"the exact sign-flip test gives {_p(judged.sign_flip_p)}"
 
 
 # ---------------------------------------------------------------------------------------------------- limits
