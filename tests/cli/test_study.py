@@ -143,7 +143,7 @@ def test_plan_says_what_could_be_supported_and_how_many_seeds_that_takes(cli):
         (["run", "demo", "--results", "memory://x"], "no other process"),
         (["plan", "demo", "--set", "resources.gpus=-1"], "resources.gpus"),
         (["plan", "demo", "--set", "resources.gpu=1"], "did you mean"),
-        (["status", "nowhere"], "not the folder of a study"),
+        (["status", "nowhere"], "there is nothing at this place"),
     ],
 )
 def test_mistakes_exit_2_and_write_nothing(cli, words, text, tmp_path, monkeypatch):

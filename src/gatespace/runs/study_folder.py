@@ -63,7 +63,7 @@ class StudyFolder(Folder):
             raise UsageError(
                 "this is not the folder of a study",
                 got=str(path),
-                why=f"it has no {folder.study_file.name}",
+                why=f"it has no {folder.study_file.name}" if folder.path.exists() else "there is nothing at this place",
                 instead="the folder that `gatespace run` has written, e.g. studies/demo",
             )
         return folder
