@@ -1,16 +1,16 @@
 """Power, false positives and cost of `gatespace tune`: planted effects found, null effects reported, training steps.
 
 Planted: a generated task and a pair for which one direction of the gate is better by construction. Every text has a
-kind and a cue, and the cue has a label. On the first kind, the teacher was trained on correct labels and the student on
-wrong ones. On the second kind, the student was trained on correct labels, and the teacher on labels of which four in
-ten are wrong. Both models are confident where they saw one label per cue; the teacher is uncertain (high h) only on the
-second kind.
+kind and a cue, and the teacher sees a note with it, a label, which the student does not (`teacher.prompt`). On the
+first kind, labels of the same cue vary, and the note is the label: the teacher is certain and right. On the second
+kind, a cue has one label and the note is a random wrong one, which the teacher half believes: it gives the label a
+probability of 0.6 and the note 0.4.
 
-Forward KL moves a confident wrong student, but also moves a correct student towards a wrong teacher. Reverse KL does
-little of either, as its gradient at an outcome has the student's probability as a factor. So λ should be low where the
-teacher is confident, and high where it is not and the student agrees with it (small gap). A constant λ learns the first
-kind and unlearns the second, or does neither; a gate with a > 0 or d < 0 does one without the other. This holds only
-before convergence, as both KLs are minimal where the student equals the teacher, so runs are short.
+The student cannot know the note, so it has to learn one distribution for the teacher's many. Forward KL is least at
+their arithmetic mean, which is right on the first kind (labels as often as they occur) and wrong on the second (0.4 for
+labels that never occur). Reverse KL is least at their geometric mean, which is right on the second kind, where the
+label is all that the teacher's opinions have in common, and overconfident on the first. So λ should be low where the
+teacher is certain and high where it is not (a > 0, or b > 0); every constant λ is worse, at convergence too.
 
 Null: the same pair, and a gate that may depend on only one signal, which is noise: a pseudo-random function of the
 token's probabilities, without gradient. The loss is linear in λ, and λ is independent of both KLs, so every gate of
@@ -38,11 +38,15 @@ from step import in_folder, positive, study_arguments, study_settings
 
 LABELS = ("red", "green", "blue", "gold")
 KINDS = (("north", "south", "east", "west"), ("iron", "stone", "paper", "glass"))
-"""Words of the first kind, where the teacher is right, and of the second, where the student is."""
+"""Words of the first kind, where labels vary, and of the second, where the teacher is misled."""
 CUES = 5
 """Cues per label and kind."""
-WRONG = 0.4
-"""Share of wrong labels in the teacher's training texts of the second kind."""
+VARIES = 0.25
+"""Share of texts of the first kind with another label than the usual one of their cue."""
+MISLED = 0.4
+"""Share of the teacher's training texts of the second kind labelled as the wrong note says."""
+GUESSED = 0.5
+"""Share of the student's training texts with a random label."""
 DESIGN = 2
 """Repetitions 0 and 1 of the planted case served to design it and are not counted."""
 FOUND, FALSE, COST = 0.9, 0.05, 0.35
@@ -73,24 +77,26 @@ class Settings:
 
 
 def rows(seed: int, split: str, count: int, side: str = "gold") -> list[dict[str, str]]:
-    """Generate texts with the correct labels, or those the teacher or the student is trained on."""
+    """Generate texts with the correct labels, or with notes for the teacher, or for the training of either model."""
     from gatespace.seeding import generator
 
     draw = generator(seed, "benchmarks", "tune", split).random
     found = []
     for _ in range(count):
-        kind = int(draw() * 2)
-        word, place = KINDS[kind][int(draw() * 4)], int(draw() * CUES * len(LABELS))
-        cue = place + kind * CUES * len(LABELS)  # separate cues per kind, so that nothing transfers between kinds
-        right, luck = place // CUES, draw()
-        wrong = (right + 1) % len(LABELS)
-        label = right
-        if side == "teacher" and kind == 1 and luck < WRONG:
-            label = wrong
-        if side == "student" and kind == 0:
-            label = wrong
-        filler = "now" if draw() < 0.5 else "then"
-        found.append({"text": f"{word} cue{cue:02d} {filler}", "label": LABELS[label]})
+        kind, word, place = int(draw() * 2), int(draw() * 4), int(draw() * CUES * len(LABELS))
+        # Each kind has its own cues. The number says nothing; without it, few texts would be in one split only.
+        text = f"{int(draw() * 100):02d} {KINDS[kind][word]} cue{place + kind * CUES * len(LABELS):02d}"
+        usual, luck, other = place // CUES, draw(), 1 + int(draw() * 3)
+        if kind == 0:  # labels vary, and the note is the label
+            gold = note = taught = (usual + (luck < VARIES)) % len(LABELS)
+        else:  # there is one label, and the note is a wrong one
+            gold, note = usual, (usual + other) % len(LABELS)
+            taught = note if luck < MISLED else gold
+        if side == "teacher":
+            text += f" {LABELS[note]}"
+        elif side == "student" and draw() < GUESSED:
+            gold = int(draw() * len(LABELS))
+        found.append({"text": text, "label": LABELS[{"notes": note, "teacher": taught}.get(side, gold)]})
     return found
 
 
@@ -101,29 +107,31 @@ def make_pair(folder: Path, seed: int, settings: Settings) -> dict[str, Any]:
     from gatespace.tasks.configured import load_configured_task
     from gatespace.training.train import teach
 
-    def table(name: str, side: str, counts: dict[str, int]) -> dict[str, Any]:
+    def table(name: str, counts: dict[str, int], sides: dict[str, str]) -> dict[str, Any]:
         sources = {}
         for split, count in counts.items():
             path = folder / f"{name}-{split}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows(seed, f"{name} {split}", count, side)))
+            own = rows(seed, f"{name} {split}", count, sides.get(split, name))
+            path.write_text("".join(json.dumps(row) + "\n" for row in own))
             sources[split] = str(path)
         return {"name": None, "brief": True, "table": {"source": sources, "labels": list(LABELS), "name": "planted"}}
 
     few = settings.quick
-    task = table("gold", "gold", {"train": 400, "val": 40 if few else 200, "test": 40 if few else 200})
+    test = 40 if few else 200
+    task = table("gold", {"train": 800, "val": test, "test": test}, {"train": "notes"})
     tiny = build_tiny(load_configured_task(parse_config(TaskConfig, task)))
     for side, base in (("teacher", tiny.teacher), ("student", tiny.student)):
-        own = table(side, side, {"train": 1200, "val": 20, "test": 20})
+        own = table(side, {"train": 2400, "val": 20, "test": 20}, {})
         teach(
             parse_config(
                 TeachConfig,
                 {
                     "task": own | {"split": {"teacher": 1.0}},
                     "model": str(base),
-                    "steps": 20 if few else 250,
+                    "steps": 20 if few else 400 if side == "teacher" else 200,
                     "batch_size": 48,
-                    "optimizer": {"lr": 2e-3},
+                    "optimizer": {"lr": 2e-3, "schedule": "cosine"},
                     "engine": {"precision": "fp32", "threads": settings.threads},
                     "evaluation": {"every": 0, "final": []},
                     "seed": seed,
@@ -139,7 +147,7 @@ def study(folder: Path, task: dict[str, Any], case: str, seed: int, settings: Se
     from gatespace.config.text import write_yaml
 
     few, first = settings.quick, 1000 * (seed + 1)
-    rungs = [(1, 1), (2, 2)] if few else [(5, 1), (10, 2), (16, 4)]
+    rungs = [(1, 1), (2, 2)] if few else [(20, 1), (30, 2), (40, 4)]
     search: dict[str, Any] = {
         "rungs": [{"steps": steps, "seeds": seeds} for steps, seeds in rungs],
         "seeds": list(range(first + 1, first + 5)),
@@ -157,8 +165,9 @@ def study(folder: Path, task: dict[str, Any], case: str, seed: int, settings: Se
         "train": {
             "pair": {role: str(folder / role / "model") for role in ("student", "teacher")},
             "steps": rungs[-1][0],
-            "batch_size": 4 if few else 24,
-            "optimizer": {"lr": 1e-3},
+            "batch_size": 4 if few else 48,
+            "optimizer": {"lr": 2e-3, "schedule": "cosine"},
+            "teacher": {"prompt": {"prompt": "{prompt} {label}"}},
             "rollout": {"max_new_tokens": 6},
             "evaluation": {"max_new_tokens": 6, "batch_size": 200},
             "engine": {"precision": "fp32"},
