@@ -376,6 +376,7 @@ def _run(spec: RunSpec, folder: Path, draws: _Draws, *, effect: float, noise: fl
         lam=static,
         scores=scores,
         lam_stats=_lam_stats(lam, tokens),
+        chosen_step=steps,
         cost=Cost(
             seconds=6 + 2 * float(own.random()),
             cpu_seconds=6.0,

@@ -62,6 +62,10 @@ def test_one_command_from_a_table_to_a_model(cli, tmp_path, rows, options, said,
     assert f"{done['steps']} of {options[-1]} steps" in result.stdout
     if done["chosen_step"] == 0:
         assert models["student after"]["score"] == models["student before"]["score"]
+    other = cli(*words, "--lr", "0.01")
+    assert (other.exit_code, "this folder holds another run" in other.stderr) == (2, True)
+    assert "its optimizer.lr is 0.003, not 0.01" in " ".join(other.stderr.split())
+    assert "teacher" not in other.stderr  # before the evaluations
 
 
 def test_a_teacher_on_the_same_file_tells_the_task(tmp_path, monkeypatch):
@@ -105,7 +109,7 @@ def test_a_teacher_on_the_same_file_tells_the_task(tmp_path, monkeypatch):
         (LABELS + "what,\n", (), "rows.csv:42: 'label' is not a label"),
         (TEXT, ("--prompt", "{nope}"), "rows.csv:2 has no column 'nope'"),
         (TEXT, ("--answer", "nope"), "rows.csv:2 has no column 'nope'"),
-        (TEXT, ("--metric", "rogue"), "unknown metric"),
+        (TEXT, ("--metric", "rogue"), "if a plugin registers it, --plugin FILE"),
         ("a,b,c\n1,2,3\n", (), "which columns are the prompt and the right response?"),
     ],
 )

@@ -86,6 +86,7 @@ def test_a_loss_that_stands_still() -> None:
 def test_a_learning_rate_that_is_too_large() -> None:
     rising = losses([1.0, *[9.0] * 29])
     assert kinds({"val": RIGHT}, steps=rising) == ["diverged"]
+    assert kinds({"val": RIGHT}, start={"val": Answers.of(COLLAPSED)}, steps=rising) == []  # as with TAID
     # Where the weights are so large that nothing moves any more, the loss shows nothing.
     stuck = losses([6.5, *[6.1] * 29], lr=1e6)
     found = concerns({"val": COLLAPSED}, start={"val": Answers.of(COLLAPSED)}, steps=stuck)

@@ -129,7 +129,8 @@ def distill(
         begun = time.monotonic()
         model = _open(config, "student", found, progress.note)
         config = _with_cap(config, found, model, max_new_tokens)
-        estimate(config, progress.note)  # raises what training would, before the long evaluations
+        RunFolder(output).expect(config)  # this and the estimate raise what training would, before the evaluations
+        estimate(config, progress.note)
         measured["student before"] = _measure(model, found, config, progress.generating)
         del model
         model = _open(config, "teacher", found, progress.note)

@@ -134,7 +134,8 @@ class TextConfig(Section):
     """The longest prompt, in tokens; null: as long as prompt and response fit into the context window."""
 
     too_long: Literal["refuse", "truncate"] = "refuse"
-    """What happens to a longer prompt: refuse is an error, truncate cuts the end of its longest turn."""
+    """What happens to a longer prompt: refuse is an error, truncate cuts the end of its longest turn. The
+    teacher's own prompt (teacher.prompt) is not cut."""
 
     group: Switch = True
     """Merge rows with the same prompt into one row with all references. A teacher learns each of them."""

@@ -216,8 +216,8 @@ class View:
         known = self.results.baselines.get(run.spec.task)
         found = {0: known.start["val"].accuracy} if known is not None and "val" in known.start else {}
         found |= {check["step"]: metric_of(check)[1] for check in run.evaluations() if check.get("split") == "val"}
-        if "val" in run.scores and run.cost is not None:
-            found[run.chosen_step or run.cost.steps] = run.scores["val"].accuracy
+        if "val" in run.scores:
+            found[run.chosen_step] = run.scores["val"].accuracy
         return dict(sorted(found.items()))
 
     def sweep(self, task: str, point: str, split: str = "test") -> dict[int, Score]:

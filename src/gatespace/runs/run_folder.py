@@ -249,12 +249,7 @@ class RunFolder(Folder):
         if (self.path / "identity.json").exists():
             other = self.identity()
             if other["identity"] != own["identity"]:
-                raise UsageError(
-                    "output: this folder holds another run",
-                    got=self.path,
-                    why=_difference(self, config, other["content"], own["content"]),
-                    instead="another output folder, or remove this one",
-                )
+                raise self._other(_difference(self, config, other["content"], own["content"]))
             if self.is_done:
                 shutil.rmtree(self.checkpoints, ignore_errors=True)  # in case of a kill between the two in `mark_done`
                 return self.summary()
@@ -262,6 +257,23 @@ class RunFolder(Folder):
         self._write("environment.json", environment)
         self._write("identity.json", own)
         return None
+
+    def expect(self, config: TrainConfig | TeachConfig) -> None:
+        """Refuse a folder with another run by its settings, for work before `begin`, which also compares contents."""
+        from gatespace.config.identity import CONTENT
+
+        if (self.path / "identity.json").exists():
+            skip = tuple(path for name in self.identity()["content"] for path in CONTENT.get(name, ()))
+            if changed := _changed_setting(self, config, skip):
+                raise self._other(changed)
+
+    def _other(self, why: str) -> UsageError:
+        return UsageError(
+            "output: this folder holds another run",
+            got=self.path,
+            why=why,
+            instead="another output folder, or remove this one",
+        )
 
     def open_logs(self, marks: Mapping[str, Mark]) -> dict[str, JsonLines]:
         """Open the logs, truncated to where the run resumes; those without a mark start empty."""
@@ -342,8 +354,7 @@ def _difference(
     run: RunFolder, config: TrainConfig | TeachConfig, before: Mapping[str, str], now: Mapping[str, str]
 ) -> str:
     """Describe how the run in the folder differs from this one."""
-    from gatespace.config import load_config
-    from gatespace.config.identity import CONTENT, counted, settings_of
+    from gatespace.config.identity import CONTENT
 
     if before.get("processes") != now.get("processes"):
         return f"it is a run of {before.get('processes', '1')} processes, not {now.get('processes', '1')}"
@@ -355,13 +366,20 @@ def _difference(
     for name in {**now, **before}:
         if before.get(name) != now.get(name):
             return f"changed: {name}"
-    found = tuple(path for name in now for path in CONTENT[name])
+    return _changed_setting(run, config, tuple(path for name in now for path in CONTENT[name])) or "its settings differ"
+
+
+def _changed_setting(run: RunFolder, config: TrainConfig | TeachConfig, skip: tuple[str, ...]) -> str:
+    """Describe a setting that counts and differs from the run's, "" for none; those under `skip` count by content."""
+    from gatespace.config import load_config
+    from gatespace.config.identity import counted, settings_of
+
     try:
         other = load_config(type(config), run.config_file)
     except UsageError:
         return "its settings differ"
     old, own = settings_of(other), settings_of(config)
     for path in {**counted(config), **counted(other)}:
-        if not path.startswith(found) and old.get(path) != own.get(path):
+        if not path.startswith(skip) and old.get(path) != own.get(path):
             return f"its {path} is {json.dumps(old.get(path))}, not {json.dumps(own.get(path))}"
-    return "its settings differ"
+    return ""

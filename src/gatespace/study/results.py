@@ -197,6 +197,7 @@ def _warnings(
                 {split: score.metrics for split, score in result.scores.items()},
                 start={split: Answers.of(score.metrics) for split, score in begun.items()},
                 steps=result.curve(),
+                unchanged=result.chosen_step == 0,
             )
             yield result.spec.id, [*found, *result.alarms]
 

@@ -99,7 +99,9 @@ def find_metric(name: str) -> Metric:
         0.6667
     """
     if name not in _known:
-        raise unknown_name("metric", name, _known)
+        error = unknown_name("metric", name, _known)
+        error.instead += "; if a plugin registers it, --plugin FILE"
+        raise error
     found = _known[name]
     if name in _PACKAGES:
         _package(name)  # before anything is computed

@@ -44,7 +44,7 @@ def propose(
     for proposal, score in known:
         values = _values(proposal, channels)
         # a named point may lie outside the space, or have no learning rate
-        if all(name in values and one._contains(one.to_internal_repr(values[name])) for name, one in space.items()):
+        if all(name in values and one.low <= values[name] <= one.high for name, one in space.items()):
             values = {name: values[name] for name in space}
             study.add_trial(optuna.create_trial(params=values, distributions=space, value=score))
     found = [study.ask(fixed_distributions=space).params for _ in range(count)]
