@@ -250,11 +250,15 @@ def test_killed_runs_end_as_if_nobody_had_killed_them(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_tune_benchmark_ends_in_verdicts(tmp_path: Path) -> None:
     found = _run("tune.py", cache=tmp_path)
-    assert [one["case"] for one in found["results"]] == ["planted", "null"]
+    search, grid, null = found["results"]
+    assert [one["case"] for one in found["results"]] == ["planted", "grid", "null"]
+    candidates = 1 + 2 + 1  # λ = 0.5, proposals, G5
     for one in found["results"]:
         assert one["state"] in ("better", "no better", "undecided")
         assert 0 < one["cost"]["search_to_grid"] <= 1
-    assert set(found["results"][1]["direction"]) == {"noise"}
+    assert grid["cost"]["search_steps"] == grid["cost"]["grid_steps"] == search["cost"]["grid_steps"] == 4 * candidates
+    assert search["cost"]["search_steps"] < grid["cost"]["search_steps"]
+    assert set(null["direction"]) == {"noise"}
 
 
 def test_the_planted_pair_is_taught_what_the_benchmark_says(monkeypatch: pytest.MonkeyPatch) -> None:
