@@ -184,7 +184,7 @@ def _training(steps: Sequence[Mapping[str, Any]], *, gained: bool, in_doubt: boo
     third = max(1, len(losses) // 3)
     first, last = losses[:third], losses[-third:]
     rate = max(record.get("lr") or 0.0 for record in steps)
-    # A rising loss of a student that gained is another loss: TAID's, whose target moves away from the student.
+    # If the student gained, a rising loss is no divergence: TAID's target moves away from the student.
     if not gained and losses[0] > 0 and fmean(last) > _ROSE * losses[0]:
         seen = f"The loss was {losses[0]:.3g} in the first step and {fmean(last):.3g} in the last third of the steps."
         yield Concern("diverged", seen, _TOO_LARGE)
