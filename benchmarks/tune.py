@@ -252,9 +252,9 @@ def targets(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     )
     counted = [one["cost"]["with_verdict"] for one in planted.values()]
     measured = [_steps(planted[number]) / _steps(grid) for number, grid in grids.items() if number in planted]
-    for costs, grid in ((counted, "counted"), (measured, "trained")):
+    for costs, how in ((counted, "counted"), (measured, "trained")):
         if costs:
-            aim = {"what": f"steps / full grid ({grid}), verdict in both", "value": max(costs), "of": len(costs)}
+            aim = {"what": f"steps / full grid ({how}), verdict in both", "value": max(costs), "of": len(costs)}
             found.append(aim | {"limit": COST, "met": max(costs) <= COST})
     same = [planted[number]["state"] == grid["state"] for number, grid in grids.items() if number in planted]
     if same:

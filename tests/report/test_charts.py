@@ -14,6 +14,7 @@ from gatespace.evidence.analysis import analyse
 from gatespace.report import drawing
 from gatespace.report.charts import all_charts
 from gatespace.report.view import View
+from gatespace.study.results import _warnings
 from tests.sample_study import sample_results
 
 from .conftest import parse, sentences
@@ -100,6 +101,19 @@ def test_validation_goes_from_the_untouched_student_to_the_end(whole, charts):
     assert row["first"] == pytest.approx(42.0, abs=10)
     runs = [whole.results.run("hate", "G5", seed).scores["val"].accuracy for seed in (42, 2, 3, 7, 8)]
     assert row["last"] == pytest.approx(100 * fmean(runs))
+
+
+def test_weights_kept_from_before_training_are_a_score_at_step_0_and_nothing_gained(whole):
+    run = whole.results.run("hate", "G5", 42)
+    kept = replace(run, chosen_step=0, scores=whole.results.baselines["hate"].start)
+    curve = View(whole.results, whole.analysis, {}).validation(kept)
+    assert curve[run.chosen_step] == next(
+        one["accuracy"] for one in run.evaluations() if one["step"] == run.chosen_step
+    )
+    assert curve[0] == kept.scores["val"].accuracy
+    for one, kind in ((kept, "nothing gained"), (replace(kept, chosen_step=run.chosen_step), "nothing learned")):
+        found = dict(_warnings({one.spec.id: one}, whole.results.baselines))[one.spec.id]
+        assert kind in [concern.kind for concern in found]
 
 
 def test_figures_are_drawn_for_pages_and_for_phones(whole):
