@@ -64,11 +64,12 @@ test-vllm: $(READY) $(VLLM_READY) ## the tests that need a real vLLM server (its
 	@$(ONE_THREAD) GATESPACE_VLLM="$(abspath $(VLLM_VENV))/bin/python" \
 	  $(BIN)/python -m pytest tests/addons/vllm $(VLLM_ARGS)
 
-lint: $(READY) ## ruff, mypy and the import contracts
+lint: $(READY) ## ruff, mypy, the import contracts, and lines per folder beside their ceilings
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python .ci/lines.py
 
 format: $(READY) ## rewrite the code in the house style
 	@$(BIN)/ruff check --fix .

@@ -345,7 +345,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, argparse.Na
         "  python benchmarks/loss.py --quick                    does it run? seconds; its numbers mean nothing\n"
         "  python benchmarks/loss.py --contenders naive,gatespace --dtypes bf16 --repeats 5\n"
         "  python benchmarks/loss.py --json > loss.json         for programs\n\n"
-        "The peers need: pip install 'gatespace[bench]'. What is not installed is reported, and the rest runs.",
+        "The peers need: pip install '.[bench]'. What is not installed is reported, and the rest runs.",
     )
     size = parser.add_argument_group("size")
     size.add_argument("--tokens", type=_positive, metavar="N", help="tokens in the loss (512; quick: 128)")

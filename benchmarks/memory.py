@@ -1,6 +1,7 @@
 """Peak memory of real runs on this CPU compared with the `--dry-run` estimate.
 
     python benchmarks/memory.py [--hidden 512] [--layers 8] [--cases fp32,bf16,checkpointing,8bit,lora] [--json FILE]
+    python benchmarks/memory.py --growth 64,1024 [--model tiny]    # four bf16 runs of one process, by cache entries
 
 A random Qwen3 student learns from a random teacher of the same size on the synthetic task, for two steps. Each case has
 a fresh process, warmed up with a tiny run. The figure is the peak resident memory of the run above that before it.
@@ -9,10 +10,14 @@ a fresh process, warmed up with a tiny run. The figure is the peak resident memo
 from __future__ import annotations
 
 import argparse
+import gc
+import hashlib
 import json
+import os
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +68,37 @@ def work(request: dict[str, Any]) -> dict[str, Any]:
     return {"said": said["memory_bytes"], "measured": cost.peak_rss - before, "parameters": said["parameters"]}
 
 
+def growth(request: dict[str, Any]) -> dict[str, Any]:
+    """In the fresh process: resident memory after each of four bf16 runs, CPU seconds, and a hash of the losses."""
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ[name] = request["limit"]
+    from gatespace.config import TrainConfig, parse_config
+    from gatespace.training.train import train
+
+    tiny, figures, losses = request["model"] == "tiny", [], []
+    with tempfile.TemporaryDirectory() as place:
+        for seed in range(4):
+            settings = {
+                "task": {"name": "synthetic", "brief": True},
+                "pair": {"student": request["model"], "teacher": request["model"]},
+                "engine": {"precision": "bf16", "device": "cpu"},
+                "rollout": {"max_new_tokens": 8},
+                "teacher": {"cache": None},
+                "evaluation": {"every": 0, "final": ["val"], "limit": 60},
+                "checkpoint": {"every": 0, "model": False},
+                "batch_size": 24 if tiny else 8,
+                "steps": 20 if tiny else 4,
+                "seed": seed,
+                "output": str(Path(place) / str(seed)),
+            }
+            begun = time.process_time()
+            train(parse_config(TrainConfig, settings))
+            gc.collect()
+            figures.append((measure.rss(), time.process_time() - begun))
+            losses += [json.loads(line)["loss"] for line in (Path(place) / str(seed) / "metrics.jsonl").open()]
+    return {"figures": figures, "losses": hashlib.sha256(repr(losses).encode()).hexdigest()[:8]}
+
+
 def network(folder: Path, request: dict[str, Any]) -> Path:
     """Create a random Qwen3 with the synthetic task's vocabulary."""
     import transformers
@@ -100,8 +136,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=measure.usable_cores())
     parser.add_argument("--timeout", type=float, default=1800)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--growth", help="entries of oneDNN's caches, e.g. 64,1024: memory from run to run instead")
+    parser.add_argument("--model", default="tiny", help="of --growth: tiny or smollm2")
     given = parser.parse_args()
     facts = measure.environment(given.threads)
+    for limit in given.growth.split(",") if given.growth else ():
+        asked = {"limit": limit, "model": given.model}
+        got = measure.in_fresh_process(Path(__file__), asked, threads=given.threads, timeout=given.timeout)
+        runs = ", ".join(f"{rss / measure.MIB:.0f} MiB ({cpu:.1f} s)" for rss, cpu in got.get("figures", ()))
+        print(f"{limit:>5} entries: {runs or got['unavailable']}; losses {got.get('losses')}", flush=True)
+    if given.growth:
+        return
     print(f"{facts['cpu']}, {given.threads} threads: hidden {given.hidden}, {given.layers} layers, {given.rows} rows")
     print(f"{'case':<16} {'said MB':>8} {'measured MB':>12} {'ratio':>6}")
     found = {}
@@ -123,4 +168,5 @@ if __name__ == "__main__":
         main()
     else:
         text = sys.stdin.read()
-        measure.answer(work(json.loads(text))) if text else main()
+        request = json.loads(text) if text else None
+        main() if request is None else measure.answer((growth if "limit" in request else work)(request))

@@ -341,7 +341,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, argparse.Na
         "  python benchmarks/step.py --quick                     does it run? a tiny model; its numbers mean nothing\n"
         "  python benchmarks/step.py --precision fp32 --contenders plain,gatespace-cold\n"
         "  python benchmarks/step.py --json > step.json          for programs\n\n"
-        "TRL needs: pip install 'gatespace[bench]'. What does not run is reported, and the rest runs.",
+        "TRL needs: pip install '.[bench]'. What does not run is reported, and the rest runs.",
     )
     work_arguments(parser)
     what = parser.add_argument_group("what is measured")

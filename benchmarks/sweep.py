@@ -62,7 +62,7 @@ PRESETS: dict[str, Preset] = {
     "demo": Preset(
         "demo",
         "the demo with all points of the paper at one seed: restrictions, static, published, controls, twins (39 runs)",
-        ("points=paper", "axes.controls={shuffled: [G5, H2]}"),
+        ("points=paper", "axes.isolation={match: [lam]}", "axes.controls={shuffled: [G5, H2]}"),
         steps=30,
         workers=2,
         wall_limit=None,

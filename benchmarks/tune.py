@@ -18,6 +18,16 @@ this search has the same expected gradient as the constant of its mean, and all 
 variance, and little of it at the spreads of this search (0.25 to 1). The best on validation is best by luck, and no
 candidate is better than its static twin.
 
+Null with all channels: the planted pair and everything that a search has by default (three channels, all λ̄, wide
+spreads), but every channel has the values of h, u or gap at other tokens of the batch, at random and without gradient.
+No gate is better than the constant of its mean.
+
+Edge: texts of the second kind only, for which reverse KL alone is right at every token. The best constant is near 1,
+and a gate whose λ comes closer to 1 than the constants that it is compared with must not be called better.
+
+Weak: the planted case where only a share of the cues (.6, .4, .2) is as above. At the others teacher, note and label
+agree, and no λ is better than another at convergence. How often a gate is called better, over the share, is the power.
+
 Grid: the first planted repetition again with a single rung, so that every candidate is trained for all steps at all
 seeds. Its training steps and its verdict are compared with those of the search.
 
@@ -51,9 +61,13 @@ MISLED = 0.4
 GUESSED = 0.5
 """Share of the student's training texts with a random label."""
 DESIGN = 2
-"""Repetitions 0 and 1 of the planted case served to design it and are not counted."""
-FOUND, FALSE, COST = 0.9, 0.05, 0.35
-"""Targets: share of planted cases found better, of null cases found better, training steps / those of a full grid."""
+"""Repetitions 0 and 1 of the planted and the edge case served to design them and are not counted."""
+WEAK = (0.6, 0.4, 0.2)
+"""Shares of cues with an effect in the weak cases."""
+COST = 0.4
+"""Target: training steps / those of a full grid, verdict in both."""
+TARGETS = {"planted": (">=", 0.9), "null": ("<=", 0.05), "null-all": ("<=", 0.05), "edge": ("<=", 0.0)}
+"""Targets: share of repetitions in which a gate is called better."""
 _NOISE = '''"""A signal that says nothing: a pseudo-random number for every token."""
 import torch
 from gatespace import signals
@@ -64,6 +78,21 @@ def noise(tokens):
     both = (tokens.teacher_at(choice) + 1.7 * tokens.student_at(choice)).squeeze(-1).detach().double()
     return torch.frac(torch.sin(both * 12345.678) * 43758.5453).abs().to(tokens.dtype)
 '''
+_ELSEWHERE = '''"""The paper's signals at other tokens: their values, permuted over the tokens of the call."""
+import torch
+from gatespace import signals
+
+def elsewhere(name, salt):
+    @signals.register(f"{name}_elsewhere", range=(0.0, 1.0), ahead=(name,))
+    def permuted(tokens):
+        values = signals.everywhere(name, tokens)
+        places = torch.arange(len(values), device=values.device).double()
+        order = torch.frac(torch.sin(places * 78.233 + values.double().sum() * 12.9898 + salt) * 43758.5453).argsort()
+        return values[order][tokens.span]
+
+for salt, name in enumerate(("h", "u", "gap")):
+    elsewhere(name, salt)
+'''
 
 
 @dataclass(frozen=True)
@@ -72,6 +101,9 @@ class Settings:
 
     planted: int
     null: int
+    null_all: int
+    edge: int
+    weak: int
     grid: int
     proposals: int
     workers: int
@@ -80,18 +112,22 @@ class Settings:
     quick: bool
 
 
-def rows(seed: int, split: str, count: int, side: str = "gold") -> list[dict[str, str]]:
+def rows(seed: int, split: str, count: int, side: str = "gold", case: str = "planted") -> list[dict[str, str]]:
     """Generate texts with the correct labels, or with notes for the teacher, or for the training of either model."""
     from gatespace.seeding import generator
 
     draw = generator(seed, "benchmarks", "tune", split).random
+    first = 0.0 if case == "edge" else 0.5
+    plain = round(CUES * (1 - float(case.removeprefix("weak-")))) if case.startswith("weak-") else 0
     found = []
     for _ in range(count):
-        kind, word, place = int(draw() * 2), int(draw() * 4), int(draw() * CUES * len(LABELS))
+        kind, word, place = int(draw() >= first), int(draw() * 4), int(draw() * CUES * len(LABELS))
         # Each kind has its own cues. The number says nothing; without it, few texts would be in one split only.
         text = f"{int(draw() * 100):02d} {KINDS[kind][word]} cue{place + kind * CUES * len(LABELS):02d}"
         usual, luck, other = place // CUES, draw(), 1 + int(draw() * 3)
-        if kind == 0:  # labels vary, and the note is the label
+        if place % CUES < plain:  # a cue without an effect
+            gold = note = taught = usual
+        elif kind == 0:  # labels vary, and the note is the label
             gold = note = taught = (usual + (luck < VARIES)) % len(LABELS)
         else:  # there is one label, and the note is a wrong one
             gold, note = usual, (usual + other) % len(LABELS)
@@ -104,7 +140,7 @@ def rows(seed: int, split: str, count: int, side: str = "gold") -> list[dict[str
     return found
 
 
-def make_pair(folder: Path, seed: int, settings: Settings) -> dict[str, Any]:
+def make_pair(folder: Path, case: str, seed: int, settings: Settings) -> dict[str, Any]:
     """Build the task and the pair of a repetition; return the settings of the task."""
     from gatespace.config import TaskConfig, TeachConfig, parse_config
     from gatespace.models import build_tiny
@@ -116,7 +152,7 @@ def make_pair(folder: Path, seed: int, settings: Settings) -> dict[str, Any]:
         for split, count in counts.items():
             path = folder / f"{name}-{split}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
-            own = rows(seed, f"{name} {split}", count, sides.get(split, name))
+            own = rows(seed, f"{name} {split}", count, sides.get(split, name), case)
             path.write_text("".join(json.dumps(row) + "\n" for row in own))
             sources[split] = str(path)
         return {"name": None, "brief": True, "table": {"source": sources, "labels": list(LABELS), "name": "planted"}}
@@ -181,11 +217,15 @@ def study(folder: Path, task: dict[str, Any], case: str, seed: int, settings: Se
         },
         "tune": search,
     }
-    if case == "null":
+    if case.startswith("null"):
         plugin = folder / "noise.py"
-        plugin.write_text(_NOISE)
+        plugin.write_text(_NOISE if case == "null" else _ELSEWHERE)
         whole["plugins"] = [str(plugin)]
-        search |= {"channels": ["noise"], "lam": [0.5], "points": [], "spread": [0.25, 1.0]}
+        search["points"] = []
+    if case == "null":
+        search |= {"channels": ["noise"], "lam": [0.5], "spread": [0.25, 1.0]}
+    elif case == "null-all":
+        search["channels"] = [f"{name}_elsewhere" for name in ("h", "u", "gap")]
     path = folder / f"{case}.yaml"
     path.write_text(write_yaml(whole))
     return path
@@ -194,7 +234,7 @@ def study(folder: Path, task: dict[str, Any], case: str, seed: int, settings: Se
 def repetition(folder: Path, case: str, seed: int, settings: Settings) -> dict[str, Any]:
     """Run one search and return its verdict."""
     place = folder / f"{case}-{seed}"
-    path = study(place, make_pair(place, seed, settings), case, seed, settings)
+    path = study(place, make_pair(place, case, seed, settings), case, seed, settings)
     words = ["tune", str(path), "--json", "--quiet", "--trust-plugins", "--output", str(place / "tune")]
     words += ["--workers", str(settings.workers), "--threads", str(settings.threads)]
     environment = os.environ | {"OMP_NUM_THREADS": str(settings.threads)}
@@ -210,7 +250,8 @@ def repetition(folder: Path, case: str, seed: int, settings: Settings) -> dict[s
         "case": case,
         "repetition": seed,
         "state": verdict["state"],
-        "sentence": verdict["sentence"],
+        "sentence": f"{verdict['sentence']} {verdict['why']}",
+        "power": verdict["power"],
         "gate": verdict["gate"],
         "direction": None if winner is None else winner["place"]["direction"],
         "lam": None if winner is None else winner["place"]["lam"],
@@ -218,14 +259,20 @@ def repetition(folder: Path, case: str, seed: int, settings: Settings) -> dict[s
         "against": verdict["against"],
         "curse": verdict["curse"],
         "cost": found["cost"],
-        "pairing": found["pairing"],
     }
 
 
 def run(settings: Settings, folder: Path, report: Callable[[str], None]) -> list[dict[str, Any]]:
     """Run all repetitions; those already in the folder are read from it."""
     found = []
-    cases = (("planted", DESIGN, settings.planted), ("grid", DESIGN, settings.grid), ("null", 0, settings.null))
+    cases = [
+        ("edge", DESIGN, settings.edge),
+        ("planted", DESIGN, settings.planted),
+        ("grid", DESIGN, settings.grid),
+        ("null", 0, settings.null),
+        ("null-all", 0, settings.null_all),
+        *((f"weak-{share}", 0, settings.weak) for share in WEAK),
+    ]
     for case, first, count in cases:
         for seed in range(first, first + count):
             saved = folder / f"{case}-{seed}.json"
@@ -241,12 +288,12 @@ def run(settings: Settings, folder: Path, report: Callable[[str], None]) -> list
 def targets(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Targets and the values reached."""
     found = []
-    for case, limit, name in (("planted", FOUND, "called better"), ("null", FALSE, "called better")):
+    for case, (sign, limit) in TARGETS.items():
         own = [one for one in records if one["case"] == case]
         if own:
             share = sum(one["state"] == "better" for one in own) / len(own)
-            met = share >= limit if case == "planted" else share <= limit
-            found.append({"what": f"{case}: {name}", "value": share, "of": len(own), "limit": limit, "met": met})
+            met = share >= limit if sign == ">=" else share <= limit
+            found.append({"what": f"{case}: called better", "value": share, "of": len(own), "limit": limit, "met": met})
     planted, grids = (
         {one["repetition"]: one for one in records if one["case"] == case} for case in ("planted", "grid")
     )
@@ -293,22 +340,27 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, argparse.Na
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="examples:\n"
-        "  python benchmarks/tune.py                      10 planted cases, one grid, 20 null cases\n"
+        "  python benchmarks/tune.py                      every case\n"
+        "  python benchmarks/tune.py --planted 0 --grid 0 --null 0 --null-all 0 --weak 0   the edge case alone\n"
         "  python benchmarks/tune.py --output DIR         keep everything; the same command goes on after a stop\n"
         "  python benchmarks/tune.py --quick              does it run? its numbers mean nothing\n"
         "  python benchmarks/tune.py --json > tune.json",
     )
     parser.add_argument("--planted", type=int, help="repetitions of the planted case (10; quick: 1)")
     parser.add_argument("--null", type=int, help="repetitions of the null case (20; quick: 1)")
+    parser.add_argument("--null-all", type=int, help="repetitions of the null case with all channels (20; quick: 1)")
+    parser.add_argument("--edge", type=int, help="repetitions of the case whose best constant is near 1 (10; quick: 1)")
+    parser.add_argument("--weak", type=int, help="repetitions of every weak case (5; quick: 0)")
     parser.add_argument("--grid", type=int, help="planted repetitions searched by a full grid too (1)")
     parser.add_argument("--proposals", type=positive, help="gates that are proposed (32; quick: 2)")
     study_arguments(parser, quick="one of each, two steps")
     options = parser.parse_args(arguments)
     quick = options.quick
+    usual = {"planted": 10, "null": 20, "null_all": 20, "edge": 10, "weak": 5, "grid": 1}
+    given = {case: getattr(options, case) for case in usual}
+    least = {case: min(count, int(case != "weak")) for case, count in usual.items()} if quick else usual
     settings = Settings(
-        planted=options.planted if options.planted is not None else 1 if quick else 10,
-        null=options.null if options.null is not None else 1 if quick else 20,
-        grid=options.grid if options.grid is not None else 1,
+        **{case: least[case] if count is None else count for case, count in given.items()},
         proposals=options.proposals or (2 if quick else 32),
         **study_settings(options),
     )

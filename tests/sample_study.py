@@ -336,7 +336,8 @@ class _Draws:
             clean = measure(gold[skip:], said[skip:], self.labels).as_json()
         record = {"split": split, "metrics": full.as_json(), "duplicates": skip, "without_duplicates": clean}
         if self.probabilities:
-            record["calibration"] = calibrate(gold, self.likely(split, said)).as_json()
+            rows = (gold, self.likely(split, said))
+            record["calibration"] = calibrate(*rows, rows).as_json()
         return Score.from_json(record)
 
 

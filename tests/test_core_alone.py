@@ -18,7 +18,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the project in which add-ons, their tests and their public aliases are gone."""
     copy = tmp_path_factory.mktemp("core")
     ignore = shutil.ignore_patterns("addons", "integrations", "__pycache__")
-    for folder in ("src", "tests", "examples", "docs"):
+    for folder in ("src", "tests", "examples", "docs", "benchmarks"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=ignore)
     shutil.copy(ROOT / "pyproject.toml", copy)
     return copy

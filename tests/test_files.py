@@ -174,6 +174,14 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     assert os.listdir(path.parent) == ["summary.json"]
 
 
+def test_a_link_of_the_temporary_name_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / ".file.tmp").symlink_to(tmp_path / "victim")
+    atomic_write(tmp_path / "file", "new")
+    assert (tmp_path / "victim").read_text() == "mine"
+    assert ((tmp_path / "file").read_text(), (tmp_path / "file").is_symlink()) == ("new", False)
+
+
 def test_a_reader_never_sees_a_half_written_file_of_a_writer_that_is_killed(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from gatespace.files import atomic_write\n"

@@ -160,7 +160,6 @@ JOBS = (
     "evidence",
     "report",
     "explore",
-    "watch",
     "pack",
     "merge",
     "tune",

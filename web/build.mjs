@@ -12,7 +12,7 @@ import { dirname, join, relative, resolve } from "node:path";
 import { fileURLToPath } from "node:url";
 import esbuild from "esbuild";
 
-const PAGES = ["explorer", "watch"];
+const PAGES = ["explorer"];
 
 const here = dirname(fileURLToPath(import.meta.url));
 const common = { bundle: true, jsx: "automatic", jsxImportSource: "preact", target: "es2022", logLevel: "warning", absWorkingDir: here };

@@ -5,7 +5,7 @@
 #   TASK=tweeteval/hate GATE=G4 STEPS=200 bash examples/verl/run_qwen3_32b_to_4b.sh
 #   bash examples/verl/run_qwen3_32b_to_4b.sh distillation.distillation_loss.topk=128      # verl's own overrides
 #
-# Needs verl 0.9.1 with vLLM, and gatespace beside it: pip install 'gatespace[verl]'.
+# Needs verl 0.9.1 with vLLM, and gatespace beside it: pip install '.[verl]' in a clone.
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"

@@ -5,7 +5,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
+
+# Before torch is imported, which reads them once: products in bf16 are compiled for every shape and kept, 1,024 of them
+# in each of two caches. Prompts have many shapes, so a process grew by 300 MB over a few tiny runs. Same numbers.
+for _cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(_cache, "64")
 
 if TYPE_CHECKING:
     from gatespace.gating import (

@@ -63,7 +63,7 @@ def missing_extra(feature: str, *, module: str, extra: str) -> MissingExtraError
     """Return the error for `feature`, which needs `module` from the extra `extra`."""
     return MissingExtraError(
         f"{feature} needs the package {module!r}, which is not installed",
-        instead=f"pip install 'gatespace[{extra}]'",
+        instead=f"pip install '.[{extra}]' in a clone of gatespace",
     )
 
 

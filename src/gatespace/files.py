@@ -50,7 +50,8 @@ def atomic_write(path: Path, content: str | bytes) -> None:
     with _io(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with beside.open("wb") as file:
+            beside.unlink(missing_ok=True)
+            with beside.open("xb") as file:  # a link of this name is not followed
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())

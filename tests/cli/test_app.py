@@ -157,6 +157,31 @@ def test_sigterm_says_so(python):
     assert (result.returncode, result.stdout, result.stderr) == (143, "", "stopped by SIGTERM\n")
 
 
+@pytest.mark.parametrize(("name", "code", "text"), [("SIGTERM", 143, "stopped by SIGTERM\n"), ("SIGINT", 130, "")])
+def test_a_signal_in_a_destructor_is_not_lost(python, name, code, text):
+    """Python drops what is raised there."""
+    script = (
+        "import gatespace.cli.app as a, os, signal, sys, time\n"
+        f"class Last:\n    def __del__(self): os.kill(os.getpid(), signal.{name}); time.sleep(0)\n"
+        "def command():\n    Last()\n    time.sleep(60)\n    print('lost')\n"
+        "a.app.command('stop')(command)\n"
+        "sys.argv = ['gatespace', 'stop']\n"
+        "a.main()"
+    )
+    result = python("-c", script)
+    assert (result.returncode, result.stdout, result.stderr) == (code, "", text)
+
+
+@pytest.mark.parametrize("given", [{}, {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "7", "LRU_CACHE_CAPACITY": "7"}])
+def test_caches_of_products_are_limited_before_torch_reads_the_limit(python, monkeypatch, given):
+    names = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+    for name in names:  # this process has imported gatespace
+        monkeypatch.delenv(name, raising=False)
+    script = f"import os, sys, gatespace; print('torch' in sys.modules, *map(os.environ.get, {names}))"
+    limit = given.get(names[0], "64")
+    assert python("-c", script, **given).stdout == f"False {limit} {limit}\n"
+
+
 def test_a_bug_keeps_its_traceback(python):
     script = (
         "import gatespace.cli.gate as g, gatespace.cli.app as a, sys\n"

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
+from statsmodels.stats.proportion import proportion_confint
 
 from gatespace.cli import distill
 from gatespace.files import read
 
-PAIR = ("--teacher", "tiny-teacher", "--student", "tiny-student", "--set", "engine.precision=fp32")
+STUDENT = ("--student", "tiny-student", "--set", "engine.precision=fp32")
+PAIR = ("--teacher", "tiny-teacher", *STUDENT)
 TEXT = "mr,ref\n" + "".join(f"thing {i},The thing number {i} is good.\n" for i in range(30))
 LABELS = "text,label\n" + "".join(
     f"I feel {('fine', 'ill')[i % 2]} on day {i},{('yes', 'no')[i % 2]}\n" for i in range(40)
@@ -15,38 +18,70 @@ LABELS = "text,label\n" + "".join(
 
 
 def names_and_scores(printed):
-    """Name → the number beside it, of the printed table."""
+    """Name → the score beside it and its interval, of the printed table."""
     rows = [line.strip().partition("  ") for line in printed.splitlines()]
     models = ("teacher", "student before", "student after")
-    return {name: float(rest.split()[0]) for name, _, rest in rows if name in models}
+    numbers = {name: rest.replace("[", "").replace(",", "").replace("]", "").split() for name, _, rest in rows}
+    return {name: [*map(float, numbers[name][:3])] for name in models}
+
+
+@pytest.fixture
+def teach(cli, tmp_path):
+    """Teaches the tiny teacher a table, in another file than the one that is distilled on."""
+
+    def run(task):
+        (tmp_path / "teach.json").write_text(json.dumps({"task": {**task, "split": None}}))
+        words = ("--model", "tiny-teacher", "--steps", "40", "--lr", "3e-3", "--set", "engine.precision=fp32")
+        assert cli("teach", tmp_path / "teach.json", *words, "-o", tmp_path / "teacher").exit_code == 0
+        return "--teacher", tmp_path / "teacher", *STUDENT
+
+    return run
 
 
 @pytest.mark.parametrize(
-    "rows, options, said, metric",
+    "rows, task, options, said, metric",
     [
         (
             TEXT,
+            {"text": {"prompt": "{mr}", "answer": "ref", "metric": "token_f1"}},
             ("--metric", "token_f1", "--steps", "2"),
             "a text task: prompt '{mr}', right response 'ref'",
             "token_f1",
         ),
-        (LABELS, ("--steps", "12"), "a label task: 'label' holds 2 labels (no, yes), 'text' the text", "accuracy"),
+        (
+            LABELS.replace(",", ";"),
+            {"table": {"labels": ["no", "yes"]}},
+            ("--steps", "12"),
+            "a label task: 'label' holds 2 labels (no, yes), 'text' the text",
+            "accuracy",
+        ),
     ],
 )
-def test_one_command_from_a_table_to_a_model(cli, tmp_path, monkeypatch, rows, options, said, metric):
+def test_one_command_from_a_table_to_a_model(cli, teach, tmp_path, monkeypatch, rows, task, options, said, metric):
     data, run = tmp_path / "rows.csv", tmp_path / "run"
-    data.write_text(rows)
-    words = ["distill", data, *PAIR, *options, "--batch-size", "4", "-o", run]
+    for file in (data, tmp_path / "taught.csv"):
+        file.write_text(rows, encoding="utf-8-sig")  # as a spreadsheet writes it
+    ((kind, settings),) = task.items()
+    pair = teach({kind: {"source": str(tmp_path / "taught.csv"), **settings}})
+    words = ["distill", data, *pair, *options, "--batch-size", "4", "-o", run]
     result = cli(*words)
     assert result.exit_code == 0, result.stderr
     assert said in result.stderr
-    assert f"test {metric}" in result.stdout
+    assert f"test {metric}, 95 % CI" in result.stdout
+    assert re.search(r"warning: [34] validation rows chose the weights", result.stdout)
     assert (run / "model" / "config.json").is_file()
     again = json.loads(cli(*words, "--json", "--quiet").stdout)
     assert again["metric"] == metric
     models, found = again["models"], json.loads((run / "evaluation-test.json").read_text())["metrics"]
     assert models["student after"]["score"] == found["score" if metric == "token_f1" else "accuracy"]
-    assert names_and_scores(result.stdout) == {name: round(one["score"], 4) for name, one in models.items()}
+    shown = {name: [*(round(number, 2) for number in (one["score"], *one["interval"]))] for name, one in models.items()}
+    assert names_and_scores(result.stdout) == shown
+    for one in models.values():
+        count = one["rows"]
+        if metric == "accuracy":
+            interval = proportion_confint(round(one["score"] * count), count, method="wilson")
+            assert one["interval"] == pytest.approx(interval)
+        assert 0 <= one["interval"][0] <= one["score"] <= one["interval"][1] <= 1
     assert models["teacher"]["parameters"] > models["student after"]["parameters"] > 0
     assert models["student before"]["parameters"] == models["student after"]["parameters"]
     for one in models.values():
@@ -67,6 +102,22 @@ def test_one_command_from_a_table_to_a_model(cli, tmp_path, monkeypatch, rows, o
     other = cli(*words, "--lr", "0.01")
     assert (other.exit_code, "this folder holds another run" in other.stderr) == (2, True)
     assert "its optimizer.lr is 0.003, not 0.01" in " ".join(other.stderr.split())
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [(LABELS, "the teacher does not give legal labels"), (TEXT, "the teacher is no better than the student before")],
+)
+def test_a_teacher_that_knows_nothing_ends_the_command_before_training(cli, tmp_path, rows, message):
+    (tmp_path / "rows.csv").write_text(rows)
+    pair = ("--teacher", "tiny-student", *STUDENT)  # both untaught, and the same
+    result = cli("distill", tmp_path / "rows.csv", *pair, "-o", tmp_path / "run")
+    assert result.exit_code == 1
+    shown = " ".join(result.stderr.split())
+    assert message in shown
+    assert "on 4 validation rows" in shown or "on 3 validation rows" in shown
+    assert "`gatespace teach`" in shown
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_teacher_on_the_same_file_tells_the_task(tmp_path, monkeypatch):

@@ -117,7 +117,7 @@ def test_extras_come_from_the_metadata(fake_distribution):
         "name": "fast",
         "installed": False,
         "missing": ["no-such-package-a<3,>=2", "vllm[audio]>=0.1"],
-        "command": "pip install 'gatespace[fast]'",
+        "command": "pip install '.[fast]'",
     }
     assert found["all"]["missing"] == found["fast"]["missing"]
     assert found["dev"]["missing"][0] == "no-such-package-c"
@@ -133,7 +133,7 @@ def test_a_wrong_version_of_a_core_requirement_is_named(fake_distribution):
 def test_an_engine_is_added_by_an_extra_for_use_else_by_its_name(fake_distribution, monkeypatch):
     monkeypatch.setattr(environment, "_found", lambda module: False)
     commands = {e["name"]: e["command"] for e in environment.engine_facts({"usable": True, "version": "2"})}
-    assert commands["vllm"] == "pip install 'gatespace[fast]'"
+    assert commands["vllm"] == "pip install '.[fast]'"
     assert commands["trl"] == "pip install trl"
     assert commands["native"] is None
 

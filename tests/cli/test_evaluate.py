@@ -22,7 +22,7 @@ def test_the_tables_say_what_was_found(cli, taught):
         numbers = [f"{row[key]:.3f}" for key in ("precision", "recall", "f1")]
         expected = [*row["label"].split(), *numbers, *(str(row[key]) for key in ("support", "predicted", "unparsed"))]
         assert expected in [line.split() for line in lines]
-    whole = f"{metrics['accuracy']:.4f}"
+    whole = f"{metrics['accuracy']:.2f}"
     assert any(line.split()[:5] == ["test,", "first", "rows", "40", whole] for line in lines)
     assert "Only the first 40 of 800 rows, which need not be like the rest." in lines
     assert "0 of these texts also occur in train." in lines
@@ -32,7 +32,7 @@ def test_probabilities_have_tables_of_their_own(cli, taught):
     words = ("evaluate", taught.folder, "--limit", "40", "--probabilities")
     found = json.loads(cli(*words, "--json").stdout)["calibration"]
     lines = [line.split() for line in cli(*words).stdout.splitlines()]
-    names = ("accuracy", "confidence", "log_loss", "brier", "ece", "aurc", "mass")
+    names = ("accuracy", "auc", "confidence", "log_loss", "brier", "ece", "aurc", "mass")
     assert [f"{found[name]:.4f}" for name in names] in lines
     for one in found["coverage_at"]:
         shown = ["not", "reached"] if one["threshold"] is None else [f"{one['threshold']:.4f}"]
@@ -45,7 +45,7 @@ def test_samples_are_counted_beside_the_greedy_responses(cli, taught):
     assert (found["samples"], found["temperature"], found["seed"]) == (4, 1.5, 0)
     assert 0 < found["accuracy"] < 1
     text = " ".join(cli(*words).stdout.split())
-    assert f"Sampled 4 times at temperature 1.5: accuracy {found['accuracy']:.4f}, SD {found['sd']:.4f}" in text
+    assert f"Sampled 4 times at temperature 1.5: accuracy {found['accuracy']:.2f}, SD {found['sd']:.2f}" in text
     result = cli(*words, "--sampler", "vllm=python")
     assert result.exit_code == 2
     assert "--samples and --sampler do not go together" in result.stderr
@@ -72,9 +72,9 @@ def test_duplicates_have_a_row_of_their_own(cli, taught, tmp_path):
     assert result.exit_code == 0, result.stderr
     right = [row["label"] == row["gold"] for row in rows]
     lines = [line.split() for line in result.stdout.splitlines()]
-    assert next(line for line in lines if line[:1] == ["test"])[1:3] == ["30", f"{sum(right[10:40]) / 30:.4f}"]
+    assert next(line for line in lines if line[:1] == ["test"])[1:3] == ["30", f"{sum(right[10:40]) / 30:.2f}"]
     without = next(line for line in lines if line[:3] == ["test", "without", "10"])
-    assert f"{sum(right[20:40]) / 20:.4f}" in without
+    assert f"{sum(right[20:40]) / 20:.2f}" in without
     assert "20" in without
 
 

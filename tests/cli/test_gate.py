@@ -10,6 +10,7 @@ import zlib
 
 import pytest
 
+from gatespace import signals
 from gatespace.cli.gate import GRID, TYPICAL, cube_statistics, notes, read_points, read_signals
 from gatespace.gating.coefficients import Gate, named_points
 
@@ -55,6 +56,25 @@ def test_table_equals_the_formula(run, text, abcd):
         assert row["lam"] == pytest.approx(expected, rel=1e-14)
     lams = [row["lam"] for row in point["table"]]
     assert point["lam_range"] == pytest.approx([min(lams), max(lams)], rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    "text, logits",
+    [
+        ("4,0,-1,0,jsd=2", (-1, 5)),
+        ("4,0,-1,0,jsd=-2,position=1", (-3, 4)),
+        ("1,0,0,0,log_ratio=.5", (-math.inf, math.inf)),
+        ("0,0,1,-2,swing=-2", (1 - 2 - 6, 1 + 2)),
+    ],
+)
+def test_range_of_lam_counts_further_signals_in_their_registered_ranges(run, text, logits):
+    signals.register("swing", range=(-1.0, 3.0))(lambda tokens: 4 * tokens.position / tokens.length - 1)
+    try:
+        (point,) = read(run, text)["points"]
+    finally:
+        signals.unregister("swing")
+    assert point["lam_range"] == pytest.approx([1 / (1 + math.exp(-x)) if x > -math.inf else 0.0 for x in logits])
+    assert any("log_ratio unbounded" in note for note in point["notes"]) == ("log_ratio" in text)
 
 
 def test_json_schema(run):
@@ -151,6 +171,7 @@ def test_report(run):
         ("H3", ["λ rises with h and u, falls with gap", "needs u"]),
         ("static:.3", ["constant λ"]),
         ("-4,0,0,0,jsd=2", ["λ rises with jsd, falls with h", "jsd counted as 0"]),
+        ("-4,0,0,0,jsd=-2", ["λ falls with h and jsd", "λ ≤ 0.5 always"]),
     ],
 )
 def test_notes(text, expected):
@@ -192,6 +213,7 @@ def test_markup_in_a_point_is_text(run):
         (["G5", "--at", "h"], ["signal=value"]),
         (["G5", "--at", "gpa=.5"], ["unknown signal 'gpa'", "did you mean 'gap'?"]),
         (["G5", "--at", "jsd=.5"], ["unknown signal 'jsd'"]),
+        (["4,0,-1,0,jds=2"], ["unknown signal 'jds'", "did you mean 'jsd'?"]),
         (["0,0,0,0,jsd=1", "--at", "jsd=inf"], ["finite"]),
         (["G5", "--plot", "x.jpg"], [".png, .svg, .pdf", "got: x.jpg"]),
         (["G5", "--plot", "x"], [".png, .svg, .pdf"]),
@@ -328,6 +350,6 @@ def test_plot_without_matplotlib_names_the_extra(python, tmp_path):
     result = python("-c", script)
     assert result.returncode == 2
     assert result.stdout == ""
-    assert "pip install 'gatespace[plot]'" in result.stderr
+    assert "pip install '.[plot]'" in result.stderr
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "g.png").exists()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import json
 import math
 import os
@@ -42,7 +43,7 @@ def test_json_in_and_out(cli, taught, known, tmp_path):
     result = cli("predict", taught.folder, "--field", "tweet", "--json", stdin="\n".join(lines))
     found = [json.loads(line) for line in result.stdout.splitlines()]
     assert [one["line"] for one in found] == [1, 2, 3, 4]
-    assert found[0] == {"line": 1, "label": label, "text": text, "raw": f'{label}"}}'}
+    assert found[0] == {"line": 1, "label": label, "text": text, "raw": f'{label}"}}', "id": 5}
     assert found[2]["text"] == f"{text}\n"
     assert [one["label"] for one in found] == [label, None, label, None]
     assert found[1]["raw"] is None
@@ -92,7 +93,7 @@ def test_the_data_of_a_task_is_not_needed(cli, taught, tmp_path):
     [
         (["missing.txt"], b"", "error: missing.txt cannot be read\n"),
         (["texts.json"], b"", "error: predict reads lines of text, JSON lines, or a table\n"),
-        (["missing.csv"], b"", "error: missing.csv cannot be read\n"),
+        (["missing.csv"], b"", "error: no such file\n  got: missing.csv\n"),
         (["-o", "labels.txt"], b"", "error: unknown output format\n  got: labels.txt\n"),
         (["-o", "nowhere/labels.csv"], b"", "error: there is no such folder\n  got: nowhere\n"),
         (["--field", "text"], b"not json\n", "error: -:1: not JSON\n"),
@@ -194,6 +195,43 @@ def test_a_table_in_and_both_forms_out(cli, taught, table, tmp_path, how):
     assert "error: the output exists already\n" in again.stderr
 
 
+@pytest.mark.parametrize("form", ["csv", "jsonl"])
+def test_other_columns_are_kept(cli, taught, known, tmp_path, form):
+    texts = [text for _, text in known[:3]]
+    rows = [{"id": f"{n}", "label": "old", "input_label": "x", "body": text} for n, text in enumerate(texts)]
+    if form == "csv":  # as a spreadsheet writes it
+        lines = [";".join(rows[0]), *(";".join(row.values()) for row in rows)]
+        (tmp_path / "in.csv").write_text("\n".join(lines), encoding="utf-8-sig")
+    else:
+        (tmp_path / "in.jsonl").write_text("".join(json.dumps({**row, "more": [1]}) + "\n" for row in rows))
+    command = ["predict", taught.folder, tmp_path / f"in.{form}", "--column", "body"]
+    result = cli(*command, "--json")
+    assert result.exit_code == 0, result.stderr
+    printed = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [one["text"] for one in printed] == texts
+    assert [one["label"] for one in printed] == [label for label, _ in known[:3]]
+    assert [(one["id"], one["input_input_label"], one["input_label"]) for one in printed] == [
+        (f"{n}", "old", "x") for n in range(3)
+    ]
+    assert "body" not in printed[0]
+    assert cli(*command, "-o", tmp_path / "out.jsonl").exit_code == 0
+    assert [json.loads(line) for line in (tmp_path / "out.jsonl").open()] == printed
+    assert cli(*command, "-o", tmp_path / "out.csv", "--probabilities").exit_code == 0
+    with (tmp_path / "out.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [(row["id"], row["input_input_label"]) for row in table] == [(f"{n}", "old") for n in range(3)]
+    assert [row.get("more") for row in table] == [None if form == "csv" else "[1]"] * 3
+
+
+def test_cells_of_parquet_are_kept(cli, taught, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
+    day = datetime.date(2026, 1, 2)
+    parquet.write_table(arrow.table({"text": ["hello"], "day": [day], "n": [3]}), tmp_path / "a.parquet")
+    (found,) = cli("predict", taught.folder, tmp_path / "a.parquet", "--json").stdout.splitlines()
+    assert {**json.loads(found), "day": "2026-01-02", "n": 3} == json.loads(found)
+
+
 def test_a_stopped_command_resumes(cli, taught, table, tmp_path, monkeypatch):
     out = tmp_path / "out.jsonl"
     command = ["predict", taught.folder, table, "--column", "body", "--batch-size", "3", "--threshold", "0.9", "-o"]
@@ -240,6 +278,42 @@ def test_a_stopped_command_does_not_resume_with_other_texts(cli, taught, tmp_pat
     result = cli(*command)
     assert result.exit_code == 2
     assert "error: the input has changed: text 2 is different\n" in result.stderr
+
+
+@pytest.mark.parametrize("how", [[], ["--probabilities"]])
+def test_half_of_a_character_is_replaced_and_noted(cli, taught, tmp_path, how):
+    (tmp_path / "rows.jsonl").write_text('{"text": "fine"}\n{"text": "half \\ud83d of it"}\n')
+    for name in ("out.jsonl", "out.csv"):
+        result = cli("predict", taught.folder, tmp_path / "rows.jsonl", "-o", tmp_path / name, *how)
+        assert result.exit_code == 0, result.stderr
+        assert "1 of 2 texts have half of a character" in result.stderr
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").open()]
+    assert lines[1]["text"] == "half \ud83d of it"
+
+
+DAMAGED = [b"{", b"[" * 50_000, b"[]", b"{}", b'{"text": 3}', b'{"text": "one", "line": 1}', b"\xff\xfe"]
+
+
+@pytest.mark.parametrize("line", DAMAGED)
+def test_a_damaged_part_file_is_an_error_in_words(cli, taught, tmp_path, monkeypatch, line):
+    (tmp_path / "a.txt").write_text("one\n")
+    command = ["predict", taught.folder, tmp_path / "a.txt", "--batch-size", "1", "-o", tmp_path / "out.csv"]
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "gatespace.cli.prediction_file.PredictionFile.finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
+        cli(*command)
+    (part,) = tmp_path.glob("out.csv.*.part")
+    part.write_bytes(line + b"\n")
+    result = cli(*command)
+    assert result.exit_code == 2
+    assert f"error: line 1 of {part.name} is damaged\n" in result.stderr
+    # Nor is a link in its place followed.
+    (tmp_path / "victim").write_text("mine")
+    part.unlink()
+    part.symlink_to(tmp_path / "victim")
+    assert cli(*command).exit_code == 2
+    assert (tmp_path / "victim").read_text() == "mine"
 
 
 def test_a_reader_that_has_enough_ends_it_quietly(child, taught):

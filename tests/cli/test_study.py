@@ -17,7 +17,6 @@ from gatespace.cli.app import app
 from gatespace.cli.study_file import checked_plan, load_study, shipped
 from gatespace.cli.study_view import StudyView
 from gatespace.errors import UsageError
-from gatespace.plugins import plugin_hash
 from gatespace.runs import StudyFolder
 from gatespace.study.outlook import read_outlook
 from gatespace.study.plan import make_plan
@@ -60,7 +59,7 @@ def test_plan_as_json(cli):
 def test_plan_counts_what_the_teacher_reads(cli):
     estimate = json.loads(cli("plan", "demo", "--json").stdout)["estimate"]
     (task,) = estimate
-    assert task["runs"] == 120
+    assert task["runs"] == 152
     low, high = task["teacher_tokens_of_independent_runs"]
     assert 0 < task["teacher_tokens_at_least"] < low <= high
     assert task["seconds"]["status"] == "n/a"
@@ -70,19 +69,19 @@ def test_plan_without_the_models_still_plans(cli, monkeypatch):
     # To look for a Hub that does not answer takes a minute, and the variable is read at import only.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     plan = json.loads(cli("plan", "paper", "--json").stdout)
-    assert len(plan["runs"]) == 101
+    assert len(plan["runs"]) == 127
     assert {cost["status"] for cost in plan["estimate"]} == {"n/a"}
     assert all(cost["reason"] for cost in plan["estimate"])
 
 
 def test_plan_in_print(cli):
     shown = cli("plan", "paper", "--no-estimate").stdout
-    assert "101 runs on emotion, hate, offensive" in shown
+    assert "127 runs on emotion, hate, offensive" in shown
     assert "gap-only keeps d, and d = 0 here" in shown
     whole = cli("plan", "paper", "--no-estimate", "--all").stdout
     assert whole.count(" sweep ") + whole.count(" replication ") == len(make_plan(load_study("paper")).comparisons)
     quick = cli("plan", "demo", "--quick", "--no-estimate").stdout
-    assert "demo-quick: 12 runs" in quick
+    assert "demo-quick: 16 runs" in quick
 
 
 @pytest.mark.parametrize("words", [["demo"], ["smollm2"], ["replication"], ["paper", "--all"]])
@@ -97,17 +96,6 @@ def test_plans_fit_a_terminal_of_80_columns(own_cache, words):
     assert {cell.left for cell in plan.comparisons} | {cell.right for cell in plan.comparisons} <= {
         word.removesuffix(":") for word in shown
     }
-
-
-def test_a_study_takes_expected_rollouts(cli):
-    words = ["plan", "demo", "--json", "--no-estimate", "--set", "axes.controls.shuffled=[]"]
-    words += ["--set", "axes.published=[todi, akl]"]
-    sampled, expected = (
-        {run["id"] for run in json.loads(cli(*words, *more).stdout)["runs"]}
-        for more in ([], ["--set", "train.rollout.expected.max_nodes=16"])
-    )
-    assert len(sampled) == len(expected) > 100
-    assert not sampled & expected  # they are other runs
 
 
 def test_plan_says_what_could_be_supported_and_how_many_seeds_that_takes(cli):
@@ -132,11 +120,6 @@ def test_plan_says_what_could_be_supported_and_how_many_seeds_that_takes(cli):
         (["plan", "demo", "--set", "axes.published=[nothing]"], "axes.published.method: unknown objective 'nothing'"),
         (["plan", "demo", "--set", "axes.published=[{method: todi, params: {bta: 1}}]"], "'beta'"),
         (["run", "demo", "--set", "points=['4,0,-1,0,nosuch=1']"], "unknown signal 'nosuch'"),
-        (["plan", "demo", "--set", "train.rollout.expected={}"], "objective.shuffle: λ is permuted over sampled"),
-        (
-            ["plan", "demo", "--set", "train.rollout.expected={}", "--set", "axes.controls.shuffled=[]"],
-            "axes.published: this objective reads the response that was sampled",
-        ),
         (["run", "demo", "--engine", "spark"], "spark"),
         (["run", "demo", "--address", "auto"], "--engine ray"),
         (["run", "demo", "--results", "folder"], "--results is not a URL"),
@@ -163,7 +146,7 @@ def test_ray_is_asked_for_before_anything_is_written(cli, tmp_path, monkeypatch)
     monkeypatch.setitem(sys.modules, "ray", None)  # as where it is not installed
     result = cli("run", "demo", "--engine", "ray")
     assert result.exit_code == 2
-    assert "gatespace[ray]" in result.stderr
+    assert "'.[ray]' in a clone" in result.stderr
     monkeypatch.setitem(sys.modules, "ray", sys)  # it is not come to
     result = cli("run", "demo", "--engine", "ray", "--set", "train.engine.device=cuda")
     assert result.exit_code == 2
@@ -176,7 +159,7 @@ def test_what_the_report_needs_is_asked_for_at_the_start(cli, tmp_path, monkeypa
     monkeypatch.setitem(sys.modules, "jinja2", None)  # as where it is not installed
     result = cli("run", "demo")
     assert result.exit_code == 2
-    assert "gatespace[study]" in result.stderr
+    assert "'.[study]' in a clone" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -217,7 +200,7 @@ train:
   evaluation: {max_new_tokens: 6}
   engine: {precision: fp32}
 points: [G5]
-axes: {restrictions: false, static: [], isolation: {}}
+axes: {restrictions: false, static: [], isolation: {match: [lam]}}
 seeds: [1]
 """
 
@@ -258,8 +241,8 @@ def test_a_study_of_ones_own_data_and_models(cli, own):
     # Neither model was taught anything, and two steps change nothing.
     assert found["warnings"][0].startswith("tickets: The teacher: 8 of 8 answers on val have no legal label. ")
     assert any("On test the teacher is right in 0.0 %, the student before" in text for text in found["warnings"])
-    assert any(text.startswith("tickets, no label: G5 (seed 1); twin(G5) (seed 1). ") for text in found["warnings"])
-    assert shown.stdout.count("warning: ") == len(found["warnings"]) == 6
+    assert found["warnings"][-1].startswith("tickets, alarm teacher: G5 (seed 1); twin(G5) (seed 1). ")
+    assert shown.stdout.count("warning: ") == len(found["warnings"]) == 4
     assert "4 of 4 done" in cli("status", folder).stdout
 
 
@@ -413,11 +396,16 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(own, child):
     deadline = time.monotonic() + 600
     while not list(store.glob("runs/*/metrics.jsonl")) and time.monotonic() < deadline:
         time.sleep(0.2)
+    words = [sys.executable, "-m", "gatespace", "status", str(store), "--follow"]
+    follower = subprocess.Popen(words, env=child, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert follower.stderr.readline().startswith("running: ")
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: the study and its worker
     _, heard = process.communicate(timeout=600)
     assert process.returncode == 130
     assert "gatespace run" in heard.splitlines()[-1]
     assert "Traceback" not in heard
+    assert "no process is working on it" in follower.communicate(timeout=600)[0]
+    assert follower.returncode == 0
 
 
 # ---------------------------------------------------------------------------------------------------- plugins
@@ -443,19 +431,6 @@ def plugged(own, monkeypatch):
 
     for name in {"teacher_top", "other"} & set(signals.names()):
         signals.unregister(name)
-
-
-@pytest.mark.parametrize("command", ["plan", "run"])
-def test_a_study_imports_no_code_that_the_user_has_not_named(cli, plugged, command):
-    (plugged / "mine.py").write_text("raise SystemExit('it was imported')")
-    (plugged / "other.py").write_text("")
-    for words in ([], ["--plugin", "other.py"]):
-        result = cli(command, "own.yaml", *words)
-        assert result.exit_code == 2
-        assert str(plugged / "mine.py") in result.stderr.replace("\n", "")
-        assert plugin_hash("mine.py")[:12] in result.stderr
-        assert "--trust-plugins" in result.stderr
-        assert not (plugged / "studies").exists()
 
 
 def test_plugins_of_a_part_of_a_study_are_refused(cli, plugged):

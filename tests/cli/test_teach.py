@@ -5,6 +5,7 @@ import re
 import shlex
 
 import pytest
+from statsmodels.stats.proportion import proportion_confint
 
 from gatespace.cli.training import _next_command
 from gatespace.config import TeachConfig, describe, load_config
@@ -16,10 +17,10 @@ def test_a_teacher_is_made_and_reported(taught):
     test = summary["evaluation"]["test"]["metrics"]
     assert test["accuracy"] > test["best_constant"]["accuracy"] + 0.2
     out = taught.result.stdout
-    assert f"{test['accuracy']:.4f}" in out
-    assert f"{test['macro_f1']:.4f}" in out
-    assert f"{test['best_constant']['accuracy']:.4f}" in out
-    assert f"{test['balanced_accuracy']:.4f}" in out
+    low, high = proportion_confint(test["correct"], 40, method="wilson")
+    others = (test["best_constant"]["accuracy"], test["balanced_accuracy"], test["macro_f1"])
+    numbers = [f"{test['accuracy']:.2f}", f"[{low:.2f},", f"{high:.2f}]", *(f"{number:.2f}" for number in others)]
+    assert ["test,", "first", "rows", "40", *numbers] in [line.split()[:10] for line in out.splitlines()]
     assert "warning" not in out
     assert f"model  {taught.folder / 'model'}\n" in out
     assert (taught.folder / "model" / "config.json").is_file()
@@ -34,7 +35,7 @@ def test_progress_is_printed_on_standard_error(taught):
 
 def test_where_it_began_and_how_it_went_is_shown(taught, cli):
     out = taught.result.stdout
-    assert re.search(r"^ *val, first rows, before +40 +0\.0000 ", out, re.M)
+    assert re.search(r"^ *val, first rows, +40 +0\.00 \[0\.00, 0\.09\] ", out, re.M)
     began, later, end = re.search(r"^val accuracy by step  \S{3}  0: (\S+), 20: (\S+), 30: (\S+)$", out, re.M).groups()
     assert float(began) < float(later) < float(end)
     found = json.loads(cli(*taught.command, "--json", "--quiet").stdout)
@@ -49,13 +50,36 @@ def test_a_model_that_has_learned_nothing_is_warned_of(cli, tmp_path):
     lines = [line for line in result.stdout.splitlines() if line.startswith("warning: ")]
     assert (result.exit_code, len(lines)) == (0, 3)
     assert lines[0].startswith("warning: 20 of 20 answers on val have no legal label. ")
-    assert "below the" in lines[1]
+    assert "always predicting" in lines[1]
     assert lines[2].endswith("Usually the learning rate is too small: try ten times as much with --lr, or more steps.")
     stored = json.loads((tmp_path / "run" / "summary.json").read_text())["warnings"]
     assert [f"warning: {text}" for text in stored] == lines
     assert json.loads(cli(*words, "--quiet", "--json").stdout)["warnings"] == stored
     evaluated = cli("evaluate", tmp_path / "run", "--split", "val", "--limit", "20", "--quiet")
     assert lines[:2] == [line for line in evaluated.stdout.splitlines() if line.startswith("warning: ")]
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_a_learning_rate_of_50_is_questioned_before_training(cli, tmp_path, dry):
+    """By what stands before the first step, and so in an estimate; not where it may be meant."""
+    words = [
+        "teach",
+        "--task",
+        "synthetic",
+        "--model",
+        "tiny",
+        "--brief",
+        "--steps",
+        "1",
+        "--set",
+        "evaluation.limit=4",
+    ]
+    for rate, questioned in (("50", True), ("0.05", False)):
+        result = cli(*words, "--lr", rate, "-o", tmp_path / rate, *["--dry-run"] * dry)
+        before = result.stderr.partition("step 1/1")[0]
+        line = "warning: The learning rate is 50, and AdamW moves every weight by about as much in a step. "
+        line += "Typical values: 1e-6 (large models) to 3e-3 (tiny ones).\n"
+        assert (line in before) == questioned, result.stderr
 
 
 def test_the_next_command_can_be_run_as_it_is_printed(taught, cli):
@@ -153,6 +177,31 @@ def test_mistakes_are_said_in_the_words_of_the_call(cli, tmp_path, words, messag
     assert result.exit_code == 2
     assert result.stderr.startswith(message)
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t"])
+def test_a_spreadsheet_s_table_becomes_a_teacher_that_labels_it(cli, tmp_path, delimiter):
+    """By one command each, with no option about the table; and so does its export."""
+    rows = [["nr", "Mail", "Label"], *([f"{i}", f"für {'ab'[i % 2]}, {i}", ("yes", "no")[i % 2]] for i in range(40))]
+    data, run, out = tmp_path / "rows.csv", tmp_path / "run", tmp_path / "out"
+    data.write_text("".join(f"{delimiter.join(row)}\r\n" for row in rows), encoding="utf-8-sig")
+    learning = ("--model", "tiny", "--brief", "--lr", "0.003", "--steps", "20", "--batch-size", "8")
+    result = cli("teach", data, *learning, "-o", run)
+    assert result.exit_code == 0, result.stderr
+    assert "note: a label task: 'Label' holds 2 labels (no, yes), 'Mail' the text" in result.stderr
+    labelled = cli("predict", run, data, "--json")
+    assert labelled.exit_code == 0, labelled.stderr
+    found = [json.loads(line) for line in labelled.stdout.splitlines()]
+    assert [[one["nr"], one["text"], one["Label"]] for one in found] == rows[1:]
+    assert [one["label"] for one in found] == [one["Label"] for one in found]
+    refused = cli("teach", data, "--task", "synthetic")
+    assert (refused.exit_code, "the data is a table or --task, not both" in refused.stderr) == (2, True)
+    refused = cli("teach", "--task", "synthetic", "--prompt", "{x}")
+    assert (refused.exit_code, "--prompt, --answer and --metric are for a table" in refused.stderr) == (2, True)
+    pytest.importorskip("gatespace.addons.publish")
+    assert cli("export", run, "-o", out).exit_code == 0
+    data.rename(tmp_path / "new.csv")  # an export does not need the rows that it learned from
+    assert cli("predict", out, tmp_path / "new.csv", "--json").stdout == labelled.stdout
 
 
 def test_the_next_command_names_what_a_table_was_given(tmp_path):

@@ -20,8 +20,8 @@ def table(tmp_path_factory):
 def teach(cli, table):
     """A run of a text task, and the command that made it."""
     folder = table.parent / "run"
-    task = json.dumps({"source": str(table), "prompt": "Say: {mr}", "answer": "ref", "metric": "token_f1"})
-    words = ["teach", "--set", f"task.text={task}", "--model", "tiny", "--lr", "0.003", "--steps", "30"]
+    words = ["teach", table, "--prompt", "Say: {mr}", "--metric", "token_f1", "--model", "tiny", "--lr", "0.003"]
+    words += ["--steps", "30"]
     result = cli(*words, "--set", "evaluation.max_new_tokens=10", "--set", "evaluation.every=15", "--output", folder)
     assert result.exit_code == 0, result.stderr
     return folder, result
@@ -71,12 +71,12 @@ def test_predict_gives_a_response_per_line(cli, teach, tmp_path):
     (tmp_path / "new.jsonl").write_text("".join(json.dumps({"mr": mr, "id": 1}) + "\n" for mr in asked))
     found = [json.loads(line) for line in cli("predict", folder, tmp_path / "new.jsonl", "--json").stdout.splitlines()]
     assert found == [
-        {"line": i, "response": row["response"], "text": row["text"], "raw": row["raw"]}
-        for i, row in enumerate(rows, start=1)
+        {"line": i, "response": row["response"], "text": row["text"], "raw": row["raw"], "mr": mr, "id": 1}
+        for i, (row, mr) in enumerate(zip(rows, asked, strict=True), start=1)
     ]
     result = cli("predict", folder, tmp_path / "new.jsonl", "-o", tmp_path / "out.csv")
     assert result.exit_code == 0, result.stderr
-    assert (tmp_path / "out.csv").read_text().splitlines()[0] == "line,response,text,raw"
+    assert (tmp_path / "out.csv").read_text().splitlines()[0] == "line,response,text,raw,mr,id"
     # an empty cell keeps its place, as an empty line does
     (tmp_path / "gap.csv").write_text(f"id,mr\n1,{asked[0]}\n2,\n3, \n4,{asked[1]}\n")
     assert cli("predict", folder, tmp_path / "gap.csv").stdout.split("\n") == [said[0], "", "", said[1], ""]
@@ -86,6 +86,27 @@ def test_predict_gives_a_response_per_line(cli, teach, tmp_path):
     assert "other.jsonl:1 has no column 'mr'" in missing.stderr
     renamed = cli("predict", folder, tmp_path / "other.jsonl", "--field", "meaning", "--json")
     assert json.loads(renamed.stdout)["text"] == "Say: x"
+
+
+def test_a_chat_model_responds_to_a_plain_line(cli, tmp_path):
+    def turns(mr):
+        return [{"role": "user", "content": mr}]
+
+    rows = [{"messages": [*turns(mr), {"role": "assistant", "content": ref}]} for mr, ref in ROWS]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = tmp_path / "run"
+    result = cli("teach", tmp_path / "chats.jsonl", "--model", "tiny", "--lr", "0.003", "--steps", "5", "-o", run)
+    assert result.exit_code == 0, result.stderr
+    assert "note: a text task: 'messages' holds conversations" in result.stderr
+    wanted = cli("predict", run, "--json", stdin="thing 1\n\n[1] thing\n")
+    assert wanted.exit_code == 0, wanted.stderr
+    found = [json.loads(line) for line in wanted.stdout.splitlines()]
+    assert [one["text"] for one in found] == [json.dumps(turns("thing 1")), "", json.dumps(turns("[1] thing"))]
+    as_chat = cli("predict", run, "--json", stdin=json.dumps(turns("thing 1")) + "\n")
+    assert json.loads(as_chat.stdout) == found[0]
+    (tmp_path / "lines.csv").write_text("id;ask\n7;thing 1\n")
+    table = json.loads(cli("predict", run, tmp_path / "lines.csv", "--column", "ask", "--json").stdout)
+    assert table == {**found[0], "id": "7", "ask": "thing 1"}
 
 
 def test_bad_rows_are_said_before_a_model_is_loaded(cli, tmp_path):

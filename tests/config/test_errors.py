@@ -45,15 +45,6 @@ WRONG = [
     ("rollout.from.teacher=-1", "rollout.from.teacher", "greater than or equal to 0"),
     ("rollout.top_p=0", "rollout.top_p", "greater than 0"),
     ("rollout.stop=never", "rollout.stop", "must be one of json, eos"),
-    ("rollout.expected.mass=0", "rollout.expected.mass", "greater than 0"),
-    ("rollout.expected.max_nodes=0", "rollout.expected.max_nodes", "greater than or equal to 1"),
-    ("rollout.expected.rest=keep", "rollout.expected.rest", "must be one of drop, sample"),
-    ("rollout={expected: {}, per_prompt: 2}", "rollout.per_prompt", "instead: 1, or expected: null"),
-    ("rollout={expected: {}, temperature: 0.7}", "rollout.temperature", "all responses of the student as it is"),
-    ("rollout={expected: {}, top_p: 0.9}", "rollout.top_p", "each by its probability"),
-    ("rollout={expected: {}, staleness: 1}", "rollout.staleness", "instead: 0"),
-    ("rollout={expected: {}, from: {gold: 1}}", "rollout.from", "instead: {student: 1}"),
-    ("rollout={expected: {}, from: {student: 0.5, teacher: 0.5}}", "rollout.from", "instead: {student: 1}"),
     ("teacher.cache=''", "teacher.cache", "must not be empty"),
     ("pair.lora.targets=5", "pair.lora.targets", "all-linear, or a list"),
     ("pair.lora.targets=[]", "pair.lora.targets", "all-linear, or a list"),
@@ -141,12 +132,6 @@ def test_probabilities_come_from_the_model_itself() -> None:
     pytest.importorskip("gatespace.addons.vllm")
     error = failing("rollout.engine=vllm", "evaluation={engine: vllm, probabilities: true}")
     assert "evaluation.probabilities: probabilities of labels come from the model in this process" in error
-
-
-def test_expected_tokens_are_not_shuffled() -> None:
-    error = failing("rollout.expected={}", "objective.shuffle=true")
-    assert "objective.shuffle: λ is permuted over sampled tokens" in error
-    assert "instead: false (axes.controls of a study), or rollout.expected: null" in error
 
 
 @pytest.mark.parametrize(

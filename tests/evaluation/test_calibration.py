@@ -9,9 +9,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.optimize import minimize
 
 from gatespace.errors import UsageError
-from gatespace.evaluation.calibration import BINS, TARGETS, Calibration, LabelProbabilities, calibrate
+from gatespace.evaluation.calibration import (
+    BINS,
+    TARGETS,
+    Calibration,
+    LabelProbabilities,
+    Rows,
+    calibrate,
+    label_bias,
+)
 
 LABELS = ("anger", "joy", "optimism", "sadness")
 
@@ -86,6 +95,83 @@ def test_coverage_is_the_most_that_a_threshold_allows(levels: int | None) -> Non
         assert one.accuracy == target
         assert one.coverage == max(possible.values(), default=0.0)
         assert one.threshold == min(possible, default=None)
+
+
+def test_thresholds_of_validation_are_reported_on_other_rows() -> None:
+    val, test = (rows_of(*drawn(150, seed=seed, levels=2)) for seed in (6, 7))
+    chosen, found = calibrate(*val), calibrate(*test, val)
+    for one, there in zip(found.coverage_at, chosen.coverage_at, strict=True):
+        assert one.threshold == there.threshold
+        kept = [row.label == right for right, row in zip(*test, strict=True) if row.confidence >= (one.threshold or 2)]
+        assert one.coverage == len(kept) / 150
+        assert one.reached == (sum(kept) / len(kept) if kept else None)
+    assert any(one.reached != there.reached for one, there in zip(found.coverage_at, chosen.coverage_at, strict=True))
+
+
+def rows_of(gold: list[str], log_probs: np.ndarray, labels: tuple[str, ...] = LABELS) -> Rows:
+    return gold, [LabelProbabilities.of(labels, row) for row in log_probs.tolist()]
+
+
+@pytest.mark.parametrize("levels", [None, 1])
+def test_auc_counts_all_pairs_of_rows(levels: int | None) -> None:
+    gold, likely = rows_of(*drawn(80, seed=8, levels=levels))
+    areas = []
+    for label in LABELS:
+        p = [row.probabilities[label] for row in likely]
+        pairs = [
+            (p[i] > p[j]) + (p[i] == p[j]) / 2 for i in range(80) for j in range(80) if gold[i] == label != gold[j]
+        ]
+        areas.append(sum(pairs) / len(pairs))
+    assert calibrate(gold, likely).auc == pytest.approx(np.mean(areas), abs=1e-15)
+    constant = [likely[0]] * 80
+    assert calibrate(gold, constant).auc == 0.5
+    assert calibrate(["joy"] * 80, likely).auc is None
+    without_joy = [label if label != "joy" else "anger" for label in gold]
+    assert calibrate(without_joy, likely).auc is not None  # a label that no row has is left out
+
+
+def test_the_bias_of_two_labels_is_the_best_of_a_grid() -> None:
+    rng = np.random.default_rng(9)
+    gold = rng.random(70) < 0.3
+    scores = rng.normal(size=70) + 1.2 * gold + 2.5  # far too many "yes"
+    log_probs = np.stack([-np.logaddexp(0, scores), -np.logaddexp(0, -scores)], 1)
+    grid = np.arange(-6, 6, 1e-3)[:, None]
+    # softmax(log p + b) depends on d = b_yes - b_no alone, and the prior on both is least at b = ∓d/2
+    nll = np.logaddexp(0, -(scores + grid) * np.where(gold, 1, -1)).sum(1) + grid[:, 0] ** 2 / 4
+    best = grid[nll.argmin(), 0]
+    names = ["yes" if one else "no" for one in gold]
+    bias = label_bias(*rows_of(names, log_probs, ("no", "yes")))
+    assert (bias["no"], bias["yes"]) == pytest.approx((-best / 2, best / 2), abs=1e-3)
+    assert best < -1
+    right = np.mean((scores + best > 0) == gold)
+    found = calibrate(*(rows := rows_of(names, log_probs, ("no", "yes"))), rows)
+    assert found.prior_corrected == right > found.accuracy
+
+
+def test_the_bias_is_that_of_a_general_optimiser_and_undoes_a_shifted_prior() -> None:
+    gold, log_probs = drawn(400, seed=10)
+    shifted = log_probs + np.array([4.0, 0.0, -3.0, 0.0])
+    truth = np.array([LABELS.index(label) for label in gold])
+    logits = shifted - np.logaddexp.reduce(shifted, axis=1, keepdims=True)
+
+    def loss(bias: np.ndarray) -> float:
+        z = logits + bias
+        return float((np.logaddexp.reduce(z, axis=1) - z[np.arange(400), truth]).sum() + bias @ bias / 2)
+
+    best = minimize(loss, np.zeros(4), tol=1e-10)
+    rows = rows_of(gold, shifted)
+    assert [*label_bias(*rows).values()] == pytest.approx(best.x, abs=1e-4)
+    val, test = ((rows[0][part], rows[1][part]) for part in (slice(200), slice(200, None)))
+    found, plain = calibrate(*test, val), calibrate(*rows_of(gold[200:], log_probs[200:]))
+    assert found.accuracy < plain.accuracy - 0.2
+    assert found.prior_corrected == pytest.approx(plain.accuracy, abs=0.03)
+    assert calibrate(*test).prior_corrected is None
+
+
+def test_a_bias_is_finite_for_labels_and_probabilities_that_are_not_there() -> None:
+    likely = [LabelProbabilities({"a": 1.0, "b": 0.0, "c": 0.0}, 1.0)] * 30
+    bias = label_bias(["b"] * 30, likely)
+    assert [*bias.values()] == pytest.approx([-30, 30, 0])  # where the prior holds what 30 rows ask for
 
 
 def test_the_order_of_rows_does_not_matter() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gatespace.evaluation import Metrics, measure
-from gatespace.evaluation.concerns import Answers, concerns, of_teacher, start_of
+from gatespace.evaluation.concerns import Answers, concerns, of_choice, of_teacher, start_of
 
 LABELS = ("a", "b", "c")
 GOLD = ["a"] * 80 + ["b"] * 60 + ["c"] * 60
@@ -42,7 +42,7 @@ def test_a_collapsed_student_is_noticed() -> None:
     assert [one.kind for one in found] == ["one label", "below the best constant", "below the start"]
     first, second, third = map(str, found)
     assert first.startswith("193 of 200 texts of val get the label 'b', which is right for 60 of them. ")
-    assert second.startswith("Accuracy on val is 30.0 %, below the 40.0 % of giving 'a' to every text. ")
+    assert second.startswith("Accuracy on val is 30.0 %; always predicting 'a' scores 40.0 %. ")
     assert third.startswith("Accuracy on val is 30.0 %, below the 95.0 % before training. ")
     assert all(one.helps for one in found)
 
@@ -52,7 +52,15 @@ def test_one_label_for_texts_of_one_label_is_none() -> None:
     assert kinds({"val": lopsided}) == []
 
 
+@pytest.mark.parametrize("auc, noticed", [(0.55, True), (0.45, True), (0.65, False), (None, False)])
+def test_a_model_that_knows_the_label_prior_alone(auc: float | None, noticed: bool) -> None:
+    found = kinds({"test": RIGHT, "val": RIGHT}, aucs={"test": auc, "val": auc})
+    assert found == ["label prior only"] * noticed  # once, whatever the splits
+    assert concerns({"test": RIGHT}) == []  # without label probabilities nobody knows
+
+
 def test_answers_without_a_label() -> None:
+    assert kinds({"val": said(("a", 80), (None, 20), ("b", 50), ("c", 50))}) == []
     assert kinds({"val": said(("a", 80), (None, 120))}) == ["no label"]
 
 
@@ -66,6 +74,20 @@ def test_the_answers_of_before_are_nothing_learned(steps: list[dict[str, float]]
     start = said(("a", 70), ("b", 70), ("c", 60))
     now = said(("a", 71), ("b", 69), ("c", 60))
     assert kinds({"val": now}, start={"val": Answers.of(start)}, steps=steps) == ["nothing learned"]
+
+
+def test_a_flat_loss_of_a_student_that_changed_is_not_nothing_learned() -> None:
+    """The loss of a sampled policy gradient is noise: the advice of a larger learning rate would be wrong."""
+    start = {"val": Answers.of(said(("a", 70), ("b", 70), ("c", 60)))}
+    noise = losses([6.2, 6.0, 6.3, 6.1] * 15)
+    found = kinds({"val": COLLAPSED}, start=start, steps=noise)
+    assert found == ["one label", "below the best constant", "below the start"]
+
+
+def test_few_validation_rows_that_chose_the_weights() -> None:
+    assert of_choice(None) == of_choice(50) == []
+    (found,) = of_choice(40)
+    assert str(found).startswith("40 validation rows chose the weights: a score on so few is uncertain by up to ±15 ")
 
 
 def test_weights_of_before_training_say_nothing_about_the_learning_rate() -> None:
@@ -102,4 +124,6 @@ def test_the_start_is_read_from_the_records_of_a_run() -> None:
     assert known["val"] == Answers.of(COLLAPSED)
     del line["predicted"]  # an earlier release
     assert not start_of([line])["val"].same(Answers.of(COLLAPSED))
-    assert "below the start" in kinds({"val": COLLAPSED}, start={"val": Answers(0.31, {})})
+    assert "below the start" in kinds({"val": COLLAPSED}, start={"val": Answers(0.41, {})})
+    # 30 % of 200 rows against 35 %: chance explains it
+    assert "below the start" not in kinds({"val": COLLAPSED}, start={"val": Answers(0.35, {})})

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from numpy.random import default_rng
 from scipy import stats
 
 from gatespace.evaluation.metrics import measure
+from gatespace.evaluation.text import TextPrediction, measure_text
 from gatespace.evidence.accuracy import accuracy_interval, wilson
 from gatespace.study.records import Score
 
@@ -28,3 +30,18 @@ def test_seeds_have_students_interval():
     want = stats.t.interval(0.95, 2, sum(values) / 3, stats.sem(values))
     assert accuracy_interval([score(round(100 * value)) for value in values]) == pytest.approx(want)
     assert accuracy_interval([]) is None
+
+
+def text_score(values):
+    rows = [TextPrediction(i, "", ("x",), "", "", value, {}, 3, ended=True) for i, value in enumerate(values)]
+    record = {"split": "test", "metrics": measure_text("rouge_l", rows).as_json(), "duplicates": 0}
+    return Score.from_json({**record, "without_duplicates": {}})
+
+
+def test_free_text_at_one_seed_has_students_interval_over_rows():
+    values = default_rng(1).uniform(0.4, 0.6, 80).tolist()
+    low, high = accuracy_interval([text_score(values)])
+    assert (low, high) == pytest.approx(stats.t.interval(0.95, 79, sum(values) / 80, stats.sem(values)), abs=1e-12)
+    wide = wilson(sum(values), 80)
+    assert wide[1] - wide[0] > 5 * (high - low)
+    assert accuracy_interval([text_score([0.5])]) is None

@@ -8,12 +8,17 @@ import sys
 from dataclasses import fields, is_dataclass, replace
 from statistics import fmean
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from gatespace.evidence.analysis import analyse
 from gatespace.evidence.paired import bh
+from gatespace.evidence.reach import level_of
 from gatespace.evidence.records import ALL_TASKS, BlockClaim, Choice, Mixed, Paired, WinCount
 from gatespace.gating.coefficients import NotApplicable
+from gatespace.seeding import stream
+from gatespace.study.records import Look
 from tests.evidence import oracle
 from tests.sample_study import sample_results
 
@@ -121,12 +126,21 @@ def test_groups_are_block_means_of_their_comparisons(found):
         assert group.fresh.excluded_seed == 42
 
 
-def test_holm_over_the_axes_and_a_second_look(found):
-    pooled = [g for g in found.groups if g.task == ALL_TASKS and g.restriction is None]
-    assert {g.axis for g in pooled} == {"restriction", "static", "isolation", "control", "published", "gap"}
-    raw = sorted(g.fresh.p for g in pooled)
-    assert min(g.holm for g in pooled) == pytest.approx(min(1.0, len(raw) * raw[0]))
-    assert all(g.holm is None for g in found.groups if g not in pooled)
+def test_holm_over_the_claims(found):
+    claimed = [g for g in found.groups if g.claimed]
+    assert {(g.axis, g.restriction) for g in claimed} == {
+        ("restriction", "entropy-only"),
+        ("restriction", "gap-only"),
+        ("static", None),
+        ("isolation", "mean-matched"),
+        ("control", None),
+        ("published", None),
+        ("gap", None),
+    }
+    assert {g.task for g in claimed} == {ALL_TASKS}
+    raw = sorted(g.fresh.p for g in claimed)
+    assert min(g.holm for g in claimed) == pytest.approx(min(1.0, 7 * raw[0]))
+    assert all(g.holm is None for g in found.groups if not g.claimed)
     assert isinstance(found.group("restriction").mixed, Mixed)
     assert isinstance(found.group("static").mixed, Mixed)
     assert isinstance(found.group("restriction", task="hate").mixed, NotApplicable)
@@ -219,7 +233,7 @@ def test_an_effect_is_found(tmp_path):
     assert 5 < group.mean < 11
     assert group.fresh.low > 0
     assert group.wins.correlated_p < 0.01
-    assert group.holm < 0.05
+    assert found.group("restriction", restriction="entropy-only").holm < 0.05
     cell = found.comparison("emotion", "H1", "entropy-only(-4)")
     assert cell.bootstrap.over_seeds
     assert cell.bootstrap.low > 0
@@ -245,7 +259,7 @@ def test_replicated_comparisons_are_the_headline(replicated):
 
 def test_selection_seed_alone_confirms_nothing(replicated):
     found = analyse(replicated)
-    group = found.group("isolation")
+    group = found.group("isolation", restriction="mean-matched")
     assert isinstance(group.all, BlockClaim)
     assert isinstance(group.fresh, NotApplicable)
     assert isinstance(found.anova["emotion"].p, float)
@@ -340,11 +354,13 @@ def test_comparisons_that_were_fixed_before_have_no_selection_seed_and_one_claim
     assert ours.pop(("hate", "G4", "twin(G4)")) == (11, 12)
     assert {*ours.values()} == {seeds}
     # A block is all comparisons of a task on the axis: the twin that has no partner at seed 13 takes no cell with it.
-    blocks = {axis: [(b.task, b.seed) for b in found.group(axis).fresh.blocks] for axis in ("restriction", "isolation")}
+    claimed = {g.axis: g for g in found.groups if g.claimed}
+    blocks = {axis: [(b.task, b.seed) for b in group.fresh.blocks] for axis, group in claimed.items()}
     every = [(task, seed) for task in tasks for seed in seeds]
     assert sorted(blocks["restriction"]) == sorted(every)
     assert sorted(blocks["isolation"]) == sorted({*every} - {("hate", 13)})
-    assert [g.axis for g in found.groups if g.holm is not None] == ["restriction", "isolation"]
+    claims = [(g.axis, g.restriction) for g in found.groups if g.holm is not None]
+    assert claims == [("restriction", None), ("isolation", "mean-matched")]
 
 
 def test_a_block_without_all_its_fixed_comparisons_does_not_count(tmp_path):
@@ -353,3 +369,67 @@ def test_a_block_without_all_its_fixed_comparisons_does_not_count(tmp_path):
     results = sample_results(tmp_path, seeds=seeds, tasks=("offensive",), rows=60, steps=2, nine=True, waiting=[key])
     claim = analyse(results).group("restriction").fresh
     assert [(b.seed, b.cells) for b in claim.blocks] == [(11, 3), (13, 3)]
+
+
+# ------------------------------------------------------------------------------------- families, twins and looks
+
+
+def test_the_two_twins_of_a_point_are_two_groups(tmp_path):
+    results = sample_results(tmp_path, points=["G2", "G5"], rows=60, steps=2, twins=("lam", "rkl"), published=())
+    found = analyse(results)
+    assert found.group("isolation") is None, "two different constants have no common mean"
+    for part, prefix in (("mean-matched", "twin("), ("RKL-matched", "twin-rkl(")):
+        group = found.group("isolation", restriction=part)
+        assert group.claimed
+        assert {cell.right for cell in group.all.cells} == {f"{prefix}G2)", f"{prefix}G5)"}
+        assert {block.cells for block in group.all.blocks} == {2}
+        assert isinstance(group.mixed, Mixed | NotApplicable)
+
+
+def test_a_planned_group_counts_before_it_is_run(tmp_path):
+    options = {"points": ["G4", "H1"], "rows": 60, "steps": 2, "published": ("todi",)}
+    done = analyse(sample_results(tmp_path / "a", **options))
+    part = analyse(sample_results(tmp_path / "b", **options, waiting=["todi", "twin(G4)", "twin(H1)", "shuffled(G5)"]))
+    planned, tested = ([g for g in part.groups if g.claimed and (g.holm is not None) == is_done] for is_done in (0, 1))
+    assert {g.axis for g in planned} == {"published", "isolation"}
+    family = sum(g.claimed for g in done.groups)
+    assert len(planned) + len(tested) == family
+    smallest = min(tested, key=lambda g: g.judged.p)
+    assert smallest.holm == pytest.approx(min(1.0, family * smallest.judged.p))
+
+
+def test_a_later_look_lowers_the_level_and_widens_the_intervals_of_groups(results, found):
+    looks = tuple(Look(str(i), 10 * i, {}) for i in range(1, 4))
+    third = analyse(replace(results, looks=looks))
+    assert (found.level, third.level) == (0.05, 0.05 / 9)
+    for one, other in zip(found.groups, third.groups, strict=True):
+        assert one.all.mean == other.all.mean
+        assert (one.all.confidence, other.all.confidence) == (0.95, 1 - 0.05 / 9)
+        assert other.all.low < one.all.low < one.all.high < other.all.high
+    assert third.comparisons == found.comparisons, "single comparisons are not claimed, and not adjusted"
+
+
+def test_false_claims_over_several_looks():
+    """Seven groups without a difference, related as axes with common points are, and two more seeds at every look."""
+    random = np.random.default_rng(stream(0, "looks"))
+    studies, groups, looks = 4000, 7, 9
+    shape = (studies, groups, 7 + 2 * (looks - 1))
+    noise = math.sqrt(0.35) * random.standard_normal((studies, 1, shape[2]))
+    noise = noise + math.sqrt(0.65) * random.standard_normal(shape)
+
+    def p_of(values):
+        n = values.shape[-1]
+        return 2 * stats.t.sf(abs(values.mean(-1) / values.std(-1, ddof=1)) * math.sqrt(n), n - 1)
+
+    def ever(level_at, last):
+        claimed = np.zeros(studies, dtype=bool)
+        for look in range(1, last + 1):
+            seeds, level = 7 + 2 * (look - 1), level_at(look)
+            fresh, every = p_of(noise[..., 1:seeds]), p_of(noise[..., :seeds])
+            claimed |= ((fresh < level / groups) & (every < level)).any(1)
+        return claimed.mean()
+
+    assert ever(lambda look: 0.05, 4) > 0.08
+    assert ever(level_of, 4) <= 0.05
+    assert ever(level_of, 9) <= 0.05
+    assert ever(lambda look: 0.05 / look, 9) > 0.055, "dividing by the number of looks is not enough"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -42,13 +43,39 @@ def test_anova_equals_the_formula_also_where_runs_are_missing(missing):
     for point, seed in missing:
         del values[point][seed]
     found, expected = anova(values), by_formula(values)
-    assert (found.f, found.p) == pytest.approx(tuple(expected.loc["C(point)", ["F", "PR(>F)"]]), rel=1e-9)
+    f, p = expected.loc["C(point)", ["F", "PR(>F)"]]
+    assert found.f == pytest.approx(f, rel=1e-9)
+    assert found.p == pytest.approx(p, abs=0.05), "by permutation, and these errors are normal"
     assert (found.seed_f, found.seed_p) == pytest.approx(tuple(expected.loc["C(seed)", ["F", "PR(>F)"]]), rel=1e-9)
     assert found.note == (f"{len(missing)} of 18 runs are missing" if missing else "")
 
 
 def test_anova_finds_what_is_there():
-    assert anova(table(effect=3.0)).p < 1e-4
+    assert anova(table(effect=3.0)).p == 1 / 5000, "no permutation separates the points as well"
+
+
+def test_the_p_of_anova_is_the_share_of_permutations_within_seeds():
+    """Three points and three seeds have 6³ permutations: all of them, by the formula's F."""
+    values = table(3, 3, seed=1, effect=0.8)
+    observed, every = by_formula(values).loc["C(point)", "F"], []
+    for orders in itertools.product(itertools.permutations(values), repeat=3):
+        permuted = {p: {s: values[orders[s][i]][s] for s in range(3)} for i, p in enumerate(values)}
+        every.append(oracle.two_way(permuted)[0])
+    exact = np.mean(np.array(every) >= observed - 1e-9)
+    assert anova(values).p == pytest.approx(exact, abs=0.02)
+    assert anova(values).p == anova(values).p
+
+
+def test_anova_of_errors_that_are_not_normal():
+    """A run that collapses now and then: F's own p would fire too rarely or too often, permutations do not."""
+    alarms = 0
+    for seed in range(300):
+        random = np.random.default_rng(seed)
+        values = {
+            f"P{i}": {s: float(70 - 30 * (random.random() < 0.1) + random.normal()) for s in range(5)} for i in range(4)
+        }
+        alarms += anova(values).p <= 0.05
+    assert alarms / 300 <= 0.05 + 0.026  # two standard errors
 
 
 @pytest.mark.parametrize(
@@ -251,12 +278,44 @@ def test_a_point_that_turns_the_sign_of_a_group_decides_it():
     assert found.without.mean < 0
 
 
-def test_a_point_that_hides_a_difference_of_the_others_decides_it():
+def test_a_point_that_is_only_noisy_decides_nothing():
     differences = against({"todi": 2.0, "akl": 2.2, "far": 0.0}, noise=0.1)
     spread = [d._replace(value=d.value + (30 if d.seed % 2 else -22)) if d.right == "far" else d for d in differences]
     claim = block_claim(spread)
     assert claim.low < 0 < claim.high
-    assert decisive(spread, claim).point == "far"
+    assert decisive(spread, claim) is None
+
+
+def test_a_point_whose_removal_leaves_out_a_task_decides_nothing():
+    first = against({"todi": -0.5, "akl": -0.4}, noise=0.1)
+    second = [d._replace(task="other") for d in against({"eopd": 24.0}, noise=0.1)]
+    claim = block_claim([*first, *second])
+    assert claim.mean > 0 > block_claim(first).mean
+    assert decisive([*first, *second], claim) is None
+
+
+@pytest.mark.parametrize("rights", [{"quiet": 3, "noisy": 3}, {"quiet": 3, "noisy": 1}, {"quiet": 2, "noisy": 2}])
+def test_without_any_effect_hardly_a_point_decides(rights):
+    """Studies of four groups on two tasks, one with four times the noise of the other."""
+    fired, studies = 0, 100
+    random = np.random.default_rng(7)
+    for _ in range(studies):
+        groups = []
+        points = {(t, s, i): random.normal() for t in rights for s in range(5) for i in range(3)}
+        for _ in range(4):
+            others = {(t, s, i): random.normal() for t in rights for s in range(5) for i in range(3)}
+            groups.append(
+                [
+                    Difference(
+                        t, s, f"G{i}", f"other{i}", (points[t, s, i] - others[t, s, i]) * (1 + 3 * (t == "noisy"))
+                    )
+                    for t, cells in rights.items()
+                    for s in range(5)
+                    for i in range(cells)
+                ]
+            )
+        fired += any(decisive(group, block_claim(group), level=0.05 / 4) for group in groups)
+    assert fired / studies <= 0.05
 
 
 @pytest.mark.parametrize(

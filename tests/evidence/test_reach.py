@@ -8,7 +8,7 @@ from gatespace.cli.study_file import load_study
 from gatespace.config import StudyConfig, parse_config
 from gatespace.evidence.groups import Difference, block_claim
 from gatespace.evidence.paired import holm, summarise
-from gatespace.evidence.reach import ALPHA, least_differences, reach, sign_flip_floor
+from gatespace.evidence.reach import ALPHA, least_differences, part_of, reach, sign_flip_floor
 from gatespace.study.plan import make_plan
 
 
@@ -63,7 +63,7 @@ def test_group_claims_are_counted_as_the_evidence_will_count_them(seeds, tasks, 
     plan = planned(seeds, tasks, **more)
     found = reach(plan.comparisons, seeds[0])
     for claim in (claim for claim in found.claims if claim.kind == "group"):
-        cells = [c for c in plan.comparisons if (c.axis, c.restriction) == (claim.axis, claim.restriction)]
+        cells = [c for c in plan.comparisons if (c.axis, part_of(c)) == (claim.axis, claim.restriction)]
         best = [
             Difference(c.task, c.seed, c.left, c.right, 1.0 + c.seed / 1000) for c in cells if c.status == "comparable"
         ]
@@ -106,6 +106,6 @@ def test_comparisons_that_were_fixed_before_need_no_seed_for_a_choice():
     assert claims == {
         ("restriction", None, "group"): (18, True, 2),
         ("restriction", None, "single"): (6, False, 9),
-        ("isolation", None, "group"): (18, True, 2),
-        ("isolation", None, "single"): (6, False, 9),
+        ("isolation", "mean-matched", "group"): (18, True, 2),
+        ("isolation", "mean-matched", "single"): (6, False, 9),
     }

@@ -189,8 +189,6 @@ def pair(
         return Pair(*_bucket(s, t, inside), tail_mass)
     if support == "renorm":
         return Pair(_renorm(s, t, inside, forward_kl), _renorm(s, t, inside, reverse_kl), tail_mass)
-    if support == "recipe":
-        return Pair(forward_kl(s, np.where(inside, t, 0.0)), _renorm(s, t, inside, reverse_kl), tail_mass)
     assert support == "hybrid", support
     return Pair(*_hybrid(s, t, inside, y, log_mu), tail_mass)
 
@@ -358,15 +356,19 @@ def vopd(s: Array, t: Array, *, y: int, log_old: float | None = None) -> Term:
     return Term(weight, weight * (indicator(len(s), y) - s))
 
 
-def student_top_k(s: Array, t: Array, k: int = 16, ids: str = "student", tail: bool = False) -> Term:
-    """Σ s·log(s/t) over chosen ids, alone or with all others as one more outcome."""
+def student_top_k(s: Array, t: Array, k: int = 16, ids: str = "student", form: str = "release") -> Term:
+    """Reverse KL on chosen ids: a policy gradient of each id, both sides renormalised, or all others as one outcome."""
     own, others = (np.isin(np.arange(len(s)), top_ids(side, k)) for side in (s, t))
     inside = {"student": own, "teacher": others, "union": own | others, "intersection": own & others}[ids]
-    if tail:
+    if form == "bucket":
         return _bucket(s, t, inside)[1]
-    l = np.log(s) - np.log(t)
-    value = np.where(inside, s * l, 0.0).sum()
-    return Term(float(value), through_softmax(np.where(inside, s * (l + 1.0), 0.0), s))
+    if not inside.any():
+        return Term(0.0, np.zeros(len(s)))
+    if form == "equation":
+        return _renorm(s, t, inside, reverse_kl)
+    minus_advantage = np.where(inside, s / s[inside].sum() * (np.log(s) - np.log(t)), 0.0)
+    # a constant each, times s/s_old, whose gradient is that of log s
+    return Term(float(minus_advantage.sum()), minus_advantage - s * minus_advantage.sum())
 
 
 def renormalised_reverse_kl(s: Array, t: Array, k: int) -> Term:

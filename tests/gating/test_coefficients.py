@@ -219,6 +219,14 @@ def test_lam_range_holds_and_is_reached(abcd: tuple[float, float, float, float],
     assert high == pytest.approx(max(corners))
 
 
+def test_lam_range_without_the_range_of_a_signal_is_everything() -> None:
+    gate = Gate(a=4, extra={"near": -2, "far": 1})
+    assert gate.lam_range() == (0.0, 1.0)
+    low, high = gate.lam_range({"near": (0.0, 1.0), "far": (0.5, math.inf)})
+    assert low == pytest.approx(gate.lam(near=1, far=0.5))
+    assert high == 1.0
+
+
 @pytest.mark.parametrize(("x", "lam"), [(0, 0.5), (1000, 1.0), (-1000, 0.0), (-745, 5e-324), (math.log(3), 0.75)])
 def test_sigmoid_without_overflow(x: float, lam: float) -> None:
     assert sigmoid(x) == pytest.approx(lam, rel=1e-12, abs=5e-324)

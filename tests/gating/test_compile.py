@@ -46,7 +46,7 @@ def check(function: Callable[..., Tensor], *given: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("support", "known"), [("full", "logits"), ("bucket", "logits"), ("hybrid", "top-k"), ("recipe", "top-k")]
+    ("support", "known"), [("full", "logits"), ("bucket", "logits"), ("hybrid", "top-k"), ("renorm", "top-k")]
 )
 def test_the_objective_of_a_chunk(support: str, known: str) -> None:
     objective = Gated(Gate(1, -1, 0, 2), support, 8)

@@ -60,7 +60,7 @@ def test_published_methods(method: str) -> None:
 
 def test_names_are_those_of_gating() -> None:
     fields = ObjectiveConfig.model_fields
-    assert get_args(fields["support"].annotation) == (*SUPPORTS, "labels", "labels+rest")  # the last two are of a run
+    assert get_args(fields["support"].annotation) == (*SUPPORTS, "labels")  # the last is of a run
     assert set(get_args(fields["entropy"].annotation)) == set(ENTROPIES)
 
 
@@ -100,26 +100,3 @@ def test_errors_name_the_setting(settings: dict[str, Any], message: str) -> None
 def test_errors_name_the_place_of_the_section() -> None:
     with pytest.raises(UsageError, match=r"^points\.3\.gate: unknown gate"):
         build_objective(ObjectiveConfig(gate="G9"), path="points.3.")
-
-
-@pytest.mark.parametrize(
-    "settings, got",
-    [
-        ({"method": "sampled_reverse_kl"}, "method sampled_reverse_kl"),
-        ({"method": "eopd"}, "method eopd"),
-        ({"support": "hybrid"}, "method gated, support hybrid"),
-        ({"gate": {"a": 1, "position": 2}}, "method gated, signal position"),
-    ],
-)
-def test_what_reads_a_sampled_response_has_no_expectation(settings: dict[str, Any], got: str) -> None:
-    config = ObjectiveConfig(**settings)
-    build_objective(config)
-    with pytest.raises(UsageError, match="objective: this objective reads the response that was sampled") as caught:
-        build_objective(config, expected=True)
-    assert str(caught.value.got).startswith(got)
-
-
-def test_what_reads_distributions_alone_has_one() -> None:
-    for settings in ({}, {"method": "eopd", "params": {"pg": "exact"}}, {"method": "todi"}, {"support": "bucket"}):
-        config = ObjectiveConfig(**settings)
-        assert build_objective(config, expected=True) == build_objective(config)

@@ -200,6 +200,63 @@ def test_a_row_without_any_possible_token() -> None:
     fails(lambda: gated_kl(z(), teacher, gate=GATE), "teacher", "[0, 2")
 
 
+def logits_with(value: float) -> torch.Tensor:
+    changed = z().float()
+    changed[0, 1, 4] = value
+    return changed
+
+
+FORBIDDEN = "gives probability 0 (a logit of -inf or below -1e+30)"
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "options", "words"),
+    [
+        (z(), logits_with(1e4), {"gate": Gate(a=1e39)}, ["λ is not a number at [0, 1]", "exceed 3.4e+38"]),
+        (z(), z(), {"gate": Gate(a=1e39, d=-1e39)}, ["λ is not a number at [0, 0]", "exceed 3.4e+38"]),
+        (
+            z(),
+            z(),
+            {"gate": Gate(b=1), "u": torch.tensor([0.3, NAN])},
+            ["λ is not a number at [1, 0]", "signal u is NaN"],
+        ),
+        (
+            z(),
+            z(),
+            {"gate": Gate(), "coefficients": torch.tensor([0, 0, NAN, 0])},
+            ["λ is not", "learned coeff", "nan"],
+        ),
+        (logits_with(1e35), z(), {"gate": GATE}, ["forward KL overflows at [0, 1]", "logits of the student", "1e+35"]),
+        (logits_with(-1e25), z(), {"gate": GATE}, ["forward KL overflows at [0, 1]", "from -1e+25"]),
+        (z(), logits_with(1e35), {"gate": GATE}, ["reverse KL overflows at [0, 1]", "logits of the teacher", "1e+35"]),
+        (z(), -z(), {"gate": GATE, "temperature": 1e-30}, ["KL overflows at [0, 0]", "temperature"]),
+        (z(), logits_with(-3e38), {"gate": GATE}, ["reverse KL is infinite at [0, 1]", f"the teacher {FORBIDDEN}"]),
+        (logits_with(-INF), z(), {"gate": GATE}, ["forward KL is infinite at [0, 1]", f"the student {FORBIDDEN}"]),
+        (
+            logits_with(-INF),
+            logits_with(-INF).flip(-1),  # both are infinite, and reverse KL has no weight
+            {"gate": Gate.static(0)},
+            ["forward KL is infinite at [0, 1]", f"the student {FORBIDDEN}"],
+        ),
+    ],
+)
+def test_losses_that_are_not_finite_name_the_cause(
+    student: torch.Tensor, teacher: torch.Tensor, options: dict[str, Any], words: list[str]
+) -> None:
+    fails(lambda: gated_kl(student.float(), teacher.float(), **options), *words)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_fused_losses_that_are_not_finite_name_the_cause(recompute: bool) -> None:
+    hidden, head = z(B, T, H).float().requires_grad_(), z(V, H).float()
+    huge = head * 1e24
+    for states, rows, gate, words in (
+        (hidden.detach() * 1e4, head, Gate(a=1e39), ["λ is not a number at [0, 0]", "exceed 3.4e+38"]),
+        (hidden.detach(), huge, GATE, ["reverse KL overflows at [0, 0]", "logits of the teacher"]),
+    ):
+        fails(lambda: fused_gated_kl(hidden, head, states, rows, gate=gate, recompute=recompute), *words)  # noqa: B023
+
+
 @pytest.mark.parametrize("temperature", [0.0, -1.0, NAN, INF])
 def test_temperature(temperature: float) -> None:
     fails(lambda: gated_kl(z(), z(), gate=GATE, temperature=temperature), "temperature")
@@ -285,6 +342,7 @@ def test_what_a_server_must_not_send(ids: list[int], log_probs: list[float], wor
         (lambda: objective("todi", betta=1.0), "beta"),
         (lambda: SampledReverseKL(estimator="k2"), "k"),
         (lambda: EOPD(pg="exakt"), "exact"),
+        (lambda: objective("student_top_k", form="buckets"), "bucket"),
         (lambda: signals.get("gapp"), "gap"),
         (lambda: gated_kl(z(), z(), gate=Gate(extra={"jsdd": 1.0})), "jsd"),
     ],
@@ -351,7 +409,7 @@ def test_errors_are_of_the_kinds_that_callers_catch() -> None:
     assert issubclass(MissingExtraError, ImportError)
     assert UsageError("x").exit_code == 2
     assert RunError("x").exit_code == 1
-    assert "gatespace[plot]" in str(missing_extra("drawing", module="matplotlib", extra="plot"))
+    assert "'.[plot]' in a clone" in str(missing_extra("drawing", module="matplotlib", extra="plot"))
     assert "did you mean 'full'" in str(unknown_name("support", "ful", ["full", "bucket"]))
     assert "did you mean" not in str(unknown_name("support", "xyzzy", ["full", "bucket"]))
 

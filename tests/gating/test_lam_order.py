@@ -103,7 +103,7 @@ def test_loss_and_gradient_are_those_of_the_constants(support: str, temperature:
         assert_close(weight, np.einsum("btv,bth->vh", grad, x.hidden), what="weight")
 
 
-@pytest.mark.parametrize("support", ["bucket", "hybrid", "renorm", "recipe"])
+@pytest.mark.parametrize("support", ["bucket", "hybrid", "renorm"])
 def test_a_teacher_known_by_its_top_k(support: str) -> None:
     x = inputs(4)
     order = order_of(int(x.mask.sum()))

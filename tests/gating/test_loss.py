@@ -72,7 +72,7 @@ def test_value_telemetry_and_gradient(gate: str, temperature: float, stop_gradie
 
 @pytest.mark.parametrize("stop_gradient", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-@pytest.mark.parametrize("support", ["bucket", "hybrid", "renorm", "recipe"])
+@pytest.mark.parametrize("support", ["bucket", "hybrid", "renorm"])
 def test_every_support(support: str, temperature: float, stop_gradient: bool) -> None:
     student, teacher, mask = batch(2)
     sampled = np.random.default_rng(3).integers(0, 11, size=mask.shape)
@@ -180,7 +180,7 @@ def test_gradient_of_the_coefficients(stop_gradient: bool) -> None:
 # ---------------------------------------------------------------------------------------------- masks and counts
 
 
-@pytest.mark.parametrize("support", ["full", "bucket", "hybrid", "renorm", "recipe"])
+@pytest.mark.parametrize("support", ["full", "bucket", "hybrid", "renorm"])
 def test_empty_mask_gives_zero_and_not_nan(support: str) -> None:
     student, teacher, mask = batch(9)
     sampled = {"sampled": torch.zeros(mask.shape, dtype=torch.long)} if support == "hybrid" else {}

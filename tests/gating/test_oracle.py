@@ -25,7 +25,6 @@ def smooth(name: str, s: np.ndarray, t: np.ndarray) -> oracle.Term:
         "bucket reverse": lambda: oracle.pair(s, t, "bucket", 3).reverse,
         "renorm forward": lambda: oracle.pair(s, t, "renorm", 3).forward,
         "renorm reverse": lambda: oracle.pair(s, t, "renorm", 3).reverse,
-        "recipe forward": lambda: oracle.pair(s, t, "recipe", 3).forward,
         "jsd": lambda: oracle.jsd(s, t, 0.3),
         "skl": lambda: oracle.skl(s, t, 0.1),
         "srkl": lambda: oracle.srkl(s, t, 0.1),
@@ -40,7 +39,6 @@ SMOOTH = (
     "bucket reverse",
     "renorm forward",
     "renorm reverse",
-    "recipe forward",
     "jsd",
     "skl",
     "srkl",
@@ -146,8 +144,6 @@ def test_numbers_by_hand() -> None:
     assert bucket.tail_mass == 0.5
     renorm = oracle.pair(s, t, "renorm", 2)
     assert renorm.reverse.value == pytest.approx(0.5 * math.log(0.5 / 0.625) + 0.5 * math.log(0.5 / 0.375))
-    recipe = oracle.pair(s, t, "recipe", 2)
-    assert recipe.forward.value == pytest.approx(0.5 * math.log(2) + 0.3 * math.log(1.2))
     hybrid = oracle.pair(s, t, "hybrid", 2, y=2, log_mu=math.log(0.25))
     assert hybrid.reverse.value == pytest.approx(0.25 * math.log(0.5) + 0.25 * math.log(0.25 / 0.3) + 2 * math.log(2.5))
     assert oracle.akl_weight(s, t) == pytest.approx((0.05 + 0.3) / 0.6)  # 0.5 with the first id, 0.8 with the second

@@ -177,19 +177,37 @@ def test_support_student_in_value_and_gradient(k: int) -> None:
         assert (numbers(getattr(full, name)) - numbers(getattr(out, name)) > -1e-12).all()
 
 
-def test_truncated_sum_can_be_negative_and_the_tail_mends_it() -> None:
+def test_forms_of_student_top_k_that_are_divergences_are_not_negative() -> None:
     """The student has little on its top-1, the teacher more; the rest is out of sight."""
     student, teacher = np.log([[[0.4, 0.3, 0.3]]]), np.log([[[0.6, 0.2, 0.2]]])
-    published, _ = run(student, teacher, StudentTopK(top_k=1), top_k=2)
-    valid, _ = run(student, teacher, StudentTopK(top_k=1, tail=True), top_k=2)
-    assert float(published.loss.detach()) < 0 < float(valid.loss.detach())
+    loss = {
+        form: float(run(student, teacher, StudentTopK(top_k=1, form=form), top_k=2)[0].loss.detach())
+        for form in ("release", "equation", "bucket")
+    }
+    assert loss["release"] < 0 == loss["equation"] < loss["bucket"]
+
+
+@pytest.mark.parametrize("form", ["release", "equation"])
+def test_no_id_in_both_top_k_is_nothing_to_learn_from(form: str) -> None:
+    student, teacher = np.log([[[0.5, 0.3, 0.2]]]), np.log([[[0.2, 0.3, 0.5]]])
+    out, grad = run(student, teacher, StudentTopK(top_k=1, ids="intersection", form=form), top_k=2)
+    assert float(out.loss.detach()) == 0
+    assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("form", ["release", "equation"])
+def test_a_teacher_that_forbids_all_of_the_students_top_k(form: str) -> None:
+    student, teacher, _ = batch(7)
+    np.put_along_axis(teacher, np.argsort(-student, -1)[..., :2], -np.inf, -1)
+    with pytest.raises(UsageError, match="reverse KL is infinite"):
+        run(student, teacher, StudentTopK(top_k=2, form=form))
 
 
 def test_ids_that_the_student_chooses_need_more_than_a_top_k_teacher() -> None:
     student, teacher, _ = batch(6)
     with pytest.raises(UsageError, match="outside its top-K"):
         run(student, top_k_of(teacher, 8), StudentTopK(top_k=8))
-    out, _ = run(student, top_k_of(teacher, 8), StudentTopK(top_k=8, ids="teacher", tail=True))
+    out, _ = run(student, top_k_of(teacher, 8), StudentTopK(top_k=8, ids="teacher", form="bucket"))
     bucket, _ = run(student, top_k_of(teacher, 8), Static(1.0, "bucket"))
     assert_close(out.loss, bucket.loss)
 
@@ -197,7 +215,7 @@ def test_ids_that_the_student_chooses_need_more_than_a_top_k_teacher() -> None:
 def test_forbidden_ids_belong_to_the_tail() -> None:
     student, teacher, _ = batch(7)
     teacher[..., :3] = -np.inf
-    out, grad = run(student, teacher, StudentTopK(top_k=20, tail=True))
+    out, grad = run(student, teacher, StudentTopK(top_k=20, form="bucket"))
     assert np.isfinite(numbers(out.per_token)).all()
     assert np.isfinite(grad).all()
 

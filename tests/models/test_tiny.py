@@ -48,7 +48,7 @@ def test_a_finished_pair_is_kept_and_an_unfinished_one_is_finished(task: Task, t
     assert build_tiny(task, tmp_path) == pair
     assert {place: place.stat().st_mtime_ns for place in pair} == times
     (pair.teacher / "gatespace.json").unlink()
-    with pytest.raises(UsageError, match="not written over"):
+    with pytest.raises(UsageError, match="refusing to overwrite"):
         build_tiny(task, tmp_path)
     for file in pair.teacher.iterdir():
         file.unlink()

@@ -65,6 +65,9 @@ def test_a_ranking_goes_from_the_best_down(whole, charts):
     assert found["H1"]["accuracy"] == pytest.approx(fmean(runs))
     low, high = stats.t.interval(0.95, 2, fmean(runs), stats.sem(runs))
     assert (found["H1"]["low"], found["H1"]["high"]) == pytest.approx((max(0, low), min(1, high)))
+    assert [found[p]["low"] for p in ("start", "teacher")] == [None, None]  # of one model over texts: another kind
+    stats_of = [whole.results.run("hate", "H1", seed).lam_stats for seed in (42, 2, 3)]
+    assert found["H1"]["lam_rkl"] == pytest.approx(fmean(one.rkl_mean for one in stats_of))
     kinds = [found[p]["kind"] for p in ("H1", "todi", "twin(H1)", "start", "teacher")]
     assert kinds == ["family", "published method", "mean-matched twin", "untouched student", "teacher"]
 

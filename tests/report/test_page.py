@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from gatespace.report import build_report
-from gatespace.report.findings import VERDICTS
 from gatespace.report.table import shown
+from gatespace.study.records import Look
 from tests.sample_study import sample_results
 
 from .conftest import made, parse, sentences
@@ -82,7 +82,7 @@ def test_the_first_screen_is_first_and_complete(whole, page):
     rows = [sentences(row) for row in table.all("tbody")[0].all("tr")]
     assert len(rows) == len(found.claims)
     for claim, row in zip(found.claims, rows, strict=True):
-        for text in (claim.about, VERDICTS[claim.verdict], shown(claim.claim.mean, "signed_pp").replace("-", "−")):
+        for text in (claim.about, claim.verdict_text, shown(claim.claim.mean, "signed_pp").replace("-", "−")):
             assert text in row
 
 
@@ -107,7 +107,7 @@ def test_what_means_hide_stands_before_the_claims(tmp_path):
     words = sentences(section)
     assert "eopd (published method) ends below its start" in words
     assert words.index("ends below its start") < words.index("What the comparisons support")
-    assert "; eopd decides it" in words
+    assert "; driven by eopd alone" in words
 
 
 def test_a_section_without_content_is_not_there(tmp_path):
@@ -208,7 +208,7 @@ def test_files_of_an_earlier_report_do_not_stay(tmp_path):
 
 
 def test_a_report_is_not_too_large_for_a_mail(whole):
-    assert whole.files.html.stat().st_size < 3_000_000
+    assert whole.files.html.stat().st_size < 3_200_000
 
 
 # ---------------------------------------------------------------------------------------------------- in a browser
@@ -268,3 +268,15 @@ def _title(chromium: str, page: Path, folder: Path):
     found = re.search(r"<title>(\[.*?\])</title>", done.stdout)
     assert found, done.stderr[-500:]
     return json.loads(found[1])
+
+
+def test_a_second_look_is_in_verdict_interval_and_limits(tmp_path):
+    options = {"points": ("G2", "G5"), "rows": 120, "steps": 4, "published": (), "seeds": tuple(range(1, 10))}
+    results = sample_results(tmp_path / "study", **options, effect=12.0, noise=0.3)
+    looks = tuple(Look(str(i), 10, {}) for i in range(2))
+    files = build_report(replace(results, looks=looks), tmp_path / "report", png=False)
+    words = sentences(parse(files.html.read_text(encoding="utf-8")).all("section")[0])
+    assert "98.75 % interval" in words
+    assert "95 % interval" not in words.partition("What the comparisons support")[2].partition("What limits it")[0]
+    assert "supported at a second look" in words
+    assert "at look 2 their level is .05 / 2²" in words

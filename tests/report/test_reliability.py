@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
 
 from gatespace.evidence.analysis import analyse
+from gatespace.report import build_report
 from gatespace.report.charts import all_charts
 from gatespace.report.view import View
 
+from ..sample_study import sample_results
 from .conftest import Built, made, parse, sentences
 
 
@@ -51,15 +54,43 @@ def test_every_point_has_its_row(built):
     rows = {row["model"]: row for row in csv.DictReader(io.StringIO(built.table("calibration")))}
     assert {"start", "teacher", "G5", "H1", "static:0.5"} <= rows.keys()
     found = [built.results.run("emotion", "H1", seed).scores["test"].calibration for seed in (1, 2)]
-    for name in ("accuracy", "confidence", "log_loss", "brier", "ece", "aurc", "mass"):
+    for name in ("accuracy", "prior_corrected", "auc", "confidence", "log_loss", "brier", "ece", "aurc", "mass"):
         assert float(rows["H1"][name]) == pytest.approx(fmean(getattr(one, name) for one in found))
     assert float(rows["H1"]["coverage_0.9"]) == pytest.approx(fmean(one.coverage_at[1].coverage for one in found))
+    assert float(rows["H1"]["reached_0.9"]) == pytest.approx(fmean(one.coverage_at[1].reached for one in found))
     assert (rows["H1"]["seeds"], rows["teacher"]["seeds"]) == ("2", "")
 
 
 def test_the_section_is_there_with_probabilities_alone(built, small):
     section = next(node for node in parse(built.html).all("section") if node.attributes.get("id") == "probabilities")
     assert len(section.all("svg")) == 2
-    assert "coverage at 90 %" in sentences(section)
+    assert "coverage for 90 %" in sentences(section)
     assert 'id="probabilities"' not in small.html
     assert not (small.files.html.parent / "tables" / "calibration.csv").exists()
+
+
+def test_a_study_with_another_outcome_says_so_and_still_shows_accuracy(tmp_path):
+    results = sample_results(tmp_path / "study", points=("G5",), rows=60, steps=4, seeds=(1, 2), probabilities=True)
+
+    def by(scores):
+        return {split: score.by("auc") for split, score in scores.items()}
+
+    runs = {name: replace(run, scores=by(run.scores)) for name, run in results.runs.items()}
+    baselines = {
+        task: replace(known, start=by(known.start), teacher=by(known.teacher))
+        for task, known in results.baselines.items()
+    }
+    results = replace(results, runs=runs, baselines=baselines)
+    files = build_report(results, tmp_path / "report", png=False)
+    tables = {path.stem: path.read_text() for path in files.tables if path.suffix == ".md"}
+    assert "macro AUC, mean %" in tables["points"]
+    assert "macro AUC" in tables["comparisons-static"]
+    assert "accuracy, %" in tables["calibration"]
+    assert "macro AUC on validation" not in files.html.read_text()  # the training curve is of the responses
+    found = next(c for c in analyse(results).comparisons if (c.left, c.right) == ("G5", "static:0.5"))
+    areas = [
+        [100 * results.run("emotion", point, seed).scores["test"].calibration.auc for seed in (1, 2)]
+        for point in ("G5", "static:0.5")
+    ]
+    assert found.all.mean == pytest.approx(fmean(areas[0]) - fmean(areas[1]))
+    assert (found.mcnemar, found.bootstrap) == ((), None)  # single responses have no AUC

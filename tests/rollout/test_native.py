@@ -115,30 +115,6 @@ def test_log_probs_are_those_of_the_distribution(body: Any, temperature: float, 
                 assert token == mass.argmax()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_response_goes_on_from_its_beginning(temperature: float, model: Model) -> None:
-    rows, begun = [PROMPT, [5], PROMPT, PROMPT], [[7, 8, 9], [3], [], [6, 5]]
-    sampling = Sampling(temperature=temperature, max_new_tokens=5)
-
-    def stop(ids: list[int]) -> bool:
-        return ids == [6, 5]  # three rows are left, so that rows are moved on the way
-
-    found = write(model, rows, sampling, draws=streams(4), begun=begun, stop=stop)
-    assert found.ended == [False, False, False, True]
-    assert found.responses[2] == write(model, rows, sampling, draws=streams(4)).responses[2]
-    for row, first, response, log_probs in zip(rows, begun, found.responses, found.log_probs, strict=True):
-        assert response[: len(first)] == first
-        for place, (token, log_prob) in enumerate(zip(response, log_probs, strict=True)):
-            mass = exact(model, [*TRUNK, *row, *response[:place]], model.vocab_size)
-            assert log_prob == pytest.approx(math.log(mass[token]), abs=2e-5)
-            assert temperature or place < len(first) or token == mass.argmax()
-    if temperature:  # every place has its number, used or not
-        draw = streams(1)[0]
-        number = [draw() for _ in range(4)][3]
-        mass = exact(model, [*TRUNK, *PROMPT, 7, 8, 9], model.vocab_size)
-        assert found.responses[0][3] == np.searchsorted(mass.cumsum(), number, side="right")
-
-
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.93, 1.0])
 def test_the_shares_of_the_unit_interval(temperature: float, top_p: float) -> None:

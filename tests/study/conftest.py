@@ -40,7 +40,7 @@ def settings(**changes: Any) -> dict[str, Any]:
         },
         "points": ["G4", "G5"],
         "seeds": [42, 2],
-        "axes": {"published": ["todi"], "controls": {"shuffled": ["G5"]}},
+        "axes": {"published": ["todi"], "controls": {"shuffled": ["G5"]}, "isolation": {"match": ["lam"]}},
         "workers": 2,
     }
     return small | changes

@@ -221,6 +221,25 @@ def test_runs_that_may_end_early_do_so_by_one_rule():
     assert set(make_plan(alarmed).runs) == set(make_plan(plain).runs)
 
 
+def test_isolation_asks_for_both_twins_of_every_point_and_seed():
+    plan = make_plan(study(axes={}))
+    for point in ("G4", "G5"):
+        for seed in (42, 2):
+            right = {c.right for c in plan.comparisons if (c.axis, c.left, c.seed) == ("isolation", point, seed)}
+            assert right == {f"twin({point})", f"twin-rkl({point})"}
+    one = make_plan(study(axes={"isolation": {"match": ["lam"]}}))
+    assert one.runs.keys() < plan.runs.keys()  # no other run has another id
+
+
+def test_shipped_studies_have_both_twins_but_the_published_one():
+    twins = {
+        name: {run.point.partition("(")[0] for run in make_plan(load_study(name)).runs.values() if run.kind == "twin"}
+        for name in ("demo", "smollm2", "paper", "replication")
+    }
+    assert twins.pop("replication") == {"twin"}
+    assert all(found == {"twin", "twin-rkl"} for found in twins.values())
+
+
 def test_decimals_of_a_twin_count():
     one, two = (make_plan(study(axes={"isolation": {"decimals": d}})) for d in (None, 3))
     assert one.find("messages", "twin(G5)", 2).id != two.find("messages", "twin(G5)", 2).id

@@ -15,10 +15,15 @@ import sys
 import time
 import weakref
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
+from gatespace.cli.engine import usual_threads
+from gatespace.cli.study_file import load_study
 from gatespace.errors import RunError, UsageError
+from gatespace.evaluation.calibration import LabelProbabilities, calibrate
+from gatespace.evidence.analysis import analyse
 from gatespace.runs import RunFolder, StudyFolder
 from gatespace.study.engines import LocalEngine
 from gatespace.study.jobs import execute
@@ -26,7 +31,7 @@ from gatespace.study.outlook import read_outlook
 from gatespace.study.results import read_results
 from gatespace.study.runner import run_study
 
-from .conftest import ROWS, InlineEngine, study
+from .conftest import ROWS, InlineEngine, settings, study
 
 pytestmark = pytest.mark.slow
 
@@ -119,6 +124,61 @@ def test_runs_share_the_teachers_answers(done):
     costs = [result.cost for result in read_results(done).runs.values()]
     assert sum(cost.scores_cached for cost in costs) > 0.4 * sum(cost.scores_asked for cost in costs)
     assert sum(cost.teacher_tokens for cost in costs) > 0
+
+
+def test_outcomes_of_label_probabilities_are_fitted_on_validation(done):
+    results = read_results(done)
+    models = [(run.folder, run.scores) for run in results.runs.values()]
+    known = results.baselines["messages"]
+    models += [(known.folders["start"], known.start), (known.folders["teacher"], known.teacher)]
+    for folder, scores in models:
+        rows = {
+            split: (
+                [row["gold"] for row in records],
+                [
+                    LabelProbabilities({label: row["probabilities"][label] for label in score.labels}, row["mass"])
+                    for row in records
+                ],
+            )
+            for split, score in scores.items()
+            for records in [RunFolder(folder).predictions(split)]
+        }
+        for split, score in scores.items():
+            assert score.calibration == calibrate(*rows[split], rows["val"])
+            assert None not in (score.calibration.prior_corrected, score.calibration.auc)
+
+
+def test_a_study_names_its_outcome(tmp_path, done):
+    folder = tmp_path / "study"
+    shutil.copytree(done, folder)
+    before = read_results(folder)
+    for path in folder.glob("runs/*/summary.json"):  # as an earlier release wrote it
+        summary = json.loads(path.read_text())
+        for record in summary["evaluation"].values():
+            del record["calibration"]["auc"], record["calibration"]["prior_corrected"]
+        path.write_text(json.dumps(summary))
+    for outcome, metric in (("auc", "macro AUC"), ("prior_corrected", "prior-corrected accuracy")):
+        outlook = run(study(outcome=outcome), folder)
+        assert {*outlook.states.values()} == {"done"}
+        results = read_results(folder)
+        assert results.runs.keys() == before.runs.keys()  # no run depends on it
+        assert results.looks[-1].digest != before.looks[-1].digest
+        for name, result in results.runs.items():
+            old, score = before.runs[name].scores["test"], result.scores["test"]
+            assert score.metric == metric
+            assert score.accuracy == getattr(old.calibration, outcome)
+            assert score.metrics == old.metrics
+        for c in analyse(results).comparisons:
+            if c.all is not None:
+                sides = [
+                    [results.run(c.task, point, seed).scores["test"].accuracy for seed in c.all.seeds]
+                    for point in (c.left, c.right)
+                ]
+                assert c.all.mean == pytest.approx(100 * (fmean(sides[0]) - fmean(sides[1])))
+                assert c.mcnemar == ()
+    train = {**settings()["train"], "evaluation": {}}
+    with pytest.raises(UsageError, match="label probabilities of val and test"):
+        study(outcome="auc", train=train)
 
 
 def test_a_study_that_is_done_is_left_as_it_is(done):
@@ -345,27 +405,6 @@ def test_no_model_of_a_run_outlives_it(tmp_path, done, monkeypatch):
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
-def test_memory_of_a_job_goes_back_to_the_system():
-    """What is left of a job may be the last block of the heap, which then cannot shrink."""
-    torch = pytest.importorskip("torch")
-    left = []
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    def fill(job) -> None:
-        torch.empty(31 << 20, dtype=torch.uint8)  # as the fused loss does: smaller blocks are in the heap from now on
-        blocks = [torch.ones(1 << 18) for _ in range(300)]
-        left.append(torch.ones(1 << 18))
-        assert resident() - before > 200 << 20
-        del blocks
-
-    execute({}, lambda job: None)  # what is free already counts for neither
-    before = resident()
-    assert execute({}, fill) == {"state": "done"}
-    assert resident() - before < 50 << 20
-
-
 def test_only_the_first_job_of_a_worker_walks_the_objects_of_all_libraries():
     class Node:
         """Part of a cycle."""
@@ -406,6 +445,32 @@ def test_threads_stay_when_workers_change(tmp_path):
     assert folder.begin(study(), workers=64, threads=None) == first
     assert folder.begin(study(), workers=1, threads=3) == 3
     assert folder.workers == 1
+
+
+@pytest.mark.parametrize(
+    "variable, workers, expected",
+    [(None, 1, 8), (None, 3, 2), ("3", 1, 3), ("3", 4, 2), ("2,1", 1, 2), ("0", 1, 8), ("x", 1, 8), ("1", 64, 1)],
+)
+def test_omp_num_threads_is_a_maximum(tmp_path, monkeypatch, variable, workers, expected):
+    monkeypatch.setattr("os.process_cpu_count", lambda: 8, raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    folder = StudyFolder(tmp_path / "study")
+    assert folder.threads_of_runs(study(), workers=workers, threads=None) == expected
+    assert folder.threads_of_runs(study(), workers=workers, threads=5) == 5  # as the user says
+    assert folder.begin(study(), workers=workers, threads=None) == expected
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert folder.begin(study(), workers=1, threads=None) == expected  # its runs have had this number
+
+
+def test_tiny_models_have_one_thread():
+    tiny = study()
+    assert usual_threads(tiny, None) == 1
+    assert usual_threads(load_study("methods"), None) == 1
+    pair = {"pair": {"student": "tiny", "teacher": "models/large"}}
+    assert usual_threads(study(train={**tiny.train, **pair}, teach={}), None) is None
+    assert usual_threads(load_study("smollm2"), None) is None
 
 
 def test_status_from_outside(done):

@@ -25,6 +25,15 @@ def test_labels(tmp_path: Path) -> None:
     assert "text" in guess_task(source, metric="exact").task
 
 
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_labels_of_a_spreadsheet(tmp_path: Path, delimiter: str, encoding: str) -> None:
+    lines = [["Id", "Text", "Label", ""], *([str(i), f"für {i}", "ab"[i % 2], ""] for i in range(20))]
+    (tmp_path / "a.csv").write_text("".join(f"{delimiter.join(line)}\r\n" for line in lines), encoding=encoding)
+    found = guess_task(str(tmp_path / "a.csv")).task["table"]
+    assert (found["labels"], found["text_column"], found["label_column"]) == (["a", "b"], "Text", "Label")
+
+
 def test_many_labels_are_free_text(tmp_path: Path) -> None:
     source = rows(tmp_path / "a.jsonl", *({"text": f"text {i}", "label": f"a longer answer {i}"} for i in range(20)))
     found = guess_task(source).task["text"]

@@ -75,7 +75,17 @@ def test_sentence_and_corpus_scores(metric: str) -> None:
 def test_references_that_cannot_be_compared() -> None:
     assert "no number" in find_metric("number").refuses("many")
     assert find_metric("number").refuses("7") == ""
-    assert "not a regular expression" in find_metric("regex").refuses("(")
+    for pattern in ("(", "a{99999999999999999999}", "(" * 5000 + ")" * 5000):
+        assert "not a regular expression" in find_metric("regex").refuses(pattern)
+
+
+def test_a_pattern_that_takes_for_ever_counts_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gatespace.tasks import scores
+
+    monkeypatch.setattr(scores, "PATTERN_SECONDS", 0.1)
+    with pytest.warns(RuntimeWarning, match="takes more than 0.1 s"):
+        assert find_metric("regex")("a" * 60 + "b", ["(a|aa)+$"], {}) == 0
+    assert find_metric("regex")("a" * 60, ["(a|aa)+$"], {}) == 1
 
 
 def test_own_metrics(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,8 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"metric": "number"},
         "bad.jsonl:3: a reference cannot be compared by the metric num",
     ),
+    ({"mr": "x\ud83d", "ref": "y"}, {}, "bad.jsonl:3: half of a character"),
+    ({"mr": "x", "ref": "y\ude00"}, {}, "bad.jsonl:3: half of a character"),
     ({"mr": "x", "ref": "("}, {"metric": "regex"}, "bad.jsonl:3: a reference cannot be compared by the metric reg"),
 ]
 BAD_CHATS: list[tuple[Any, str]] = [
@@ -137,6 +139,12 @@ def test_bad_conversations_have_a_number(tmp_path: Path, turns: Any, message: st
     with pytest.raises(UsageError) as error:
         load(write(tmp_path / "bad.jsonl", {"messages": turns}), prompt=None, messages="messages", answer=None)
     assert message in str(error.value)
+
+
+def test_half_of_a_character_in_a_conversation(tmp_path: Path) -> None:
+    rows = [{"messages": chat(f"hi {i}" + "\ud83d" * (i == 6), "ho")} for i in range(9)]
+    with pytest.raises(UsageError, match=r"bad\.jsonl:7: half of a character"):
+        load(write(tmp_path / "bad.jsonl", *rows), prompt=None, messages="messages", answer=None)
 
 
 def test_templates() -> None:

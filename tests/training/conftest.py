@@ -24,7 +24,6 @@ from gatespace.teacher.scores import Scores, ScoreSpec
 from gatespace.training.batches import Batches, Row
 from gatespace.training.clock import Clock
 from gatespace.training.distill import Distillation
-from gatespace.training.expected import Expected
 from gatespace.training.optimizer import Optimizer, Update
 from gatespace.training.processes import ONE
 from gatespace.training.rollouts import MicroBatch, OnPolicy
@@ -204,7 +203,7 @@ class Lab:
         job.objective, job.vocab_size = build_objective(config.objective), self.vocab_size
         job.processes, job.sampler = ONE, None
         spec = ScoreSpec(tuple(encoder.prefix), config.rollout.max_new_tokens, self.vocab_size, payload)
-        job.rollouts = (OnPolicy if config.rollout.expected is None else Expected)(
+        job.rollouts = OnPolicy(
             student=job.body,
             teacher=LocalTeacher(self.teacher, spec, packed=packed),
             encoder=encoder,

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from gatespace.config import TrainConfig, parse_config
+from gatespace.config.sections import ALARMS
 from gatespace.errors import UsageError
+from gatespace.evaluation import measure
 from gatespace.files import read
 from gatespace.gating.tokens import TeacherTopK
-from gatespace.models import TinyPair
+from gatespace.models import TinyPair, load_model
 from gatespace.training import checkpoint
 from gatespace.training.alarms import CERTAIN, AlarmError, Alarms
 from gatespace.training.progress import Silent
@@ -91,19 +93,25 @@ def oracle(config: TrainConfig, records: Records) -> list[tuple[int, str]]:
             return max(factor, 1 / factor) if mean(first, "ended") >= 0.5 else factor  # type: ignore[operator]
         if name == "entropy":
             return None if ours is None or theirs is None or theirs < CERTAIN else -ours / theirs
+        if name == "teacher":
+            h, share = mean(rows, "h"), mean(rows, "teacher_entropy_share")
+            return h if h is None or share is None else min(h, share)
         columns = {"overlap": "top_k_overlap", "repeated": "repeated_ngrams", "legal": "legal_answers"}
         value = mean(rows, columns[name])
         return value if name == "repeated" or value is None else -value
 
     found = []
-    for name in ("truncated", "length", "entropy", "overlap", "repeated", "legal"):
+    for name in ALARMS:
         limit = getattr(config.alarms, name)
         span = config.alarms.window
         if name in ("entropy", "overlap", "legal"):
-            span, limit = max(span, config.trace.tokens_every), -limit if limit is not None else None
+            limit = -limit if limit is not None else None
+        if name in ("entropy", "overlap", "teacher"):
+            span = max(span, config.trace.tokens_every)
         on = False
-        for end in range(2 * span, len(records) + 1):
-            now, before = badness(name, records[end - span : end]), badness(name, records[end - 2 * span : end - span])
+        for end in range(1 if name == "teacher" else 2 * span, len(records) + 1):
+            now = badness(name, records[max(0, end - span) : end])
+            before = now if name == "teacher" else badness(name, records[end - 2 * span : end - span])
             if limit is None or now is None or before is None:
                 continue
             if now < limit:
@@ -150,7 +158,7 @@ def test_a_run_that_collapses_raises_alarms(collapsing: Make) -> None:
 
     # no alarm has a part in the numbers
     quiet = collapsing(
-        alarms=dict.fromkeys(("truncated", "length", "entropy", "overlap", "repeated", "legal")),
+        alarms=dict.fromkeys(ALARMS),
         output=str(config.output.parent / "quiet"),
     )
     assert train(quiet)["alarms"] == []
@@ -163,12 +171,13 @@ def test_a_student_that_is_certain_where_its_teacher_is_not(train_config: Make, 
     config = train_config(pair=pair, steps=8, optimizer={"lr": 1e-6}, alarms={"window": 2}, evaluation={"final": []})
     train(config)
     records, alarms = read(config.output / "metrics.jsonl"), read(config.output / "alarms.jsonl")
-    assert {"entropy", "overlap"} <= {alarm["alarm"] for alarm in alarms}
+    assert {"teacher", "entropy", "overlap"} <= {alarm["alarm"] for alarm in alarms}
     assert sorted((alarm["step"], alarm["alarm"]) for alarm in alarms) == oracle(config, records)
     (entropy,) = (alarm for alarm in alarms if alarm["alarm"] == "entropy")
     measured = [record for record in records if record["student_entropy_nats"] is not None]
     assert [record["step"] for record in measured] == [1, 3, 5, 7]
     last = [record for record in measured if record["step"] <= entropy["step"]][-1]
+    assert entropy["seen"].startswith(f"Step {last['step']}: ")  # what was measured, not the window
     assert entropy["value"] == last["student_entropy_nats"] / last["teacher_entropy_nats"] < 0.1
 
 
@@ -179,6 +188,123 @@ def test_a_student_that_learns_is_left_in_peace(train_config: Make, taught: Path
     summary = train(config)
     assert summary["alarms"] == []
     assert not any(text.startswith("alarm") for text in summary["warnings"])
+
+
+def test_twenty_steps_that_learn_raise_no_false_alarm(train_config: Make) -> None:
+    """Of steps 1 and 11 alone, neither of which has a legal answer, it looked like a student that learns nothing."""
+    settings: dict[str, Any] = {"steps": 20, "batch_size": 4, "seed": 4, "optimizer": {"lr": 3e-3}}
+    config = train_config(trace={"tokens_every": 10}, **settings)
+    summary = train(config)
+    legal = [record["legal_answers"] for record in read(config.output / "metrics.jsonl")]
+    assert legal[0] == legal[10] == 0
+    assert None not in legal
+    assert summary["evaluation"]["val"]["metrics"]["parse_failures"] == 0
+    assert summary["alarms"] == []
+
+
+def test_a_final_evaluation_withdraws_an_alarm(train_config: Make, taught: Path) -> None:
+    """Responses sampled at a high temperature are often illegal, and greedy ones never."""
+    notes: list[str] = []
+    listener = Listener()
+    listener.note = notes.append  # type: ignore[method-assign]
+    pair, alarms = {"student": str(taught / "model")}, {"window": 1, "legal": 0.99}
+    settings: dict[str, Any] = {"pair": pair, "steps": 4, "rollout": {"temperature": 1.5}, "optimizer": {"lr": 1e-6}}
+    config = train_config(alarms=alarms, **settings)
+    summary = train(config, listener)
+    (raised_alarm,) = summary["alarms"]
+    counted = [record["legal_answers"] for record in read(config.output / "metrics.jsonl")][raised_alarm["step"] - 1]
+    assert raised_alarm["seen"] == (
+        f"Step {raised_alarm['step']}: {round(6 * counted)} of 6 responses had a legal answer."
+    )
+    assert not raised_alarm["on"]
+    assert not any(text.startswith("alarm") for text in summary["warnings"])
+    assert notes[-1] == "alarm legal withdrawn: 12 of 12 final answers are legal"
+
+    # one that the evaluation bears out stays
+    on = Alarms(config, read(config.output / "metrics.jsonl"))
+    assert on.withdraw([measure(["a", "b"], ["a", None], ("a", "b"))]) == ""
+    assert "legal" in on.on
+
+
+GOOD: dict[str, Any] = {
+    "rows": 4,
+    "h": 0.3,
+    "teacher_entropy_share": 0.1,
+    "ended": 1.0,
+    "response_length": 5.0,
+    "repeated_ngrams": 0.0,
+    "legal_answers": 1.0,
+    "student_entropy_nats": 0.5,
+    "teacher_entropy_nats": 0.5,
+    "top_k_overlap": 0.8,
+}
+
+
+@pytest.mark.parametrize(
+    "name, bad, harmless",
+    [
+        ("teacher", {"h": 0.99, "teacher_entropy_share": 0.95}, {"h": 0.99}),
+        ("truncated", {"ended": 0.4}, {"ended": 0.6}),
+        ("length", {"response_length": 20.0}, {"response_length": 19.0}),
+        ("entropy", {"student_entropy_nats": 0.04}, {"student_entropy_nats": 0.04, "teacher_entropy_nats": 0.04}),
+        ("overlap", {"top_k_overlap": 0.25}, {"top_k_overlap": 0.35}),
+        ("repeated", {"repeated_ngrams": 0.35}, {"repeated_ngrams": 0.25}),
+        ("legal", {"legal_answers": 0.25}, {"legal_answers": 0.5}),
+    ],
+)
+def test_each_alarm_fires_and_is_silent(
+    train_config: Make, name: str, bad: dict[str, float], harmless: dict[str, float]
+) -> None:
+    config = train_config(alarms={"window": 2})
+    steps = [{"step": step, **GOOD, **(bad if step > 2 else {})} for step in range(1, 7)]
+    assert [alarm for _, alarm in raised(config, steps)] == [name]
+    steps = [{"step": step, **GOOD, **(harmless if step > 2 else {})} for step in range(1, 7)]
+    assert raised(config, steps) == []
+
+
+def test_a_teacher_that_is_uniform(train_config: Make, taught: Path, tmp_path: Path) -> None:
+    def changed(name: str, change: Callable[[torch.nn.Module], None]) -> str:
+        model = load_model(str(taught / "model"))
+        with torch.no_grad():
+            change(model.network)
+        for part in (model.network, model.tokenizer):
+            part.save_pretrained(tmp_path / name)
+        return str(tmp_path / name)
+
+    def zero(network: torch.nn.Module) -> None:
+        for weights in network.parameters():
+            weights.zero_()
+
+    def one_of_twelve(network: Any) -> None:
+        """At every token uncertain between the same twelve, as a teacher of random digits has to be."""
+        for name, weights in network.named_parameters():
+            weights.fill_(1.0 if "norm" in name else 0.0)
+        for layer in (network.get_input_embeddings(), network.get_output_embeddings()):
+            layer.weight.fill_(0.01)
+            layer.weight[20:32] = 0.2
+
+    config = train_config(pair={"teacher": changed("zero", zero)}, steps=2)
+    listener = Listener()
+    summary = train(config, listener)
+    (alarm,) = summary["alarms"]
+    assert (alarm["alarm"], alarm["step"], alarm["on"], round(alarm["value"], 6)) == ("teacher", 1, True, 1)
+    assert "nearly uniform (mean h 1.00" in listener.warnings[0]
+    assert listener.warnings[0] in summary["warnings"]
+    with pytest.raises(AlarmError):
+        train(
+            train_config(
+                pair={"teacher": str(tmp_path / "zero")},
+                alarms={"stop_on": ["teacher"]},
+                output=str(tmp_path / "stopped"),
+            )
+        )
+
+    uncertain = train_config(pair={"teacher": changed("twelve", one_of_twelve)}, steps=2, output=str(tmp_path / "two"))
+    assert train(uncertain)["alarms"] == []
+    records = read(uncertain.output / "metrics.jsonl")
+    assert min(record["h"] for record in records) > 0.99
+    vocabulary = load_model(str(taught / "model")).vocab_size
+    assert records[0]["teacher_entropy_share"] == pytest.approx(math.log(12) / math.log(vocabulary), rel=0.01)
 
 
 def test_what_is_beyond_a_threshold_and_gets_better_raises_no_alarm(train_config: Make) -> None:
@@ -234,6 +360,7 @@ def test_what_cannot_stop_a_run_is_refused(train_config: Make) -> None:
         train_config(alarms={"legal": None, "stop_on": ["legal"]})
     with pytest.raises(UsageError, match=r"overlap is measured every trace\.tokens_every steps"):
         train_config(alarms={"stop_on": ["overlap"]}, trace={"tokens_every": 0})
+    train_config(alarms={"stop_on": ["legal", "teacher"]}, trace={"tokens_every": 0})
     with pytest.raises(UsageError, match=r"alarms\.stop_on"):
         train_config(alarms={"stop_on": ["loss"]})
 
@@ -262,6 +389,9 @@ def test_agreement_is_that_of_float64() -> None:
     known = agreement(student, TeacherTopK(ids[None], p.log()[None]), 8)
     rest = torch.cat([p, 1 - p.sum(-1, keepdim=True)], -1)
     assert known["teacher_entropy_nats"] == pytest.approx(entropy(rest), rel=1e-9)
+    spread = torch.cat([p, ((1 - p.sum(-1, keepdim=True)) / 684).expand(-1, 684)], -1)
+    for shares, whole in ((found["teacher_entropy_share"], both[1]), (known["teacher_entropy_share"], spread)):
+        assert shares == pytest.approx([nats / math.log(700) for nats in entropy(whole)], rel=1e-5)
     assert known["top_k_overlap"] == wanted
     few = agreement(student, TeacherTopK(ids[None, :, :4], p[:, :4].log()[None]), 8)["top_k_overlap"]
     assert few == [

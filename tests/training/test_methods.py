@@ -130,8 +130,6 @@ def test_distillm2_looks_at_who_wrote_each_response(train_config: Make, tmp_path
     ("change", "message"),
     [
         ({"objective": {"method": "distillm2"}}, "needs responses of the student and of the teacher"),
-        ({"objective": {"method": "tip"}, "rollout": {"expected": {}}}, "expected rollouts sample none"),
-        ({"objective": {"gate": {"drift": 2.0}}, "rollout": {"expected": {}}}, "expected rollouts sample none"),
         ({"objective": {"gate": {"trust": 2.0}, "support": "labels"}}, "over labels none is sampled"),
     ],
 )

@@ -33,7 +33,7 @@ def test_its_turns(synthetic: Task) -> None:
     student = Prompt.of(synthetic, brief=True)
     row = Example(" Where is it? ", synthetic.labels[1])
     other = OtherPrompt(student, Template(str(SHOWN["prompt"])), "Be sure.", (("a", "b"),))
-    turns = other.messages(other.text(row), ["<x>"])
+    turns = other.messages(other.text(row))
     assert [turn["role"] for turn in turns] == ["system", "user", "assistant", "user"]
     (own,) = student.messages(row.text)
     assert turns[-1]["content"] == f"{own['content']}\nIt is {row.label}: {row.text}"

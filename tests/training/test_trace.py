@@ -176,7 +176,8 @@ def test_an_objective_that_mixes_nothing_has_no_lam() -> None:
     assert out.lam is None
     trace = traced((out, ROWS))
     record = trace.record()
-    assert [record[name] for name in ("lam_mean", "lam_sd", "lam_hist", "lam_saturated")] == [None] * 4
+    names = ("lam_mean", "lam_rkl_mean", "lam_sd", "lam_hist", "lam_saturated")
+    assert [record[name] for name in names] == [None] * 5
     assert record["forward_kl"] > 0
     assert (trace.summary()["lam_mean"], trace.summary()["tokens"]) == (None, 6)
 
@@ -296,8 +297,9 @@ def test_a_mean_by_reverse_kl_needs_a_reverse_kl(rkl: list[float], expected: flo
     out = with_lam(0.25, 0.65)
     out = LossOutput(**{**vars(out), "reverse_kl": torch.tensor([rkl], dtype=torch.float64)})
     trace = traced((out, [0, 0]))
-    trace.record()
-    assert trace.summary()["lam_rkl_mean"] == (expected if expected is None else pytest.approx(expected))
+    wanted = expected if expected is None else pytest.approx(expected)
+    assert trace.record()["lam_rkl_mean"] == wanted
+    assert trace.summary()["lam_rkl_mean"] == wanted
 
 
 def test_a_run_without_lam_has_no_statistics_of_it() -> None:

@@ -49,6 +49,7 @@ def assert_predicts_as_recorded(folder: Path, task: Task, *, dtype: torch.dtype 
     kind: type[TrainConfig] | type[TeachConfig] = TrainConfig if "pair:" in path.read_text() else TeachConfig
     settings = load_config(kind, path).evaluation
     model = load_model(str(folder / "model"), dtype=dtype)
+    validation = None
     for split in settings.final:
         found = evaluate(
             model,
@@ -58,7 +59,8 @@ def assert_predicts_as_recorded(folder: Path, task: Task, *, dtype: torch.dtype 
             limit=settings.limit_of(split),
             max_new_tokens=settings.max_new_tokens,
             probabilities=settings.probabilities,
-        )
+        ).judged_with(validation)
+        validation = found if split == "val" else validation
         lines = [json.loads(line) for line in (folder / f"predictions-{split}.jsonl").read_text().splitlines()]
         assert [(line["label"], line["raw"]) for line in lines] == [(p.label, p.raw) for p in found.predictions]
         assert json.loads((folder / f"evaluation-{split}.json").read_text()) == found.as_json()
@@ -379,7 +381,7 @@ def test_records_of_tokens_look_at_few_logits_at_a_time(
     assert sum(most[1:]) == most[0]
     whole, parts = ([value for line in lines for top in line["student_top"] for _, value in top] for _, lines in found)
     assert parts == pytest.approx(whole, rel=1e-4)
-    for name in ("kappa_share", "student_entropy_nats", "teacher_entropy_nats"):
+    for name in ("kappa_share", "student_entropy_nats", "teacher_entropy_nats", "teacher_entropy_share"):
         shares = [metrics[0].pop(name) for metrics, _ in found]
         assert shares[0] == pytest.approx(shares[1], rel=1e-3)
     assert found[0][0] == found[1][0]

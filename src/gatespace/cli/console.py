@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
+import threading
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +34,26 @@ class Terminated(KeyboardInterrupt):
 
 
 def stop_on_sigterm() -> None:
-    """Make SIGTERM raise `Terminated`, once: a second one ends the process. For the main thread."""
+    """Make SIGTERM raise `Terminated`, once: a second one ends the process. For the main thread.
+
+    Python raises it wherever it is, and drops what is raised in a destructor or callback: then the signal comes again.
+    """
 
     def stop(*_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         raise Terminated
 
+    def dropped(error: sys.UnraisableHookArgs, usual: Any = sys.unraisablehook) -> None:
+        if not isinstance(error.exc_value, KeyboardInterrupt):
+            usual(error)
+            return
+        number = signal.SIGTERM if isinstance(error.exc_value, Terminated) else signal.SIGINT
+        if number == signal.SIGTERM:
+            signal.signal(number, stop)
+        threading.Timer(0.1, os.kill, (os.getpid(), number)).start()  # not now: this too is in the destructor
+
     signal.signal(signal.SIGTERM, stop)
+    sys.unraisablehook = dropped
 
 
 def stopped(interrupt: KeyboardInterrupt, then: str = "") -> int:

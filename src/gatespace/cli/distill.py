@@ -15,7 +15,7 @@ from gatespace.cli.run_options import Flag
 
 if TYPE_CHECKING:
     from gatespace.config import TrainConfig
-    from gatespace.evaluation import Evaluation
+    from gatespace.evaluation import Evaluation, Metrics, TextMetrics
     from gatespace.models import Model
     from gatespace.tasks.guess import Guess
     from gatespace.training.setup import Material
@@ -42,16 +42,9 @@ def distill(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", show_default=False, help="The run; its model is DIR/model.")
     ],
-    prompt: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", show_default=False, help='The prompt, with columns in braces: "Describe: {mr}".'),
-    ] = None,
-    answer: Annotated[
-        str | None, typer.Option(metavar="NAME", show_default=False, help="The column of the right responses.")
-    ] = None,
-    metric: Annotated[
-        str | None, typer.Option(metavar="NAME", show_default=False, help="How responses are judged, e.g. rouge_l.")
-    ] = None,
+    prompt: options.Prompt = None,
+    answer: options.Answer = None,
+    metric: options.Metric = None,
     gate: Annotated[str | None, typer.Option(metavar="POINT", show_default="G5", help="The gate.")] = None,
     steps: options.Steps = None,
     batch_size: options.BatchSize = None,
@@ -73,9 +66,11 @@ def distill(
 
     Reads the table, guesses what kind of task it is and says so, evaluates
     the teacher and the student, trains, evaluates again, and prints one
-    table. Training stops when validation has not improved three times in a
-    row, and keeps the best weights. A killed command resumes. If the teacher
-    is a run on the same file, the task is that of its run.
+    table. It ends before training if the teacher is no better than the
+    student on the validation rows. Training stops when validation has not
+    improved three times in a row, and keeps the best weights. A killed
+    command resumes. If the teacher is a run on the same file, the task is
+    that of its run.
 
     \b
     gatespace distill rows.csv --teacher runs/teach --student smollm2 -o runs/small
@@ -89,7 +84,7 @@ def distill(
     from gatespace.cli.console import console, print_json, print_warnings
     from gatespace.cli.estimate import estimate
     from gatespace.cli.progress import RunProgress
-    from gatespace.cli.training import with_model_folders
+    from gatespace.cli.training import question_rate, with_model_folders
     from gatespace.config import TrainConfig
     from gatespace.models.load import TINY
     from gatespace.plugins import load_plugins
@@ -123,6 +118,7 @@ def distill(
     config = with_model_folders(options.load(TrainConfig, None, flags, sets or [], plugins))
     with RunProgress(quiet=quiet, job="distill") as progress:
         progress.note(guess.said)
+        question_rate(config, progress)
         found = material(config.task, "distill")
         progress.note(found.task.describe())
         measured: dict[str, dict[str, Any]] = {}
@@ -131,10 +127,12 @@ def distill(
         config = _with_cap(config, found, model, max_new_tokens)
         RunFolder(output).expect(config)  # this and the estimate raise what training would, before the evaluations
         estimate(config, progress.note)
+        start = _evaluate(model, found, config, "val", progress.generating)
         measured["student before"] = _measure(model, found, config, progress.generating)
         del model
         model = _open(config, "teacher", found, progress.note)
         shown = replace(found, prompt=teacher_prompt(config.teacher.prompt, found.prompt))
+        _check_teacher(_evaluate(model, shown, config, "val", progress.generating).metrics, start.metrics)
         measured["teacher"] = _measure(model, shown, config, progress.generating)
         del model
         summary = train(config, progress)
@@ -215,30 +213,77 @@ def _with_cap(config: TrainConfig, data: Material, model: Model, cap: int | None
     )
 
 
-def _measure(model: Model, data: Material, config: TrainConfig, progress: Callable[[int, int], None]) -> dict[str, Any]:
-    """Test metric, size and generation speed of a model."""
+def _evaluate(
+    model: Model, data: Material, config: TrainConfig, split: str, progress: Callable[[int, int], None]
+) -> Evaluation:
     from gatespace.evaluation import evaluate
 
     settings = config.evaluation
-    begun = time.monotonic()
-    found = evaluate(
+    return evaluate(
         model,
         data.task,
         data.prompt,
-        split="test",
-        limit=settings.limit_of("test"),
+        split=split,
+        limit=settings.limit_of(split),
         max_new_tokens=settings.max_new_tokens,
         batch_size=settings.batch_size,
         progress=progress,
     )
+
+
+def _check_teacher(teacher: Metrics | TextMetrics, student: Metrics | TextMetrics) -> None:
+    """Raise unless the teacher knows the answer format and is better than the untrained student, on validation rows."""
+    from gatespace.errors import RunError
+    from gatespace.evaluation.concerns import NO_LABEL
+    from gatespace.evaluation.metrics import with_interval
+
+    failures = getattr(teacher, "parse_failures", 0)
+    scores = [with_interval(one.score, one.count) for one in (teacher, student)]
+    if failures >= NO_LABEL * teacher.count:
+        what, seen = "the teacher does not give legal labels", f"{failures} of {teacher.count} answers without one; "
+    elif teacher.score <= student.score:
+        what, seen = "the teacher is no better than the student before training", ""
+    else:
+        return
+    raise RunError(
+        what,
+        got=f"{seen}{teacher.metric} {scores[0]}, student {scores[1]}, on {teacher.count} validation rows (95 % CI)",
+        why="there is nothing to distil: at best, a student becomes like its teacher",
+        instead="teach it first (`gatespace teach`), or use a teacher that knows this task; `gatespace train` makes no "
+        "such check",
+    )
+
+
+def _measure(model: Model, data: Material, config: TrainConfig, progress: Callable[[int, int], None]) -> dict[str, Any]:
+    """Test metric with its interval, size and generation speed of a model."""
+    begun = time.monotonic()
+    found = _evaluate(model, data, config, "test", progress)
     seconds = time.monotonic() - begun
     parameters = [*model.network.parameters()]
     return {
         **_result(found.as_json()),
+        "interval": _interval(found),
         "parameters": model.network.num_parameters(),  # counts packed 4-bit weights correctly
         "megabytes": sum(one.nbytes for one in parameters) / 1e6,
         "tokens_per_second": _tokens(model, data, found) / seconds,
     }
+
+
+def _interval(found: Evaluation) -> tuple[float, float]:
+    """95 % interval of the metric: Wilson's of an accuracy, normal over rows of a text score."""
+    from statistics import NormalDist, stdev
+
+    from gatespace.evaluation import TextPrediction
+    from gatespace.evaluation.metrics import CONFIDENCE, Metrics, wilson
+
+    metrics = found.metrics
+    if isinstance(metrics, Metrics):
+        return wilson(metrics.correct, metrics.count)
+    scores = [row.score for row in found.predictions if isinstance(row, TextPrediction)]
+    if len(scores) < 2:
+        return 0.0, 1.0
+    reach = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * stdev(scores) / len(scores) ** 0.5
+    return max(0.0, metrics.score - reach), min(1.0, metrics.score + reach)
 
 
 def _tokens(model: Model, data: Material, found: Evaluation) -> int:
@@ -256,12 +301,13 @@ def _result(evaluation: dict[str, Any]) -> dict[str, Any]:
 
 def _print(out: Any, result: dict[str, Any]) -> None:
     from gatespace.cli.console import table
+    from gatespace.evaluation.metrics import with_interval
 
-    columns: Sequence[str] = (f"test {result['metric']}", "rows", "parameters, M", "MB", "tokens/s")
+    columns: Sequence[str] = (f"test {result['metric']}, 95 % CI", "rows", "parameters, M", "MB", "tokens/s")
     shown = table("Distilled", "model", *columns, numbers=columns)
     for name, one in result["models"].items():
         numbers = (f"{one['parameters'] / 1e6:.1f}", f"{one['megabytes']:.0f}", f"{one['tokens_per_second']:.0f}")
-        shown.add_row(name, f"{one['score']:.4f}", str(one["rows"]), *numbers)
+        shown.add_row(name, with_interval(one["score"], one["rows"], one["interval"]), str(one["rows"]), *numbers)
     out.print(shown)
     done = result["steps"]
     if "chosen_step" in done:

@@ -192,11 +192,11 @@ def _print_report(found: dict[str, Any]) -> None:
     for requirement in found["gatespace"]["missing"]:
         out.print(f"  missing: {requirement}", soft_wrap=True)
     if found["gatespace"]["missing"] or found["torch"]["error"]:
-        out.print("  add it with: pip install --upgrade gatespace")
+        out.print("  add it with: pip install --upgrade '.', in a clone of gatespace")
 
 
 def _with_commands(table: Table) -> Table:
-    table.add_column("add it with", no_wrap=True)  # a command must survive copying
+    table.add_column("add it with, in a clone", no_wrap=True)  # a command must survive copying
     return table
 
 

@@ -22,7 +22,11 @@ Workers = Annotated[
 Threads = Annotated[
     int | None,
     typer.Option(
-        "--threads", metavar="N", min=1, show_default=False, help="CPU threads per run; default: cores / workers."
+        "--threads",
+        metavar="N",
+        min=1,
+        show_default=False,
+        help="CPU threads per run; default: cores / workers, at most $OMP_NUM_THREADS; 1 for tiny models.",
     ),
 ]
 EngineName = Annotated[
@@ -53,8 +57,21 @@ def _local_engine(spec: EngineSpec) -> Engine:
 
 
 def usual_threads(config: StudyConfig, address: str | None) -> int | None:
-    """Default threads per run on a cluster, whose nodes may have other cores than this machine; None without one."""
-    return None if address is None else max(1, int(config.resources.cpus or 1))
+    """Default threads per run, where it does not depend on this machine's cores; else None.
+
+    A cluster's nodes may have other cores; and the threads of a tiny model wait for each other on a busy machine.
+    """
+    from gatespace.models.load import TINY
+
+    if address is not None:
+        return max(1, int(config.resources.cpus or 1))
+    models = set()
+    for task in config.tasks.values():
+        pair = {**config.train.get("pair", {}), **task.train.get("pair", {})}
+        for role in ("student", "teacher"):
+            taught = getattr(config.teach, role)
+            models.add(str(pair.get(role) if taught is None else taught.get("model")))
+    return 1 if models <= {*TINY} else None
 
 
 def check_study(engine: Engine, folder: StudyFolder, config: StudyConfig, note: Callable[[str], None]) -> None:

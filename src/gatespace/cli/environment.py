@@ -137,7 +137,7 @@ def _missing(wanted: Iterable[Requirement]) -> list[str]:
 
 
 def _pip(extra: str) -> str:
-    return f"pip install '{DISTRIBUTION}[{extra}]'"
+    return f"pip install '.[{extra}]'"  # no package index has it
 
 
 def _found(module: str) -> bool:

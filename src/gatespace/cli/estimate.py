@@ -153,9 +153,7 @@ def estimate(
 
 
 def _train(config: TrainConfig, place: Placement, load: Callable[..., Model]) -> Training:
-    build_objective(
-        config.objective, expected=config.rollout.expected is not None, sources=config.rollout.source.shares()
-    )
+    build_objective(config.objective, sources=config.rollout.source.shares())
     data, pair = material(config.task, "distill"), config.pair
 
     def outline(setting: str, name: str, revision: str | None, role: str) -> Model:
@@ -182,7 +180,7 @@ def _train(config: TrainConfig, place: Placement, load: Callable[..., Model]) ->
     notes += prompts.notes
     rows = config.batch_size * config.rollout.per_prompt
     shares = config.rollout.source.shares()
-    longest = config.rollout.room
+    longest = config.rollout.max_new_tokens
     shortest = min(prompts.right, longest)
     responses = Range(shortest, shortest if set(shares) == {"gold"} else longest).times(rows)
     shared = config.rollout.per_prompt if config.engine.share_prompt else 1

@@ -11,7 +11,7 @@ import typer
 
 from gatespace.cli import run_options as options
 from gatespace.cli.console import console, print_json, print_warnings, table
-from gatespace.evaluation.metrics import Metrics, metric_of
+from gatespace.evaluation.metrics import Metrics, metric_of, rounded, with_interval
 from gatespace.tasks.data import SPLITS
 
 if TYPE_CHECKING:
@@ -196,7 +196,8 @@ def evaluate(
         )
     written = write(evaluation, output) if output is not None else ()
     result = evaluation.as_json()
-    warnings = [str(one) for one in concerns({split: evaluation.metrics})]
+    aucs = {} if evaluation.calibration is None else {split: evaluation.calibration.auc}
+    warnings = [str(one) for one in concerns({split: evaluation.metrics}, aucs=aucs)]
     if as_json:
         about = {"model": found.model.name, "source": found.model.source}
         print_json({**about, **result, "warnings": warnings, "written": [*map(str, written)]})
@@ -208,11 +209,17 @@ def evaluate(
         out.print(_labels_table(result["metrics"]))
     if evaluation.calibration is not None:
         _print_calibration(out, evaluation.calibration)
+        if split != "val":
+            out.print("Thresholds chosen on the rows that they are judged by look too good: take those of --split val.")
     if (sampled := evaluation.sampled) is not None:
-        spread = "" if sampled.sd is None else f", SD {sampled.sd:.4f} from one sample of all texts to another"
+        rows = evaluation.metrics.count
+        spread = (
+            "" if sampled.sd is None else f", SD {rounded(sampled.sd, rows)} from one sample of all texts to another"
+        )
         out.print(
             f"Sampled {sampled.samples} times at temperature {sampled.temperature:g}: {evaluation.metrics.metric} "
-            f"{sampled.accuracy:.4f}{spread}" + ("." if sampled.no_label is None else _without_label(sampled.no_label))
+            f"{rounded(sampled.accuracy, rows)}{spread}"
+            + ("." if sampled.no_label is None else _without_label(sampled.no_label))
         )
     if limit is not None and limit < evaluation.available:
         out.print(f"Only the first {limit} of {evaluation.available} rows, which need not be like the rest.")
@@ -228,10 +235,10 @@ def _without_label(share: float) -> str:
 
 
 def _print_calibration(out: Console, found: Calibration) -> None:
-    columns = ("accuracy", "confidence", "log-loss", "Brier", "ECE", "AURC", "mass of labels")
+    columns = ("accuracy", "macro AUC", "confidence", "log-loss", "Brier", "ECE", "AURC", "mass of labels")
     shown = table("Probabilities of labels", *columns, numbers=columns)
-    values = (found.accuracy, found.confidence, found.log_loss, found.brier, found.ece, found.aurc, found.mass)
-    shown.add_row(*(f"{value:.4f}" for value in values))
+    values = (found.confidence, found.log_loss, found.brier, found.ece, found.aurc, found.mass)
+    shown.add_row(*(_figure(value) for value in (found.accuracy, found.auc, *values)))
     out.print(shown)
     names = ("accuracy of at least", "coverage", "--threshold")
     shown = table("Answering only the most confident texts", *names, numbers=names)
@@ -241,15 +248,22 @@ def _print_calibration(out: Console, found: Calibration) -> None:
     out.print(shown)
 
 
+def _figure(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.4f}"
+
+
 def results_table(evaluations: Mapping[str, Mapping[str, Any]], on_the_way: Sequence[Mapping[str, Any]] = ()) -> Table:
     """One row per split, from evaluation-SPLIT.json, and another without the test rows that are also in train.
 
     The lines of evaluations.jsonl add one for the model before training.
     """
     text = next((one["metrics"] for one in evaluations.values() if "score" in one["metrics"]), None)
-    columns = ("rows", "accuracy", "best constant", "balanced", "macro-F1", "no label")
+    columns: tuple[str, ...] = ("rows", "accuracy, 95 % CI", "best constant", "balanced", "macro-F1", "no label")
     if text is not None:
         columns = ("rows", text["metric"], *text["also"], *text["figures"], "tokens", "cut off")
+    likely = {split: one["calibration"] for split, one in evaluations.items() if "calibration" in one}
+    likely = likely if any(one.get("prior_corrected") is not None for one in likely.values()) else {}
+    columns += ("prior corrected", "AUC") if likely else ()
     found = table("Results", "split", *columns, numbers=columns)
     for split in sorted(evaluations, key=SPLITS.index):
         evaluation = evaluations[split]
@@ -258,7 +272,8 @@ def results_table(evaluations: Mapping[str, Mapping[str, Any]], on_the_way: Sequ
         for record in on_the_way:
             if (record["step"], record["split"]) == (0, split):
                 found.add_row(f"{shown}, before", *_cells(metrics, record), style="dim")
-        found.add_row(shown, *_cells(metrics))
+        outcomes = [_figure(likely.get(split, {}).get(name)) for name in ("prior_corrected", "auc")] if likely else []
+        found.add_row(shown, *_cells(metrics), *outcomes)
         if evaluation["duplicates"] and "count" in without:
             found.add_row(f"{split} without {evaluation['duplicates']} rows that are in train", *_cells(without))
     return found
@@ -270,15 +285,16 @@ def _cells(metrics: Mapping[str, Any], before: Mapping[str, Any] | None = None) 
         values = (given["score"], *given["also"].values(), *given["figures"].values())
         return [
             str(given["count"]),
-            *(f"{value:.4f}" for value in values),
+            *(rounded(value, given["count"]) for value in values),
             f"{given['length']:.1f}",
             f"{given['truncated']:.1%}",
         ]
     found = Metrics.from_json(metrics).as_json()  # earlier releases wrote fewer fields
     shown = {**(before or found), "best_constant": found["best_constant"]["accuracy"]}
-    shares = [shown.get(name) for name in ("accuracy", "best_constant", "balanced_accuracy", "macro_f1")]
-    texts = ("n/a" if share is None else f"{share:.4f}" for share in shares)
-    return [str(shown["count"]), *texts, str(shown["parse_failures"])]
+    rows = shown["count"]
+    shares = [shown.get(name) for name in ("best_constant", "balanced_accuracy", "macro_f1")]
+    texts = ("n/a" if share is None else rounded(share, rows) for share in shares)
+    return [str(rows), with_interval(shown["accuracy"], rows), *texts, str(shown["parse_failures"])]
 
 
 def curve(evaluations: Mapping[str, Mapping[str, Any]], on_the_way: Sequence[Mapping[str, Any]], steps: int) -> str:

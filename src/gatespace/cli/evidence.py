@@ -28,6 +28,13 @@ def evidence(
     gatespace evidence studies/demo
     gatespace evidence studies/demo.tar.xz --json
     """
+    from gatespace.study.results import reading
+
+    with reading(folder):
+        _print(folder, as_json=as_json)
+
+
+def _print(folder: Path, *, as_json: bool) -> None:
     from gatespace.evidence.analysis import analyse
     from gatespace.report.findings import looks_text
     from gatespace.report.table import shown
@@ -55,7 +62,7 @@ def evidence(
         if rows.row_count:
             out.print(rows)
     seed = results.selection_seed
-    without = "" if seed is None else f"; where two others are there, without the selection seed ({seed})"
+    without = "" if seed is None else f", excluding the selection seed ({seed}) if at least two others exist"
     out.print(f"Intervals are over seeds{without}.")
     out.print("p is adjusted by Holm among replicated comparisons, by Benjamini-Hochberg among others.")
     if text := looks_text(results):

@@ -12,6 +12,7 @@ from gatespace.config import TaskConfig, TeachEngineConfig, parse_config
 from gatespace.config.address import is_address
 from gatespace.config.text import read_yaml
 from gatespace.errors import UsageError
+from gatespace.models.cache_root import read_record
 from gatespace.plugins import load_plugins
 from gatespace.runs import RunFolder
 from gatespace.tasks import AnyTask, Example, Task
@@ -71,8 +72,14 @@ class ModelOptions:
 
 def task_section(name: str, options: ModelOptions) -> TaskConfig:
     """The `task` section of the model's run or of the given file, overridden by the options."""
-    settings = _read(options.config) if options.config is not None else run_settings(model_folder(name))
-    return _task_section(settings, options)
+    return _task_section(_settings(model_folder(name), options), options)
+
+
+def _settings(folder: str, options: ModelOptions) -> dict[str, Any]:
+    """The settings of the given file, of the model's run, or in the record of an export."""
+    if options.config is not None:
+        return _read(options.config)
+    return run_settings(folder) or _section(read_record(Path(folder).expanduser()), "settings")
 
 
 def find(name: str, options: ModelOptions, *, report: Callable[[str], None], rows: bool = True) -> Found:
@@ -88,7 +95,7 @@ def find(name: str, options: ModelOptions, *, report: Callable[[str], None], row
         )
     load_plugins(options.plugins)
     folder = model_folder(name)
-    settings = _read(options.config) if options.config is not None else run_settings(folder)
+    settings = _settings(folder, options)
     section = _task_section(settings, options)
     precision = options.precision or _section(settings, "engine").get("precision", "auto")
     placed = parse_config(TeachEngineConfig, {"device": options.device, "precision": precision})
@@ -127,7 +134,7 @@ def _task_section(settings: dict[str, Any], options: ModelOptions) -> TaskConfig
     if task is None and not section:
         raise UsageError(
             "which task?",
-            why="MODEL is not in the folder of a run, which would name it",
+            why="MODEL is neither in the folder of a run nor an export of one, which would name it",
             instead="--task tweeteval/emotion, or --config with a file that has a section task",
         )
     if task is not None and task != section.get("name"):

@@ -1,4 +1,4 @@
-"""`gatespace gate`: describe points of the family before any training. Does not import torch."""
+"""`gatespace gate`: describe points of the family before any training. Imports torch only for further signals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typer.core import TyperCommand
 from gatespace.cli.console import console, json_number, print_json, table
 from gatespace.cli.run_options import Plugins
 from gatespace.errors import UsageError, unknown_name
-from gatespace.gating.coefficients import SATURATION, Gate, NotApplicable, named_points
+from gatespace.gating.coefficients import SATURATION, Gate, LamRange, NotApplicable, named_points
 from gatespace.plugins import load_plugins
 
 if TYPE_CHECKING:
@@ -189,6 +189,19 @@ def lam_at(gate: Gate, signals: Mapping[str, float]) -> float:
     return gate.lam(**{name: value for name, value in signals.items() if name in known})
 
 
+def lam_range(gate: Gate) -> LamRange:
+    """Smallest and largest λ, with further signals in the ranges that they are registered with."""
+    return gate.lam_range(_ranges(gate))
+
+
+def _ranges(gate: Gate) -> dict[str, tuple[float, float]]:
+    if not gate.extra:
+        return {}
+    from gatespace.gating import signals  # imports torch
+
+    return {name: signals.get(name).range for name in gate.extra}
+
+
 def cube_statistics(gate: Gate) -> tuple[float, float]:
     """Mean of λ and fraction of saturated λ over a uniform grid of the signal cube, further signals at 0."""
     # An axis that the gate does not use can be reduced to one value without changing the result.
@@ -214,13 +227,14 @@ def notes(gate: Gate) -> list[str]:
     if gate.d != 0:
         found.append("reads the student (gap), so the gate has a gradient")
     if gate.extra:
-        found.append(f"{_and(list(gate.extra))} counted as 0 here")
-    else:
-        low, high = gate.lam_range()
-        if high <= 0.5:
-            found.append("λ ≤ 0.5 always: never more reverse than forward KL")
-        if low >= 0.5:
-            found.append("λ ≥ 0.5 always: never more forward than reverse KL")
+        found.append(f"{_and(list(gate.extra))} counted as 0, except in what λ reaches")
+    if unbounded := [name for name, ends in _ranges(gate).items() if any(map(math.isinf, ends))]:
+        found.append(f"{_and(unbounded)} unbounded")
+    low, high = lam_range(gate)
+    if high <= 0.5:
+        found.append("λ ≤ 0.5 always: never more reverse than forward KL")
+    if low >= 0.5:
+        found.append("λ ≥ 0.5 always: never more forward than reverse KL")
     return found
 
 
@@ -237,7 +251,7 @@ def _as_json(point: Point, rows: Sequence[Mapping[str, float]]) -> dict[str, Any
         "name": gate.name,
         "gate": [json_number(value) for value in gate.abcd],
         "extra": dict(gate.extra),
-        "lam_range": list(gate.lam_range()),
+        "lam_range": list(lam_range(gate)),
         "entropy_only": _restriction_json(gate.entropy_only()),
         "gap_only": _restriction_json(gate.gap_only()),
         "table": [{**row, "lam": lam_at(gate, row)} for row in rows],
@@ -287,7 +301,7 @@ def _points_table(points: Sequence[Point]) -> Table:
         found.add_column("further signals", overflow="fold")
     found.add_column("λ reaches", justify="right", no_wrap=True)
     for text, gate in points:
-        low, high = gate.lam_range()
+        low, high = lam_range(gate)
         reach = f"{low:.3f}" if low == high else f"{low:.3f} .. {high:.3f}"
         numbers = [f"{value:.4g}" for value in gate.abcd]
         found.add_row(gate.name or text, *numbers, *([_listed(gate.extra)] if further else []), reach)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
-from gatespace.cli.gate import PAPER_SIGNALS, Point, extra_signals, lam_at, weights
+from gatespace.cli.gate import PAPER_SIGNALS, Point, extra_signals, lam_at, lam_range, weights
 from gatespace.errors import RunError, UsageError, missing_extra
 from gatespace.files import atomic_write
 from gatespace.gating.coefficients import Gate
@@ -171,8 +171,8 @@ def _title(gates: Sequence[Gate]) -> str:
 def _description(gates: Sequence[Gate], at: Mapping[str, float]) -> str:
     held = ", ".join(f"{name} = {value:g}" for name, value in at.items())
     ranges = "; ".join(
-        f"{gate.label} (coefficients {gate}) from {gate.lam_range().low:.3f} to {gate.lam_range().high:.3f}"
-        for gate in gates
+        f"{gate.label} (coefficients {gate}) from {low:.3f} to {high:.3f}"
+        for gate, (low, high) in zip(gates, map(lam_range, gates), strict=True)
     )
     return (
         "λ is the weight of reverse KL, 1 at the top; forward KL is at the bottom. One panel per signal, which goes "

@@ -31,7 +31,8 @@ def plan(
     quick: study_file.Quick = False,
     yes: study_file.Yes = False,
     plugins: options.Plugins = None,
-    trust_plugins: study_file.TrustPlugins = False,
+    trust_plugins: options.TrustPlugins = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     everything: Annotated[bool, typer.Option("--all", help="List every run and comparison, of all seeds.")] = False,
     estimate: Annotated[
         bool, typer.Option("--estimate/--no-estimate", help="Count tokens and time; needs the models' tokenizers.")
@@ -52,7 +53,14 @@ def plan(
     from gatespace.cli.console import console, print_json
     from gatespace.study.plan import ending
 
-    config = study_file.load_study(study, sets or [], quick=quick, plugins=plugins, trust_plugins=trust_plugins)
+    config = study_file.load_study(
+        study,
+        sets or [],
+        quick=quick,
+        plugins=plugins,
+        trust_plugins=trust_plugins,
+        trust_remote_code=trust_remote_code,
+    )
     found = study_file.checked_plan(config, yes=yes)
     outlines: dict[Any, Any] = {}
     costs = [_cost(config, found, task, outlines) for task in config.tasks] if estimate else []
@@ -93,7 +101,7 @@ def _runs(plan: Plan, task: str, *, everything: bool) -> Table:
         first = runs[0]
         gate = "" if first.gate is None else ",".join(f"{value:g}" for value in first.gate)
         if first.kind == "twin":
-            gate = f"the constant E[λ] of {first.of}"
+            gate = f"the {'RKL-weighted' if first.point.startswith('twin-rkl') else 'mean'} λ of {first.of}"
         elif first.needs:
             gate = f"the base that validation chooses, d = {first.point.partition('d')[2]}"
         table.add_row(first.point, first.kind, gate, *([] if common else [seeds[key]]))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, cast
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _STDIN = Path("-")
 _TABLES = (".csv", ".tsv", ".parquet")
 _JSON_LINES = (".jsonl", ".ndjson")
+Row = Mapping[str, object]
 
 
 def predict(
@@ -44,7 +45,7 @@ def predict(
             "--field",
             "--column",
             metavar="NAME",
-            show_default="text for tables and .jsonl",
+            show_default="as in the model's table, or text",
             help="The column of a table, or the key of JSON lines, that has the text.",
         ),
     ] = None,
@@ -81,7 +82,8 @@ def predict(
     Prints one line per line: the label, a tab, the text. A text without a
     legal label in its response, or one too long for the model, has an empty
     label (null in JSON); empty lines keep their place. FILE may also be a
-    .csv, .tsv, .parquet or .jsonl file with a column of texts.
+    .csv, .tsv, .parquet or .jsonl file with a column of texts; its other
+    columns are kept in JSON and CSV.
 
     \b
     gatespace predict runs/train texts.txt
@@ -97,8 +99,9 @@ def predict(
 
     A model of a text task (task.text) responds: FILE has the columns of its
     prompt template, or its conversations; lines of text are prompts where the
-    template has one column. Prints one response per line, with its own line
-    breaks as spaces; JSON keeps them.
+    template has one column, and turns of a user where it has conversations.
+    Prints one response per line, with its own line breaks as spaces; JSON
+    keeps them.
 
     With --output a stopped command loses nothing: what is done is in a file
     next to the output, and the same command resumes.
@@ -123,10 +126,13 @@ def predict(
         check_output(output)
     with RunProgress(quiet=quiet or output is None, job="predict") as progress, ExitStack() as stack:
         note = progress.note if output is not None else RunProgress(quiet=quiet).note
-        text = task_section(model, asked).text
+        section = task_section(model, asked)
+        text = section.text
         if text is not None and (probabilities or threshold is not None):
             raise UsageError("only labels have probabilities", got=f"{model}, whose responses are free text")
         if text is None:
+            if field is None and file.suffix.lower() in (*_TABLES, *_JSON_LINES):
+                field = "text" if section.table is None else section.table.text_column
             lines, total = _lines(file, field, stack, note)
         else:
             lines, total = _prompts(text, file, field, stack, note)
@@ -169,7 +175,8 @@ def _write(labeller: Labeller, lines: Iterator[Line], total: int | None, output:
     size = labeller.found.batch_size
     with PredictionFile(output, labeller.recipe()) as file:
         done = 0
-        for record in file.resume((line.text for line in lines), size):
+        empty = Line(0, "", scored=labeller.probabilities, said=labeller.said)
+        for record in file.resume((line.text for line in lines), size, empty.record()):
             labeller.count(record)
             done += 1
         if done:
@@ -185,7 +192,7 @@ def _write(labeller: Labeller, lines: Iterator[Line], total: int | None, output:
                 done += len(batch)
                 if total is not None:
                     progress.generating(done, total)
-            file.finish(labeller.found.prompt.labels if labeller.probabilities else None, labeller.said)
+            file.finish(labeller.found.prompt.labels if labeller.probabilities else None)
         except KeyboardInterrupt as interrupt:
             progress.close()
             left = f": the labels of {done} texts are in {file.path}, and the same command resumes"
@@ -209,14 +216,17 @@ class Line:
     """Whether labels are scored rather than generated."""
     said: str = "label"
     """What `label` is: ``label``, or ``response`` for free text."""
+    others: dict[str, Any] = field(default_factory=dict)
+    """The row's other columns, for the record."""
 
     def record(self) -> dict[str, Any]:
         """The line as a JSON record."""
         found: dict[str, Any] = {"line": self.number, self.said: self.label, "text": self.text}
         if not self.scored:
-            return found | {"raw": self.raw}
+            return found | {"raw": self.raw} | self.others
         names = ("confidence", "margin", "mass", "probabilities")
-        return found | {name: None if self.likely is None else getattr(self.likely, name) for name in names}
+        likely = {name: None if self.likely is None else getattr(self.likely, name) for name in names}
+        return found | likely | self.others
 
     def shown(self, *, as_json: bool) -> str:
         """The line as printed; line breaks in the text become spaces."""
@@ -242,7 +252,7 @@ class Labeller:
     def __init__(self, found: Found, *, probabilities: bool, threshold: float | None) -> None:
         self.found, self.probabilities, self.threshold = found, probabilities, threshold
         self.said = "label" if found.prompt.labels else "response"
-        self._texts = self._too_long = self._unlabelled = 0
+        self._texts = self._too_long = self._unlabelled = self._replaced = 0
 
     def recipe(self) -> dict[str, Any]:
         """Everything that labels depend on besides the texts."""
@@ -260,8 +270,11 @@ class Labeller:
         """Label the lines of a batch in place."""
         from gatespace.models.encode import Encoder
 
+        taken = {*Line(0, "", scored=self.probabilities, said=self.said).record()}
+        taken |= {f"p_{label}" for label in self.found.prompt.labels if self.probabilities}
         for line in lines:
             line.scored, line.said = self.probabilities, self.said
+            line.others = {_free(name, taken, line.others): value for name, value in line.others.items()}
         asked = [line for line in lines if line.text.strip()]
         if not asked:
             return
@@ -299,11 +312,14 @@ class Labeller:
 
     def count(self, record: Mapping[str, Any]) -> None:
         """Count the result of a line, labelled now or before the command was stopped."""
+        from gatespace.tasks.prompt import SURROGATE
+
         if record["text"].strip():
             tried = record["confidence" if self.probabilities else "raw"] is not None
             self._texts += 1
             self._too_long += not tried
             self._unlabelled += tried and record[self.said] is None
+            self._replaced += SURROGATE.search(record["text"]) is not None
 
     def notes(self) -> Iterator[str]:
         """Final notes on texts without a label."""
@@ -314,6 +330,16 @@ class Labeller:
             yield f"{self._unlabelled} {of} responses had no legal label"
         if self._too_long:
             yield f"{self._too_long} {of} texts are too long for the model and have no label"
+        if self._replaced:
+            yield f"{self._replaced} {of} texts have half of a character (a lone surrogate), shown to the model as �"
+
+
+def _free(name: str, taken: Collection[str], columns: Collection[str]) -> str:
+    """The name of a column in the output: another one where a prediction has the same."""
+    if name in taken:
+        while name in taken or name in columns:
+            name = f"input_{name}"
+    return name
 
 
 # ---------------------------------------------------------------------------------------------------- lines
@@ -323,24 +349,18 @@ def _lines(
     file: Path, field: str | None, stack: ExitStack, note: Callable[[str], None]
 ) -> tuple[Iterator[Line], int | None]:
     """The lines of the input, and their number if known."""
-    suffix = file.suffix.lower()
-    if suffix in (*_TABLES, *_JSON_LINES) and field is None:
-        field = "text"
-    if suffix in _TABLES:
-        from gatespace.tasks.table import read_texts
-
-        if not file.is_file():
-            raise UsageError(f"{file} cannot be read", why="there is no such file")
-        notes: list[str] = []
-        texts = list(read_texts(file, field or "", notes))
-        for text in notes:
-            note(text)
-        return (Line(number, text) for number, text in enumerate(texts, start=1)), len(texts)
+    if file.suffix.lower() in _TABLES:
+        column = field or "text"
+        lines = [
+            Line(number, "") if row is None else _line(number, where, column, row)
+            for number, (where, row) in enumerate(_rows(file, (column,), note), start=1)
+        ]
+        return iter(lines), len(lines)
     if file == _STDIN:
         if sys.stdin.isatty():
             sys.stderr.write("reading texts from the keyboard, one per line; Ctrl-D ends\n")
         return _read_lines(sys.stdin.buffer, str(file), field), None
-    if suffix == ".json":
+    if file.suffix.lower() == ".json":
         raise UsageError(
             "predict reads lines of text, JSON lines, or a table",
             got=file,
@@ -361,21 +381,23 @@ def _prompts(
     text: TextConfig, file: Path, field: str | None, stack: ExitStack, note: Callable[[str], None]
 ) -> tuple[Iterator[Line], int | None]:
     """The prompts of a text task: from rows with its columns, or from plain lines if it has a single column."""
-    from gatespace.tasks.table import read_rows
     from gatespace.tasks.text import Template, row_text
 
     template = None if text.prompt is None else Template(text.prompt)
     columns = (text.messages or "",) if template is None else template.columns
+
+    def spoken(cell: object) -> object:
+        """A text that is no conversation is the user's turn of one."""
+        is_text = template is None and isinstance(cell, str) and not cell.lstrip().startswith("[{")
+        return [{"role": "user", "content": cell}] if is_text else cell
+
     if field is not None and len(columns) > 1:
         raise UsageError("--field: the prompt has several columns", got=", ".join(columns), instead="without it")
     if file.suffix.lower() in (*_TABLES, *_JSON_LINES):
-        notes: list[str] = []
-        given = list(
-            read_rows(file, columns if field is None else (field,), notes, settings="--field names the column")
-        )
-        for one in notes:
-            note(one)
-        cells = [(where, row if row is None or field is None else {columns[0]: row[field]}) for where, row in given]
+        given = _rows(file, columns if field is None else (field,), note)
+        cells = [
+            (where, row if row is None or field is None else {columns[0]: spoken(row[field])}) for where, row in given
+        ]
 
         def is_empty(row: Mapping[str, object]) -> bool:
             return not any(str(row[name]).strip() for name in columns if row[name] is not None)
@@ -384,22 +406,51 @@ def _prompts(
             "" if row is None or is_empty(row) else row_text(where, row, template, text.messages)
             for where, row in cells
         ]
-        return (Line(number, one) for number, one in enumerate(texts, start=1)), len(texts)
+        lines = [
+            Line(number, one, others={} if row is None else _others(row))
+            for number, (one, (_, row)) in enumerate(zip(texts, given, strict=True), start=1)
+        ]
+        return iter(lines), len(lines)
     if len(columns) > 1:
         raise UsageError(
             "the prompt has several columns, and lines of text have one",
             got=", ".join(columns),
             instead="a .jsonl, .csv, .tsv or .parquet file with these columns",
         )
-    lines, total = _lines(file, field, stack, note)
+    plain, total = _lines(file, field, stack, note)
 
     def filled() -> Iterator[Line]:
-        for line in lines:
-            cell = {columns[0]: line.text}
+        for line in plain:
+            cell = {columns[0]: spoken(line.text)}
             where = f"{file}:{line.number}"
-            yield Line(line.number, row_text(where, cell, template, text.messages) if line.text.strip() else "")
+            prompt = row_text(where, cell, template, text.messages) if line.text.strip() else ""
+            yield Line(line.number, prompt, others=line.others)
 
     return filled(), total
+
+
+def _rows(file: Path, columns: Sequence[str], note: Callable[[str], None]) -> list[tuple[str, Row | None]]:
+    """Where a row of a table is, and its cells; None for an empty row."""
+    from gatespace.tasks.table import read_rows
+
+    notes: list[str] = []
+    rows = list(read_rows(file, columns, notes, settings="--column names the column of the texts"))
+    for text in notes:
+        note(text)
+    return rows
+
+
+def _line(number: int, where: str, column: str, row: Row) -> Line:
+    text = row[column]
+    if not isinstance(text, str | None):
+        raise UsageError(f"{where}: {column!r} is not a text", got=repr(text)[:80])
+    return Line(number, text or "", others=_others({name: cell for name, cell in row.items() if name != column}))
+
+
+def _others(row: Row) -> dict[str, Any]:
+    """Cells as JSON has them; Parquet has dates and more."""
+    cells: dict[str, Any] = json.loads(json.dumps({name: cell for name, cell in row.items() if name}, default=str))
+    return cells
 
 
 def _read_lines(stream: BinaryIO, name: str, field: str | None) -> Iterator[Line]:
@@ -410,12 +461,13 @@ def _read_lines(stream: BinaryIO, name: str, field: str | None) -> Iterator[Line
         except UnicodeDecodeError as error:
             byte = f"byte {error.object[error.start]:#04x}"
             raise UsageError(f"{name}:{number}: not UTF-8", got=byte, instead="iconv -t utf-8") from None
-        yield Line(number, text if field is None else _from_json(text, f"{name}:{number}", field))
+        if field is None or not text.strip():
+            yield Line(number, text if field is None else "")
+        else:
+            yield _from_json(number, text, f"{name}:{number}", field)
 
 
-def _from_json(text: str, where: str, field: str) -> str:
-    if not text.strip():
-        return ""
+def _from_json(number: int, text: str, where: str, field: str) -> Line:
     try:
         record = json.loads(text)
     except (json.JSONDecodeError, RecursionError):
@@ -423,7 +475,4 @@ def _from_json(text: str, where: str, field: str) -> str:
     if not isinstance(record, dict) or field not in record:
         keys = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
         raise UsageError(f"{where}: there is no key {field!r}", got=keys, instead="--field with the text's key")
-    value = record[field]
-    if value is not None and not isinstance(value, str):
-        raise UsageError(f"{where}: {field!r} is not a text", got=repr(value)[:80])
-    return value or ""
+    return _line(number, where, field, record)

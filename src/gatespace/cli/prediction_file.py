@@ -42,7 +42,9 @@ class PredictionFile(Closing):
         key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:8]
         self.output, self.path = output, output.with_name(f"{output.name}.{key}.part")
         try:
-            self._file = self.path.open("a+b")
+            # A link of this name, which somebody else may have put there, is not followed.
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+            self._file = os.fdopen(os.open(self.path, flags, 0o666), "a+b")
         except OSError as error:
             raise UsageError(f"{self.path} cannot be written", why=error.strerror or str(error)) from None
         try:
@@ -53,10 +55,10 @@ class PredictionFile(Closing):
         except OSError:
             pass  # the file system has no locks
 
-    def resume(self, texts: Iterator[str], batch: int) -> Iterator[dict[str, Any]]:
+    def resume(self, texts: Iterator[str], batch: int, empty: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the existing predictions of whole batches, consuming their texts from `texts`.
 
-        Batches are the same as without a stop, and so are the predictions.
+        Batches are the same as without a stop, and so are the predictions. Every record has the keys of `empty`.
         """
         self._file.seek(0)
         sizes = [len(line) for line in self._file if line.endswith(b"\n")]
@@ -64,7 +66,22 @@ class PredictionFile(Closing):
         self._file.truncate(sum(sizes[:done]))
         self._file.seek(0)
         for number, line in enumerate(self._file, start=1):
-            record = json.loads(line)
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            if (
+                not isinstance(record, dict)
+                or not empty.keys() <= record.keys()
+                or not isinstance(record["text"], str)
+                or not isinstance(record.get("probabilities"), dict | None)
+            ):
+                raise UsageError(
+                    f"line {number} of {self.path.name} is damaged",
+                    got=self.path,
+                    why="predictions are written in whole lines, so something else has changed the file",
+                    instead=f"remove {self.path}; the command then starts again",
+                )
             if record["text"] != next(texts, None):
                 raise UsageError(
                     f"the input has changed: text {number} is different",
@@ -84,19 +101,21 @@ class PredictionFile(Closing):
         except OSError as error:
             raise RunError(f"{self.path} cannot be written", got=error.strerror or error) from error
 
-    def finish(self, labels: Sequence[str] | None, said: str = "label") -> None:
+    def finish(self, labels: Sequence[str] | None) -> None:
         """Convert the complete file to its final format and name.
 
         Args:
             labels: Labels with their own column in CSV; None: no probabilities.
-            said: The key of the prediction.
         """
         os.fsync(self._file.fileno())
         if self.output.suffix == ".csv":
             table = self.path.with_suffix(".csv.tmp")
             self._file.seek(0)
-            with table.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-                _write_csv(csv.writer(file), (json.loads(line) for line in self._file), labels, said)
+            keys = list(dict.fromkeys(key for line in self._file for key in json.loads(line)))
+            self._file.seek(0)
+            table.unlink(missing_ok=True)
+            with table.open("x", encoding="utf-8", errors="backslashreplace", newline="") as file:
+                _write_csv(csv.writer(file), (json.loads(line) for line in self._file), keys, labels)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(table, self.output)
@@ -110,9 +129,14 @@ class PredictionFile(Closing):
         self._file.close()
 
 
-def _write_csv(writer: Any, records: Iterable[Mapping[str, Any]], labels: Sequence[str] | None, said: str) -> None:
-    columns = ["line", said, "text", *(["raw"] if labels is None else ["confidence", "margin", "mass"])]
+def _write_csv(
+    writer: Any, records: Iterable[Mapping[str, Any]], keys: Sequence[str], labels: Sequence[str] | None
+) -> None:
+    """A column for every key; `probabilities`, if there are `labels`, become a column per label."""
+    columns = [key for key in keys if labels is None or key != "probabilities"]
     writer.writerow([*columns, *(f"p_{label}" for label in labels or ())])
     for record in records:
-        shares = record.get("probabilities") or {}
-        writer.writerow([*(record[column] for column in columns), *(shares.get(label) for label in labels or ())])
+        shares = (record.get("probabilities") if labels else None) or {}
+        cells = [record.get(column) for column in columns]
+        cells = [json.dumps(cell, ensure_ascii=False) if isinstance(cell, dict | list) else cell for cell in cells]
+        writer.writerow([*cells, *(shares.get(label) for label in labels or ())])

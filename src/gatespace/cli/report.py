@@ -49,7 +49,7 @@ def report(folder: Folder, output: Output = None, as_json: AsJson = False, no_pn
             "warnings": list(found.warnings),
             "training": list(found.training),
             "claims": [
-                {"axis": c.axis, "restriction": c.restriction, "verdict": c.verdict, "text": c.text}
+                {"axis": c.axis, "restriction": c.restriction, "verdict": c.verdict, "look": c.look, "text": c.text}
                 for c in found.claims
             ],
             "limits": list(found.limits),
@@ -65,16 +65,16 @@ def report(folder: Folder, output: Output = None, as_json: AsJson = False, no_pn
 def write_report(folder: Path, output: Path | None = None, *, png: bool = True, quiet: bool = False) -> ReportFiles:
     """Write the report of the study in `folder`, and print its findings and paths."""
     from gatespace.report.page import build_report
+    from gatespace.study.results import reading
 
-    written = build_report(folder, output, png=png)
+    with reading(folder):
+        written = build_report(folder, output, png=png)
     if not quiet:
         _print(written)
     return written
 
 
 def _print(written: ReportFiles) -> None:
-    from gatespace.report.findings import VERDICTS
-
     out, found = console(), written.findings
     for text in found.notable:
         out.print(text, style="bold yellow")
@@ -83,7 +83,7 @@ def _print(written: ReportFiles) -> None:
     for text in (found.state, *found.training):
         out.print(text)
     for claim in found.claims:
-        out.print(f"\n{claim.about}: {VERDICTS[claim.verdict]}", style="bold")
+        out.print(f"\n{claim.about}: {claim.verdict_text}", style="bold")
         out.print(claim.text)
     for text in found.beside:
         out.print(f"\n{text}" if text == found.beside[0] else f"- {text}")

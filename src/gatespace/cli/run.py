@@ -38,7 +38,8 @@ def run(
     report: Annotated[bool, typer.Option("--report/--no-report", help="Write the report at the end.")] = True,
     sets: study_file.Sets = None,
     plugins: options.Plugins = None,
-    trust_plugins: study_file.TrustPlugins = False,
+    trust_plugins: options.TrustPlugins = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -64,7 +65,14 @@ def run(
     from gatespace.study.runner import run_study
 
     open_engine = engines.engine_opener(engine, address)
-    config = study_file.load_study(study, sets or [], quick=quick, plugins=plugins, trust_plugins=trust_plugins)
+    config = study_file.load_study(
+        study,
+        sets or [],
+        quick=quick,
+        plugins=plugins,
+        trust_plugins=trust_plugins,
+        trust_remote_code=trust_remote_code,
+    )
     if report:
         _check_report()
     plan = study_file.checked_plan(config, yes=yes)

@@ -32,6 +32,20 @@ Task = Annotated[
         "--task", metavar="NAME", show_default=False, help="tweeteval/emotion, another task of TweetEval, or synthetic."
     ),
 ]
+Prompt = Annotated[
+    str | None,
+    typer.Option(
+        "--prompt", metavar="TEXT", show_default=False, help='The prompt, with columns in braces: "Describe: {mr}".'
+    ),
+]
+Answer = Annotated[
+    str | None,
+    typer.Option("--answer", metavar="NAME", show_default=False, help="The column of the right responses."),
+]
+Metric = Annotated[
+    str | None,
+    typer.Option("--metric", metavar="NAME", show_default=False, help="How responses are judged, e.g. rouge_l."),
+]
 Root = Annotated[
     Path | None,
     typer.Option("--root", metavar="DIR", show_default=False, help="A folder of TweetEval's files; default: the Hub."),
@@ -71,6 +85,13 @@ Plugins = Annotated[
         "--plugin", metavar="FILE", show_default=False, help="Your own Python, imported first: signals, tasks, ..."
     ),
 ]
+TrustPlugins = Annotated[
+    bool, typer.Option("--trust-plugins", help="Import the Python that the file lists under plugins, without --plugin.")
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run code that comes with a model where the file asks for it."),
+]
 Processes = Annotated[
     int, typer.Option("--processes", metavar="N", min=1, help="Processes on this machine that train together.")
 ]
@@ -109,17 +130,67 @@ class Flag:
 
 
 def load(
-    cls: type[Config], file: Path | None, flags: Sequence[Flag], sets: Sequence[str], plugins: Sequence[str] | None
+    cls: type[Config],
+    file: Path | None,
+    flags: Sequence[Flag],
+    sets: Sequence[str],
+    plugins: Sequence[str] | None,
+    *,
+    trust_plugins: bool = False,
+    trust_remote_code: bool = False,
 ) -> Config:
-    """Load the configuration: the file's settings, overridden by options, then by `--set`."""
+    """Load the configuration: the file's settings, overridden by options, then by `--set`; import its plugins."""
     from gatespace.config import load_config
 
-    given = [flag for flag in [*flags, Flag("--plugin", "plugins", plugins or None)] if flag.value is not None]
+    given = [flag for flag in flags if flag.value is not None]
     overrides = [part for flag in given for part in _overrides(flag)]
     try:
-        return load_config(cls, file, [*overrides, *sets])
+        config = load_config(cls, file, [*overrides, *sets])
     except UsageError as error:
         raise _about_options(error, given) from None
+    asked = file is None  # all settings are from the command line
+    return with_code(config, plugins, trust_plugins or asked, trust_remote_code or asked)
+
+
+def with_code(config: Config, plugins: Sequence[str] | None, trust_plugins: bool, trust_remote_code: bool) -> Config:
+    """The one rule for code that a file asks for: without its flag none of it runs, in any command.
+
+    Args:
+        config: A run or a study, as its file has it.
+        plugins: Files or modules that the user named: trusted, and added to those of the file. All are imported.
+        trust_plugins: Also import plugins that only the file names.
+        trust_remote_code: Allow ``trust_remote_code: true`` anywhere in the file.
+    """
+    from gatespace.config import dump_config
+    from gatespace.plugins import load_plugins, plugin_hash
+
+    settings = dump_config(config)
+    listed = {plugin_hash(plugin): plugin for plugin in settings["plugins"]}
+    added = {plugin_hash(plugin): plugin for plugin in plugins or ()}
+    unnamed = [f"{plugin} (sha256 {digest})" for digest, plugin in listed.items() if digest not in added]
+    untrusted: dict[str, list[str]] = {}
+    if unnamed and not trust_plugins:
+        untrusted["--trust-plugins, or --plugin FILE for each"] = unnamed
+    if not trust_remote_code and (places := _remote_code(settings)):
+        untrusted["--trust-remote-code"] = places
+    if untrusted:
+        raise UsageError(
+            "this file asks for Python code that you have not named",
+            got=", ".join(item for items in untrusted.values() for item in items),
+            why="such code can do whatever you can do on this machine, so read it first",
+            instead="; and ".join(untrusted),
+        )
+    names = [*listed.values(), *(plugin for digest, plugin in added.items() if digest not in listed)]
+    load_plugins(names)
+    return config.model_copy(update={"plugins": tuple(names)})
+
+
+def _remote_code(settings: Any, path: str = "") -> list[str]:
+    """Where the settings let a model's own code run."""
+    if not isinstance(settings, dict):
+        return []
+    places = [f"{path}{key}: true" for key, value in settings.items() if key == "trust_remote_code" and value]
+    return places + [place for key, value in settings.items() for place in _remote_code(value, f"{path}{key}.")]
 
 
 def task_flags(task: str | None, root: Path | None, brief: bool | None) -> list[Flag]:

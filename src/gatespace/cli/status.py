@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -9,23 +11,34 @@ import typer
 
 from gatespace.cli import run_options as options
 
+_SECONDS_BETWEEN_LOOKS = 1.0
+
 
 def status(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a study, e.g. studies/demo.")],
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Refresh until the study ends. Ctrl-C stops following only.")
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Show the progress of a study, running or stopped.
 
     \b
     gatespace status studies/demo
+    gatespace status studies/demo --follow
     gatespace status studies/demo --json
     """
     from gatespace.cli.console import console, print_json
-    from gatespace.cli.study_view import headline, status_table, validation
+    from gatespace.cli.study_view import StudyView, headline, status_table, validation
     from gatespace.runs import StudyFolder
     from gatespace.study.outlook import read_outlook
 
     study = StudyFolder.open(folder)
+    if follow:
+        with StudyView(study.workers) as view, suppress(KeyboardInterrupt):
+            while study.is_running:
+                view.update(read_outlook(study))
+                time.sleep(_SECONDS_BETWEEN_LOOKS)
     outlook, alive = read_outlook(study), study.is_running
     failed = outlook.errors()
     if as_json:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gatespace.cli.run_options import with_code
 from gatespace.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
@@ -34,9 +35,6 @@ Sets = Annotated[
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="One seed and few points, in a folder of its own.")]
 Yes = Annotated[bool, typer.Option("--yes", help=f"Continue if there are more than {MANY_RUNS} runs.")]
-TrustPlugins = Annotated[
-    bool, typer.Option("--trust-plugins", help="Import the Python files that the study names, without --plugin FILE.")
-]
 Output = Annotated[
     Path | None,
     typer.Option("--output", "-o", metavar="DIR", show_default=False, help="The study's folder, else studies/NAME."),
@@ -57,6 +55,7 @@ def load_study(
     quick: bool = False,
     plugins: Sequence[str] | None = None,
     trust_plugins: bool = False,
+    trust_remote_code: bool = False,
 ) -> StudyConfig:
     """Load a study, apply overrides, and import its plugins.
 
@@ -65,7 +64,8 @@ def load_study(
         sets: ``path=value`` each.
         quick: One seed, at most five points, no published methods.
         plugins: Files or modules named by the user: imported, and added to those of the study.
-        trust_plugins: Also import the plugins that only the study names; otherwise they are an error listing them.
+        trust_plugins: Also import the plugins that only the study names.
+        trust_remote_code: Allow the study to run code that comes with a model.
     """
     from gatespace.config import StudyConfig, load_config
     from gatespace.runs import StudyFolder
@@ -84,16 +84,16 @@ def load_study(
         raise UsageError("no such file", got=study, instead="`gatespace init demo` writes one to start from")
     else:
         raise unknown_name("study", study, shipped())
-    config = finished(config, path.parent, plugins=plugins, trust_plugins=trust_plugins)
+    config = finished(config, path.parent, plugins, trust_plugins, trust_remote_code)
     return _quick(config) if quick else config
 
 
 def finished(
-    config: StudyConfig, folder: Path, *, plugins: Sequence[str] | None = None, trust_plugins: bool = False
+    config: StudyConfig, folder: Path, plugins: Sequence[str] | None, trust_plugins: bool, trust_remote_code: bool
 ) -> StudyConfig:
     """Complete a study read from a file in `folder`: resolve its model folders and import its plugins."""
-    config = _with_model_folders(config)
-    return _with_plugins(config.with_plugins_from(folder), plugins or (), trusted=trust_plugins)
+    config = _with_model_folders(config).with_plugins_from(folder)
+    return with_code(config, plugins, trust_plugins, trust_remote_code).with_plugins_from(Path())
 
 
 def checked_plan(config: StudyConfig, *, yes: bool = False) -> Plan:
@@ -115,7 +115,7 @@ def checked_plan(config: StudyConfig, *, yes: bool = False) -> Plan:
         path = "points." if point.method is None else "axes.published."
         run = train_config(config, task, config.seeds[0], objective(point, lam=0.5), rollout=point.rollout)
         sources = run.rollout.source.shares()
-        build_objective(run.objective, path=path, expected=run.rollout.expected is not None, sources=sources)
+        build_objective(run.objective, path=path, sources=sources)
     return plan
 
 
@@ -147,25 +147,6 @@ def study_folder(config: StudyConfig, study: str, output: Path | None) -> StudyF
     if output is None and StudyFolder(study).exists:
         return StudyFolder(study)
     return StudyFolder(output or config.output or Path("studies") / config.name)
-
-
-def _with_plugins(config: StudyConfig, named: Sequence[str], *, trusted: bool) -> StudyConfig:
-    """The study with its own and the command line's plugins, imported."""
-    from gatespace.plugins import load_plugins, plugin_hash
-
-    own = {plugin_hash(plugin): plugin for plugin in config.plugins}
-    added = {plugin_hash(plugin): plugin for plugin in named}
-    foreign = [f"{plugin} (sha256 {digest})" for digest, plugin in own.items() if digest not in added]
-    if foreign and not trusted:
-        raise UsageError(
-            "this study imports Python code that you have not named",
-            got=", ".join(foreign),
-            why="such code can do whatever you can do on this machine, so read it first",
-            instead="--plugin FILE for each of them, or --trust-plugins",
-        )
-    plugins = [*own.values(), *(plugin for digest, plugin in added.items() if digest not in own)]
-    load_plugins(plugins)
-    return config.model_copy(update={"plugins": tuple(plugins)}).with_plugins_from(Path())
 
 
 def _with_model_folders(config: StudyConfig) -> StudyConfig:

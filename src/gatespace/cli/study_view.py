@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterable
@@ -31,7 +32,7 @@ class StudyView(Closing):
         self._workers, self._quiet = workers, quiet
         self._live: Live | None = None
         self._states: dict[str, State] = {}
-        self._last_line = 0.0
+        self._last_line = -math.inf
 
     def __enter__(self) -> Self:
         if not self._quiet and sys.stderr.isatty():
@@ -62,13 +63,13 @@ class StudyView(Closing):
         ended = [work for work in over if before and before.get(work.name) != self._states[work.name]]
         for work in ended:
             self.say(f"[{outlook.count('done')}/{len(outlook.work)}] {_ended(work)}{self._left(outlook)}")
-        if ended or not before:
-            self._last_line = time.monotonic()
-        elif time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES:
-            self._last_line = time.monotonic()
-            steps = {work.title: _step(work) for work in outlook.of("running")}
-            running = [f"{title} ({step})" if step else title for title, step in steps.items()]
-            self.say(f"running: {', '.join(running)}{self._left(outlook)}")
+        now, running = time.monotonic(), outlook.of("running")
+        if ended:
+            self._last_line = now
+        elif running and now - self._last_line >= _SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            steps = [f"{work.title} ({step})" if (step := _step(work)) else work.title for work in running]
+            self.say(f"running: {', '.join(steps)}{self._left(outlook)}")
 
     def _left(self, outlook: Outlook) -> str:
         seconds = outlook.seconds_left(self._workers)

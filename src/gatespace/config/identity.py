@@ -51,7 +51,6 @@ LATER: Mapping[str, Any] = MappingProxyType(
         "pair.student_quantization": None,
         "rollout.staleness": 0,
         "rollout.engine": "native",
-        "rollout.expected": None,
         "evaluation.engine": "native",
         "evaluation.probabilities": False,
         "engine.deterministic": False,

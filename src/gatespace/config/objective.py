@@ -89,11 +89,11 @@ class ObjectiveConfig(Section):
     """A control: the gate's values of λ in a step are permuted over its tokens at random, within each micro-batch, as
     constants. What the gate gains over this is due to where it puts λ, not to which values it has."""
 
-    support: Literal["full", "bucket", "hybrid", "renorm", "recipe", "student", "labels", "labels+rest"] = "full"
-    """What both KLs sum over at a token: full is all of the vocabulary; bucket, hybrid, renorm and recipe need only
-    the teacher's top-K; student is the student's top-K, and the rest as one outcome. labels: at each text the task's
+    support: Literal["full", "bucket", "hybrid", "renorm", "student", "labels"] = "full"
+    """What both KLs sum over at a token: full is all of the vocabulary; bucket, hybrid and renorm need only the
+    teacher's top-K; student is the student's top-K, and the rest as one outcome. labels: at each text the task's
     labels instead, as whole responses, normalised over them; nothing is sampled, and student and teacher may have
-    different tokenizers. labels+rest: with all other responses as one more outcome."""
+    different tokenizers."""
 
     support_k: Count | None = None
     """K of a support other than full; null: the teacher's K if it sends a top-K, else top_k."""
@@ -133,4 +133,4 @@ class ObjectiveConfig(Section):
     @property
     def over_labels(self) -> bool:
         """Whether the divergences are over a text's labels rather than the tokens of a response."""
-        return self.support.startswith("labels")
+        return self.support == "labels"

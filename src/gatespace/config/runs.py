@@ -97,7 +97,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _stops_by_what_is_measured(self) -> TrainConfig:
-        for name in ("entropy", "overlap", "legal"):
+        for name in ("entropy", "overlap"):
             if name in self.alarms.stop_on and not self.trace.tokens_every:
                 raise Fault("alarms.stop_on", f"{name} is measured every trace.tokens_every steps, which is 0")
         if "legal" in self.alarms.stop_on and self.task.text is not None:
@@ -164,21 +164,12 @@ class TrainConfig(Section):
             raise Fault(
                 "teacher.payload", f"the support {support} needs the teacher's full distribution", instead="hidden"
             )
-        for name in ("source", "temperature", "top_p", "per_prompt", "expected", "staleness", "engine"):
+        for name in ("source", "temperature", "top_p", "per_prompt", "staleness", "engine"):
             if getattr(rollout, name) != getattr(usual, name):
                 setting = "from" if name == "source" else name
                 raise Fault(
                     f"rollout.{setting}", f"has no meaning with objective.support: {support}, which samples nothing"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _expected_tokens_are_not_shuffled(self) -> TrainConfig:
-        if self.rollout.expected is not None and self.objective.shuffle:
-            what = "λ is permuted over sampled tokens, which count alike; expected ones count by their probability"
-            raise Fault(
-                "objective.shuffle", what, instead="false (axes.controls of a study), or rollout.expected: null"
-            )
         return self
 
     @model_validator(mode="after")

@@ -223,21 +223,6 @@ class SourceConfig(Section):
         return {name: share for name, share in given if share > 0}
 
 
-class ExpectedConfig(Section):
-    """The part of the tree of the student's possible responses to a prompt that is searched."""
-
-    mass: Annotated[float, Strict(), AllowInfNan(False), Field(gt=0, le=1)] = 0.99
-    """A prompt's tree is searched, likeliest first, until finished responses of this total probability were found."""
-
-    max_nodes: Count = 64
-    """The most nodes of a prompt's tree. A node is a prefix of responses, including the empty one; each node
-    contributes the loss of one token."""
-
-    rest: Literal["drop", "sample"] = "drop"
-    """What the tree does not cover: drop leaves it out, sample draws one response per prompt from it, weighted so that
-    the mean gradient is that of the whole tree. Its probability is logged as `uncovered` either way."""
-
-
 class RolloutConfig(Section):
     """How responses are obtained."""
 
@@ -270,29 +255,6 @@ class RolloutConfig(Section):
 
     options: Options = Field(default={})
     """Settings of an engine other than native, e.g. {server: .venv-vllm/bin/python} for vllm."""
-
-    expected: ExpectedConfig | None = None
-    """Learn from the expectation over the student's own responses instead of samples, for short answers; null:
-    samples."""
-
-    @property
-    def room(self) -> int:
-        """Maximum number of response tokens after a prompt, for each of `per_prompt`."""
-        if self.expected is None:
-            return self.max_new_tokens
-        return self.expected.max_nodes + (self.max_new_tokens if self.expected.rest == "sample" else 0)
-
-    @model_validator(mode="after")
-    def _expected_is_the_students_own(self) -> RolloutConfig:
-        if self.expected is not None:
-            needed = {"source": SourceConfig(student=1.0), "temperature": 1.0, "top_p": 1.0, "per_prompt": 1}
-            needed |= {"staleness": 0, "engine": "native"}
-            for name, value in needed.items():
-                if getattr(self, name) != value:
-                    name, value = ("from", "{student: 1}") if name == "source" else (name, value)
-                    what = "expected rollouts are over all responses of the student as it is, each by its probability"
-                    raise Fault(name, what, instead=f"{value}, or expected: null")
-        return self
 
     @model_validator(mode="after")
     def _native_has_no_options(self) -> RolloutConfig:
@@ -535,17 +497,21 @@ def choose_on_validation(evaluation: EvaluationConfig, checkpoint: CheckpointCon
         raise Fault("checkpoint.every", "the best weights are kept in checkpoints", instead="e.g. 25")
 
 
-AlarmName = Literal["truncated", "length", "entropy", "overlap", "repeated", "legal"]
+AlarmName = Literal["teacher", "truncated", "length", "entropy", "overlap", "repeated", "legal"]
 ALARMS: tuple[str, ...] = get_args(AlarmName)
 """The alarms of a run, by the names of their thresholds."""
 
 
 class AlarmsConfig(Section):
-    """When a run warns that training collapses: each alarm's threshold; null disables it. An alarm is raised if the
-    last steps are beyond the threshold and no better than the same number of steps before them."""
+    """When a run warns that training collapses: each alarm's threshold; null disables it. An alarm about the student
+    is raised if the last steps are beyond the threshold and no better than the same number of steps before them."""
 
     window: Count = 10
     """Steps averaged; at least trace.tokens_every for what is measured only on those steps."""
+
+    teacher: Share | None = 0.9
+    """Alarm from the first step on if the teacher is nearly uniform: mean h, and its entropy as a share of ln V, are
+    at least this."""
 
     truncated: Share | None = 0.5
     """Alarm if at least this share of responses does not end before rollout.max_new_tokens."""

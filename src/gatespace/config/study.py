@@ -95,12 +95,13 @@ def _published(value: Any) -> Any:
 class IsolationConfig(Section):
     """Static twins: the same training at the constant λ that a dynamic point had on average."""
 
-    match: Annotated[tuple[Literal["lam", "rkl"], ...], AfterValidator(_some)] = ("lam",)
+    match: Annotated[tuple[Literal["lam", "rkl"], ...], AfterValidator(_some)] = ("lam", "rkl")
     """What the constant is: lam is E[λ] over all tokens of the training, as in the paper; rkl is Σλ·RKL / ΣRKL, which
-    gives reverse KL the same total weight."""
+    gives reverse KL the same total weight. With d > 0 the two are far apart, and a point that differs from its E[λ]
+    twin alone differs in how much reverse KL it has."""
 
     reuse: Literal["per-seed", "first-seed"] = "per-seed"
-    """Whose E[λ]: that of the dynamic run with the same seed, or, as in the paper, of the first seed for all."""
+    """Whose average: that of the dynamic run with the same seed, or, as in the paper, of the first seed for all."""
 
     decimals: Annotated[int, Field(ge=1, le=15)] | None = None
     """Round the constant to this many decimals (the paper: 3); null: no rounding."""
@@ -250,6 +251,11 @@ class StudyConfig(Section):
     axes: AxesConfig = AxesConfig()
     """What the points are compared with."""
 
+    outcome: Literal["accuracy", "prior_corrected", "auc"] = "accuracy"
+    """What comparisons on label tasks are about. accuracy: of the responses. prior_corrected: accuracy of the most
+    probable label after a bias per label, fitted on the validation rows. auc: macro AUC of the label probabilities.
+    The last two need evaluation.probabilities; free text keeps its metric."""
+
     seeds: Seeds = (42,)
     """Seeds of the sweep."""
 
@@ -299,6 +305,13 @@ class StudyConfig(Section):
             for key in ("gate", "method", "params", "shuffle"):
                 if key in objective:
                     raise Fault(f"train.objective.{key}", "differs from run to run", instead="points and axes")
+        for name, task in self.tasks.items() if self.outcome != "accuracy" else ():
+            asked = [part.get("evaluation") for part in (self.train, task.train)]
+            evaluation = {key: value for part in asked if isinstance(part, Mapping) for key, value in part.items()}
+            known = evaluation.get("probabilities") and {"val", "test"} <= {*evaluation.get("final", ("val", "test"))}
+            if not task.task.get("text") and not known:
+                what = f"{self.outcome} needs label probabilities of val and test, which {name} does not have"
+                raise Fault("outcome", what, instead="train: {evaluation: {probabilities: true}}")
         if self.replication is not None:
             if again := sorted(set(self.replication.seeds) & set(self.seeds)):
                 raise Fault("replication.seeds", f"{again} are seeds of the sweep and not fresh")

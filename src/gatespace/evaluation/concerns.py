@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, variance
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from gatespace.evaluation.metrics import Metrics
+from gatespace.evaluation.metrics import Metrics, wilson
 from gatespace.evaluation.text import TextMetrics
 from gatespace.tasks.data import SPLITS
 
@@ -20,8 +21,13 @@ CUT_OFF = 0.5
 """Share of truncated responses from which to warn."""
 SAME = 0.01
 """Answers count as unchanged if neither accuracy nor any label's share moved by more."""
+PRIOR_ONLY = 0.6
+"""Macro AUC below which label probabilities hardly depend on the text; chance is 0.5."""
 HUGE_RATE = 0.1
 """AdamW moves every weight by about the learning rate per step, and a network's weights are smaller than this."""
+TEACHER_ALARM = "alarm teacher"
+FEW_ROWS = 50
+"""Validation rows below which a choice of weights is mostly noise."""
 _ROSE = 2.0
 _STEPS = 10
 """Minimum steps to call the loss flat."""
@@ -76,6 +82,7 @@ def concerns(
     start: Mapping[str, Answers] | None = None,
     steps: Sequence[Mapping[str, Any]] = (),
     unchanged: bool = False,
+    aucs: Mapping[str, float | None] = MappingProxyType({}),
 ) -> list[Concern]:
     """Return the warnings about a trained model, at most one per kind, for the first split that shows it.
 
@@ -84,19 +91,22 @@ def concerns(
         start: Split → answers before training, if known.
         steps: Records of the run's metrics.jsonl.
         unchanged: Whether the weights are those of before training, the best on validation.
+        aucs: Split → macro AUC of the label probabilities, if known.
     """
     found: dict[str, Concern] = {}
-    gained = False
+    gained = moved = False
     for split in sorted(evaluations, key=SPLITS.index):
         metrics = evaluations[split]
         for concern in _responses(split, metrics) if isinstance(metrics, TextMetrics) else _evaluation(split, metrics):
             found.setdefault(concern.kind, concern)
+        if (auc := aucs.get(split)) is not None and auc < PRIOR_ONLY:
+            found.setdefault("label prior only", _prior_only(split, auc))
         if (before := (start or {}).get(split)) is not None:
             gained |= metrics.score > before.accuracy + SAME
-            now = Answers.of(metrics)
-            for concern in [_UNCHANGED] if unchanged else _against_start(split, now, before, metrics.metric):
+            moved |= not Answers.of(metrics).same(before)
+            for concern in [_UNCHANGED] if unchanged else _against_start(split, metrics, before):
                 found.setdefault(concern.kind, concern)
-    for concern in _training(steps, gained=gained, in_doubt=bool(found)):
+    for concern in _training(steps, gained=gained, moved=moved, in_doubt=bool(found)):
         found.setdefault(concern.kind, concern)
     if "diverged" in found:  # its advice is the opposite, and it explains the others
         found.pop("nothing learned", None)
@@ -124,6 +134,22 @@ def of_teacher(split: str, teacher: float, start: float, metric: str = "accuracy
     ]
 
 
+def of_choice(rows: int | None) -> list[Concern]:
+    """Warn if fewer than `FEW_ROWS` validation rows chose the weights (None: nothing was chosen)."""
+    if rows is None or rows >= FEW_ROWS:
+        return []
+    low, high = wilson(rows / 2, rows)
+    return [
+        Concern(
+            "few validation rows",
+            f"{rows} validation rows chose the weights: a score on so few is uncertain by up to "
+            f"±{50 * (high - low):.0f} points.",
+            f"Use at least {FEW_ROWS} validation rows, or keep the last weights (checkpoint.select: last, no "
+            "evaluation.patience).",
+        )
+    ]
+
+
 def _evaluation(split: str, metrics: Metrics) -> Iterator[Concern]:
     count, most, best = metrics.count, max(metrics.per_label, key=lambda row: row.predicted), metrics.best_constant
     if metrics.parse_failures >= NO_LABEL * count:
@@ -144,10 +170,20 @@ def _evaluation(split: str, metrics: Metrics) -> Iterator[Concern]:
     if metrics.accuracy < best.accuracy:
         yield Concern(
             "below the best constant",
-            f"Accuracy on {split} is {_percent(metrics.accuracy)}, below the {_percent(best.accuracy)} of giving "
-            f"{best.label!r} to every text.",
-            "Usually more steps or another learning rate help, and a teacher that is itself above it.",
+            f"Accuracy on {split} is {_percent(metrics.accuracy)}; always predicting {best.label!r} scores "
+            f"{_percent(best.accuracy)}.",
+            "Usually more steps or another learning rate help; also check that the teacher beats this baseline.",
         )
+
+
+def _prior_only(split: str, auc: float) -> Concern:
+    return Concern(
+        "label prior only",
+        f"Macro AUC on {split} is {_percent(auc)}, and 50 % is chance: the model has learned how frequent labels are, "
+        "not which text has which.",
+        "Differences in accuracy at this point are changes of the label prior: train longer, or use more prompts or "
+        "another learning rate.",
+    )
 
 
 def _responses(split: str, metrics: TextMetrics) -> Iterator[Concern]:
@@ -159,7 +195,8 @@ def _responses(split: str, metrics: TextMetrics) -> Iterator[Concern]:
         )
 
 
-def _against_start(split: str, now: Answers, before: Answers, metric: str) -> Iterator[Concern]:
+def _against_start(split: str, metrics: Metrics | TextMetrics, before: Answers) -> Iterator[Concern]:
+    now, metric = Answers.of(metrics), metrics.metric
     name = metric if metric != "accuracy" else "Accuracy"
     if now.same(before):
         yield Concern(
@@ -168,15 +205,16 @@ def _against_start(split: str, now: Answers, before: Answers, metric: str) -> It
             f"{_percent(now.accuracy)} now.",
             _TOO_SMALL,
         )
-    elif now.accuracy < before.accuracy:
+    elif before.accuracy > wilson(now.accuracy * metrics.count, metrics.count)[1]:  # more than chance explains
         yield Concern(
             "below the start",
             f"{name} on {split} is {_percent(now.accuracy)}, below the {_percent(before.accuracy)} before training.",
-            "Usually a smaller learning rate helps, or a teacher that is better than that.",
+            "Usually a smaller learning rate helps, a teacher that is better than that, or for a method that learns "
+            "from sampled tokens more responses per prompt (rollout.per_prompt).",
         )
 
 
-def _training(steps: Sequence[Mapping[str, Any]], *, gained: bool, in_doubt: bool) -> Iterator[Concern]:
+def _training(steps: Sequence[Mapping[str, Any]], *, gained: bool, moved: bool, in_doubt: bool) -> Iterator[Concern]:
     """Warnings from the training losses and the learning rate."""
     losses = [float(record["loss"]) for record in steps if record.get("loss") is not None]
     if not losses:
@@ -188,12 +226,18 @@ def _training(steps: Sequence[Mapping[str, Any]], *, gained: bool, in_doubt: boo
     if not gained and losses[0] > 0 and fmean(last) > _ROSE * losses[0]:
         seen = f"The loss was {losses[0]:.3g} in the first step and {fmean(last):.3g} in the last third of the steps."
         yield Concern("diverged", seen, _TOO_LARGE)
-    elif rate >= HUGE_RATE and in_doubt:
-        seen = f"The learning rate is {rate:g}, and AdamW moves every weight by about as much in a step."
-        yield Concern("diverged", seen, "Usual are 1e-6 for large models to 3e-3 for tiny ones.")
-    elif len(losses) >= _STEPS and not gained and _stands_still(first, last):
+    elif in_doubt and (huge := of_rate(rate)):
+        yield huge
+    elif len(losses) >= _STEPS and not moved and _stands_still(first, last):  # a sampled loss may be flat in any case
         seen = f"The loss has not moved: {fmean(first):.3g} in the first third of steps, {fmean(last):.3g} in the last."
         yield Concern("nothing learned", seen, _TOO_SMALL)
+
+
+def of_rate(rate: float) -> Concern | None:
+    """A warning of a learning rate that is larger than a network's weights."""
+    seen = f"The learning rate is {rate:g}, and AdamW moves every weight by about as much in a step."
+    helps = "Typical values: 1e-6 (large models) to 3e-3 (tiny ones)."
+    return Concern("diverged", seen, helps) if rate >= HUGE_RATE else None
 
 
 def _stands_still(first: Sequence[float], last: Sequence[float]) -> bool:

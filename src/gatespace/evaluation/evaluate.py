@@ -13,7 +13,7 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from gatespace.errors import UsageError
-from gatespace.evaluation.calibration import Calibration, LabelProbabilities, calibrate
+from gatespace.evaluation.calibration import Calibration, LabelProbabilities, Rows, calibrate
 from gatespace.evaluation.metrics import Metrics, measure
 from gatespace.evaluation.text import TextMetrics, TextPrediction, measure_text
 from gatespace.files import atomic_write
@@ -132,6 +132,13 @@ class Evaluation:
     calibration: Calibration | None = None
     sampled: Sampled | None = None
 
+    def judged_with(self, validation: Evaluation | None) -> Evaluation:
+        """The same with a calibration whose label bias and thresholds of coverage come from the validation rows."""
+        if self.calibration is None or validation is None or validation.calibration is None:
+            return self
+        calibration = calibrate(*_rows(self.predictions), _rows(validation.predictions))
+        return replace(self, calibration=calibration)
+
     @property
     def not_applicable(self) -> str:
         """Why `without_duplicates` is None; empty if it is not."""
@@ -156,6 +163,16 @@ class Evaluation:
             **({} if self.calibration is None else {"calibration": self.calibration.as_json()}),
             **({} if self.sampled is None else {"sampled": asdict(self.sampled)}),
         }
+
+
+def _rows(predictions: Sequence[Any]) -> Rows:
+    likely = [LabelProbabilities(row.probabilities, row.mass) for row in predictions]
+    return [row.gold for row in predictions], likely
+
+
+def _calibrated(predictions: Sequence[Any], *, validates: bool) -> Calibration:
+    rows = _rows(predictions)
+    return calibrate(*rows, rows if validates else None)
 
 
 def evaluate(
@@ -248,7 +265,7 @@ def evaluate(
         duplicates=len(known),
         without_duplicates=_measured(fresh, task) if held_against_train and fresh else None,
         predictions=predictions,
-        calibration=calibrate([row.gold for row in rows], likely) if likely else None,
+        calibration=_calibrated(predictions, validates=split == "val") if likely else None,
         sampled=None if draws is None else Sampled.of(predictions, draws),
     )
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import fsum
+from math import fsum, sqrt
+from statistics import NormalDist
 from typing import Any
 
 from gatespace.errors import UsageError, unknown_name
 from gatespace.tasks.data import Baseline
+
+CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,42 @@ def metric_of(record: Mapping[str, Any]) -> tuple[str, float]:
     if "score" in record:
         return record["metric"], record["score"]
     return "accuracy", record["accuracy"]
+
+
+def wilson(correct: float, count: int, *, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """Return Wilson's interval of a proportion. For a mean of scores in [0, 1], which vary less, it is too wide.
+
+    Examples:
+        >>> [round(end, 3) for end in wilson(9, 20)]
+        [0.258, 0.658]
+    """
+    if count == 0:
+        return 0.0, 1.0
+    z, share = NormalDist().inv_cdf((1 + confidence) / 2), correct / count
+    centre = (share + z * z / (2 * count)) / (1 + z * z / count)
+    reach = z / (1 + z * z / count) * sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    return max(0.0, centre - reach), min(1.0, centre + reach)
+
+
+def rounded(share: float, rows: int) -> str:
+    """A share with as many digits as that many rows can support: 2 below 100 rows, 4 from 10,000.
+
+    Examples:
+        >>> rounded(0.9125, 80), rounded(0.9125, 1421)
+        ('0.91', '0.912')
+    """
+    return f"{share:.{2 if rows < 100 else 3 if rows < 10_000 else 4}f}"
+
+
+def with_interval(share: float, rows: int, interval: tuple[float, float] | None = None) -> str:
+    """A share with its 95 % interval, by default Wilson's.
+
+    Examples:
+        >>> with_interval(0.9, 80)
+        '0.90 [0.81, 0.95]'
+    """
+    low, high = (rounded(end, rows) for end in interval or wilson(share * rows, rows))
+    return f"{rounded(share, rows)} [{low}, {high}]"
 
 
 def measure(gold: Sequence[str], predicted: Sequence[str | None], labels: Sequence[str]) -> Metrics:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from statistics import stdev
 from typing import Any
 
 from gatespace.errors import UsageError
@@ -55,6 +56,7 @@ class TextMetrics:
         length: Mean response length in tokens.
         also: Additional metric → mean score.
         figures: Corpus-level figures of the split, e.g. corpus_bleu.
+        sd: SD of the score over responses; None for a single one.
     """
 
     metric: str
@@ -64,6 +66,7 @@ class TextMetrics:
     length: float
     also: dict[str, float]
     figures: dict[str, float]
+    sd: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return plain dictionaries and numbers."""
@@ -72,7 +75,7 @@ class TextMetrics:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> TextMetrics:
         """Build from the output of `as_json`."""
-        return cls(**{field.name: record[field.name] for field in fields(cls)})
+        return cls(**{field.name: record[field.name] for field in fields(cls) if field.name in record})
 
 
 def measure_text(metric: str, predictions: Sequence[TextPrediction]) -> TextMetrics:
@@ -92,4 +95,5 @@ def measure_text(metric: str, predictions: Sequence[TextPrediction]) -> TextMetr
         length=mean([row.tokens for row in predictions]),
         also={name: mean([row.also[name] for row in predictions]) for name in also},
         figures=figures,
+        sd=stdev([row.score for row in predictions]) if len(predictions) > 1 else None,
     )

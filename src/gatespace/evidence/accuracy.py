@@ -4,39 +4,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import NormalDist, fmean, stdev
+from statistics import fmean, stdev
 
-from gatespace.study.records import Score
+from gatespace.evaluation.metrics import CONFIDENCE, wilson
+from gatespace.study.records import OUTCOMES, Score
 
-CONFIDENCE = 0.95
+__all__ = ["CONFIDENCE", "accuracy_interval", "wilson"]
 
 
 def accuracy_interval(scores: Sequence[Score]) -> tuple[float, float] | None:
-    """Return Student's interval over the seeds of a point, or Wilson's over the texts of a single score.
+    """Return Student's interval over the seeds of a point; over the texts of a single score Wilson's for a share of
+    right labels, Student's for free-text scores.
 
-    None without scores, or for several seeds if scipy (extra `evidence`) is not installed.
+    None without scores, for the AUC of a single seed, or for Student's if scipy (extra `evidence`) is not installed.
     """
-    if len(scores) < 2:
-        return wilson(scores[0].correct, scores[0].count) if scores else None
+    if len(scores) > 1:
+        shares = [score.accuracy for score in scores]
+        return _student(fmean(shares), stdev(shares), len(shares))
+    for score in scores:
+        if score.text is not None:
+            return None if score.text.sd is None else _student(score.accuracy, score.text.sd, score.count)
+        if score.metric != OUTCOMES["auc"]:
+            return wilson(score.correct, score.count)
+    return None
+
+
+def _student(mean: float, sd: float, count: int) -> tuple[float, float] | None:
     try:
         from scipy.stats import t  # type: ignore[import-untyped]
     except ModuleNotFoundError:
         return None
-    shares = [score.accuracy for score in scores]
-    reach = float(t.ppf((1 + CONFIDENCE) / 2, len(shares) - 1)) * stdev(shares) / math.sqrt(len(shares))
-    return max(0.0, fmean(shares) - reach), min(1.0, fmean(shares) + reach)
-
-
-def wilson(correct: float, count: int, *, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Return Wilson's interval of a proportion. For a mean of scores in [0, 1], which vary less, it is too wide.
-
-    Examples:
-        >>> [round(end, 3) for end in wilson(9, 20)]
-        [0.258, 0.658]
-    """
-    if count == 0:
-        return 0.0, 1.0
-    z, share = NormalDist().inv_cdf((1 + confidence) / 2), correct / count
-    centre = (share + z * z / (2 * count)) / (1 + z * z / count)
-    reach = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
-    return max(0.0, centre - reach), min(1.0, centre + reach)
+    reach = float(t.ppf((1 + CONFIDENCE) / 2, count - 1)) * sd / math.sqrt(count)
+    return max(0.0, mean - reach), min(1.0, mean + reach)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median, median_low
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -18,10 +18,13 @@ from gatespace.evidence.counts import Cell, win_count
 from gatespace.evidence.examples import Resampler, mcnemar
 from gatespace.evidence.groups import Difference, anova, block_claim, decisive, mixed
 from gatespace.evidence.paired import bh, holm, minimum_detectable, paired, summarise
+from gatespace.evidence.power import detectable
+from gatespace.evidence.reach import ALPHA, is_split, level_of, part_of
 from gatespace.evidence.records import (
     ALL_TASKS,
     BaselineEvidence,
     BelowStart,
+    BlockClaim,
     Choice,
     ComparisonEvidence,
     Detectable,
@@ -54,10 +57,11 @@ def analyse(results: StudyResults) -> StudyAnalysis:
     accuracies: dict[str, dict[str, dict[int, float]]] = {task: {} for task in results.tasks}
     for (task, point, seed), run in done.items():
         accuracies[task].setdefault(point, {})[seed] = _percent(run)
+    level = level_of(len(results.looks))
     return StudyAnalysis(
         comparisons=tuple(comparisons),
         anova={task: anova(found) for task, found in accuracies.items()},
-        groups=tuple(_groups(comparisons, results.selection_seed)),
+        groups=tuple(_groups(comparisons, results.selection_seed, level)),
         selection={task: _selection(task, results, done) for task in results.tasks},
         baselines={task: _baseline(task, results, done) for task in results.tasks},
         below_start=tuple(_below_start(results, accuracies)),
@@ -65,6 +69,7 @@ def analyse(results: StudyResults) -> StudyAnalysis:
             task: _detectable([c for c in comparisons if task in (ALL_TASKS, c.task)])
             for task in (ALL_TASKS, *results.tasks)
         },
+        level=level,
     )
 
 
@@ -106,7 +111,7 @@ def _comparison(
     return ComparisonEvidence(
         task=first.task,
         axis=first.axis,
-        restriction=first.restriction,
+        restriction=part_of(first),
         left=first.left,
         right=first.right,
         role=role,
@@ -166,7 +171,8 @@ class _Examples:
             score = run.scores[SPLIT]
             kind = bool if score.text is None else float
             rows = np.array([row.right for row in run.predictions(SPLIT)], dtype=kind)
-            fits = rows.size == score.count and abs(float(rows.sum()) - score.correct) < 1e-6
+            own = score.metric == score.metrics.metric  # the outcome is that of single responses
+            fits = own and rows.size == score.count and abs(float(rows.sum()) - score.correct) < 1e-6
             self._loaded[run.spec.id] = rows if fits else None
         return self._loaded[run.spec.id]
 
@@ -179,38 +185,53 @@ class _Examples:
 
 
 def _adjusted(comparisons: Sequence[ComparisonEvidence]) -> list[ComparisonEvidence]:
-    """Adjust p values: Holm over the replicated comparisons, BH over all."""
+    """Adjust p values: Holm over the replicated comparisons that are planned, BH over all."""
     ps = [None if found.judged is None else found.judged.p for found in comparisons]
-    headline = holm([p if found.role == "replication" else None for p, found in zip(ps, comparisons, strict=True)])
+    headline = _planned_holm([found.role == "replication" and found.status != "n/a" for found in comparisons], ps)
     return [replace(found, holm=h, bh=b) for found, h, b in zip(comparisons, headline, bh(ps), strict=True)]
+
+
+def _planned_holm(planned: Sequence[bool], ps: Sequence[float | None]) -> list[float | None]:
+    """Holm over all planned tests: one that is not finished counts as p = 1."""
+    adjusted = holm([(1.0 if p is None else p) if counts else None for counts, p in zip(planned, ps, strict=True)])
+    return [None if p is None else found for p, found in zip(ps, adjusted, strict=True)]
 
 
 # ---------------------------------------------------------------------------------------------------------- groups
 
 
-def _groups(comparisons: Sequence[ComparisonEvidence], selection_seed: int | None) -> list[GroupEvidence]:
-    """Groups for every axis, whole and by restriction, pooled and per task; Holm over the pooled whole axes."""
-    found: list[GroupEvidence] = []
+class _Members(NamedTuple):
+    """Comparisons of a group."""
+
+    axis: str
+    restriction: str | None
+    task: str
+    claimed: bool
+    comparisons: list[ComparisonEvidence]
+
+
+def _groups(comparisons: Sequence[ComparisonEvidence], selection_seed: int | None, level: float) -> list[GroupEvidence]:
+    """Groups for every axis, whole and by part, pooled and per task; Holm over those that are claimed."""
+    groups: list[_Members] = []
     for axis in dict.fromkeys(c.axis for c in comparisons):
         of_axis = [c for c in comparisons if c.axis == axis]
-        kinds = [None, *dict.fromkeys(c.restriction for c in of_axis if c.restriction is not None)]
-        for restriction in kinds:
-            members = [c for c in of_axis if restriction in (None, c.restriction)]
+        parts = list(dict.fromkeys(c.restriction for c in of_axis if c.restriction is not None))
+        split = bool(parts) and is_split(axis, selects=selection_seed is not None)
+        for part in parts if axis == "isolation" else [None, *parts]:
+            members = [c for c in of_axis if part in (None, c.restriction)]
             for task in (ALL_TASKS, *dict.fromkeys(c.task for c in members)):
                 mine = [c for c in members if task in (ALL_TASKS, c.task)]
-                found.append(_group(axis, restriction, task, mine, selection_seed))
-    judged = [g.judged if g.task == ALL_TASKS and g.restriction is None else None for g in found]
-    adjusted = holm([None if claim is None else claim.p for claim in judged])
+                planned = task == ALL_TASKS and split == (part is not None) and any(c.status != "n/a" for c in mine)
+                groups.append(_Members(axis, part, task, planned, mine))
+    family = max(1, sum(members.claimed for members in groups))
+    found = [_group(members, selection_seed, level, family) for members in groups]
+    ps = [None if group.judged is None or not group.claimed else group.judged.p for group in found]
+    adjusted = _planned_holm([group.claimed for group in found], ps)
     return [replace(group, holm=p) for group, p in zip(found, adjusted, strict=True)]
 
 
-def _group(
-    axis: str,
-    restriction: str | None,
-    task: str,
-    members: Sequence[ComparisonEvidence],
-    selection_seed: int | None,
-) -> GroupEvidence:
+def _group(group: _Members, selection_seed: int | None, level: float, family: int) -> GroupEvidence:
+    axis, restriction, task, claimed, members = group
     differences: list[Difference] = []
     cells: list[Cell] = []
     for c in members:
@@ -226,8 +247,16 @@ def _group(
         found = Counter((d.task, d.seed) for d in differences)
         differences = [d for d in differences if found[d.task, d.seed] == whole[d.task]]
     generator = np.random.default_rng(stream(_STREAM, "win count", axis, restriction or "", task))
-    pooled = task == ALL_TASKS and restriction is None
-    claim = block_claim(differences)
+    pooled = task == ALL_TASKS and (restriction is None or axis == "isolation")
+    claim = block_claim(differences, confidence=1 - level)
+    fresh = block_claim(differences, exclude_seed=selection_seed, confidence=1 - level)
+    blocks = fresh.n if isinstance(fresh, BlockClaim) else 0
+
+    def with_mde(one: BlockClaim | NotApplicable) -> BlockClaim | NotApplicable:
+        if isinstance(one, NotApplicable) or not one.sd:
+            return one
+        return replace(one, mde=detectable(one.sd, blocks, round(family * ALPHA / level)))
+
     return GroupEvidence(
         axis=axis,
         restriction=restriction,
@@ -236,12 +265,13 @@ def _group(
         not_applicable=sum(c.status == "n/a" for c in members),
         missing=sum(c.status == "missing" for c in members),
         mean=fmean(cell.difference for cell in cells) if cells else None,
-        all=claim,
-        fresh=block_claim(differences, exclude_seed=selection_seed),
+        all=with_mde(claim),
+        fresh=with_mde(fresh),
         wins=win_count(cells, generator=generator),
+        claimed=claimed,
         holm=None,
         mixed=mixed(differences) if pooled else NotApplicable("only for all tasks of an axis together"),
-        decisive=decisive(differences, claim),
+        decisive=decisive(differences, claim, level=ALPHA / family),
     )
 
 

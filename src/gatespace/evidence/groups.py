@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats  # type: ignore[import-untyped]
 
 from gatespace.evidence.paired import summarise
-from gatespace.evidence.reach import whole_cells
-from gatespace.evidence.records import Anova, Block, BlockClaim, Decisive, Mixed
+from gatespace.evidence.reach import ALPHA, whole_cells
+from gatespace.evidence.records import Anova, Block, BlockClaim, CellMean, Decisive, Mixed
 from gatespace.gating.coefficients import NotApplicable
+from gatespace.seeding import stream
 
 _LEAST_RESIDUAL = 1e-6
 """Lower bound on the mixed model's residual variance, in units of the sample variance."""
+_PERMUTATIONS = 4_999
 
 
 class Difference(NamedTuple):
@@ -31,6 +34,8 @@ class Difference(NamedTuple):
 
 def anova(accuracies: Mapping[str, Mapping[int, float]]) -> Anova | NotApplicable:
     """Is there any difference between the points of a task? Two-way, point + seed, type II.
+
+    The p of the points is that of F among permutations of the points within each seed: no normal errors are assumed.
 
     Args:
         accuracies: Point → seed → accuracy. Missing runs are left out of the model, not imputed.
@@ -56,7 +61,7 @@ def anova(accuracies: Mapping[str, Mapping[int, float]]) -> Anova | NotApplicabl
     if model.ssr <= 1e-20 * float((values**2).sum()):
         return NotApplicable("points and seeds explain the runs without an error: no F")
     # Type II: each factor against the model with only the other one; without missing runs all types agree.
-    f, p, _ = model.compare_f_test(OLS(values, np.hstack([constant, by_seed])).fit())
+    f, _, _ = model.compare_f_test(OLS(values, np.hstack([constant, by_seed])).fit())
     seed_f, seed_p, _ = model.compare_f_test(OLS(values, np.hstack([constant, by_point])).fit())
     gaps = points * seeds - len(rows)
     return Anova(
@@ -64,13 +69,26 @@ def anova(accuracies: Mapping[str, Mapping[int, float]]) -> Anova | NotApplicabl
         seeds=seeds,
         runs=len(rows),
         f=float(f),
-        p=float(p),
+        p=_permuted_p(values, design, [seed for _, seed, _ in rows], model.ssr),
         df=(points - 1, round(model.df_resid)),
         seed_f=float(seed_f),
         seed_p=float(seed_p),
         sd=math.sqrt(float(model.mse_resid)),
         note=f"{gaps} of {points * seeds} runs are missing" if gaps else "",
     )
+
+
+def _permuted_p(values: Any, design: Any, seeds: Sequence[int], ssr: float) -> float:
+    """Share of permutations within seeds that leave the model no more error: seeds explain the same, F is as large."""
+    random = np.random.default_rng(stream(0, "anova", len(values)))
+    permuted = np.tile(values, (_PERMUTATIONS, 1))
+    for seed in dict.fromkeys(seeds):
+        columns = np.flatnonzero(np.equal(seeds, seed))
+        permuted[:, columns] = random.permuted(permuted[:, columns], axis=1)
+    basis, _ = np.linalg.qr(design)
+    errors = (permuted**2).sum(1) - ((permuted @ basis) ** 2).sum(1)
+    as_large = int((errors <= ssr + 1e-9 * float((values**2).sum())).sum())
+    return (1 + as_large) / (1 + _PERMUTATIONS)
 
 
 def _indicators(levels: Sequence[Hashable]) -> Any:
@@ -95,60 +113,67 @@ def block_claim(
     kept = [found for found in differences if found.seed != exclude_seed]
     if not kept:
         return NotApplicable("no comparable runs" if not differences else "no seed other than the selection seed")
-    blocks, used, total = _blocks(kept)
+    blocks, cells = _blocks(kept)
     if not blocks:
         return NotApplicable("no cell was run at every seed of its task")
-    note = f"over the {used} of {total} cells that have every seed of their task" if used < total else ""
+    total = len({(found.task, found.left, found.right) for found in kept})
+    note = f"over the {len(cells)} of {total} cells that have every seed of their task" if len(cells) < total else ""
     summary = summarise([block.mean for block in blocks], confidence=confidence, unit="block", note=note)
-    return BlockClaim(**vars(summary), blocks=tuple(blocks), excluded_seed=exclude_seed)
+    return BlockClaim(**vars(summary), blocks=tuple(blocks), cells=tuple(cells), excluded_seed=exclude_seed)
 
 
-def _blocks(differences: Sequence[Difference]) -> tuple[list[Block], int, int]:
-    """The blocks, the number of cells they average, and the number of all cells."""
+def _blocks(differences: Sequence[Difference]) -> tuple[list[Block], list[CellMean]]:
+    """The blocks, and the cells that they are means of."""
     blocks: list[Block] = []
-    used = total = 0
+    used: list[CellMean] = []
     for task in dict.fromkeys(found.task for found in differences):
         mine = [found for found in differences if found.task == task]
-        by_cell: dict[Hashable, dict[int, float]] = {}
+        by_cell: dict[tuple[str, str], dict[int, float]] = {}
         for found in mine:
             by_cell.setdefault((found.left, found.right), {})[found.seed] = found.value
         cells, seeds = whole_cells(by_cell)
-        whole = [by_cell[cell] for cell in cells]
-        used, total = used + len(whole), total + len(by_cell)
-        if whole:
-            blocks += [Block(task, s, math.fsum(v[s] for v in whole) / len(whole), len(whole)) for s in seeds]
-    return blocks, used, total
+        used += [CellMean(task, *cell, fmean(by_cell[cell].values())) for cell in cells]
+        if cells:
+            blocks += [Block(task, s, math.fsum(by_cell[c][s] for c in cells) / len(cells), len(cells)) for s in seeds]
+    return blocks, used
 
 
-def decisive(differences: Sequence[Difference], claim: BlockClaim | NotApplicable) -> Decisive | None:
+def decisive(
+    differences: Sequence[Difference], claim: BlockClaim | NotApplicable, *, level: float = ALPHA
+) -> Decisive | None:
     """Return the point that alone decides a claim, or None.
 
-    Without its cells, the sign of the mean or whether the interval excludes 0 changes, and the mean with them lies
-    outside the interval without. The last condition rules out means close to 0, whose sign any point can change.
+    Without its cells, the sign of the mean or whether the interval excludes 0 changes, and the mean with minus without
+    them differs from 0 by a paired t-test over blocks, at `level` over the number of points. A point whose cells are
+    all that a task has is no candidate: without it another task would be missing too.
 
     Args:
         differences: What the claim was made from.
         claim: The claim over all of them.
+        level: Chance that any point is returned if none differs.
     """
     if isinstance(claim, NotApplicable) or claim.low is None or claim.high is None:
         return None
+    points = dict.fromkeys(label for d in differences for label in (d.right, d.left))
     farthest, chosen = 0.0, None
-    for point in dict.fromkeys(label for d in differences for label in (d.right, d.left)):
+    for point in points:
         rest = [d for d in differences if point not in (d.left, d.right)]
-        means = [block.mean for block in _blocks(rest)[0]]
-        if len(means) < 2 or np.ptp(means) == 0:
+        means = {(block.task, block.seed): block.mean for block in _blocks(rest)[0]}
+        if means.keys() != {(block.task, block.seed) for block in claim.blocks}:
             continue
-        mean, reach = float(np.mean(means)), float(stats.t.ppf((1 + claim.confidence) / 2, len(means) - 1))
-        reach *= float(np.std(means, ddof=1)) / math.sqrt(len(means))
-        turns = claim.mean * mean < 0 or (claim.low * claim.high > 0) != (abs(mean) > reach)
-        shift = abs(claim.mean - mean)
-        if turns and shift > max(reach, farthest):
-            farthest, chosen = shift, (point, rest)
-    if chosen is None:
-        return None
-    without = block_claim(chosen[1], confidence=claim.confidence)
-    assert isinstance(without, BlockClaim)
-    return Decisive(chosen[0], without)
+        shifts = np.array([block.mean - means[block.task, block.seed] for block in claim.blocks])
+        shift = abs(float(shifts.mean()))
+        if shift <= farthest or np.ptp(shifts) <= 1e-9 * shift:
+            continue
+        if float(stats.ttest_1samp(shifts, 0.0).pvalue) >= level / len(points):
+            continue
+        without = block_claim(rest, confidence=claim.confidence)
+        assert isinstance(without, BlockClaim)
+        if without.low is None or without.high is None:
+            continue
+        if claim.mean * without.mean < 0 or (claim.low * claim.high > 0) != (without.low * without.high > 0):
+            farthest, chosen = shift, Decisive(point, without)
+    return chosen
 
 
 def mixed(differences: Sequence[Difference], *, confidence: float = 0.95) -> Mixed | NotApplicable:

@@ -30,7 +30,8 @@ class Summary:
         sign_flip_p: Two-sided: share of sign assignments with a mean as far from 0; exact up to n = 14, else sampled.
         sign_flip_floor: 2 / 2ⁿ, lower bound of the sign-flip p whatever the data.
         mde: Minimum detectable difference: the smallest true one that a t-test at .05 with this SD and n detects with
-            power 80 %.
+            power 80 %. For the groups of a study: about the smallest that is supported with power 80 %, see
+            `gatespace.evidence.power`; None if none can be.
         wins: Differences above 0.
         ties: Differences equal to 0.
         losses: Differences below 0.
@@ -72,11 +73,22 @@ class Block(NamedTuple):
     cells: int
 
 
+class CellMean(NamedTuple):
+    """Two points of a task, and the mean of their difference over seeds."""
+
+    task: str
+    left: str
+    right: str
+    mean: float
+
+
 @dataclass(frozen=True)
 class BlockClaim(Summary):
     """A claim about a group of comparisons: t and sign-flip over means of (task, seed) blocks, never over cells."""
 
     blocks: tuple[Block, ...]
+    cells: tuple[CellMean, ...]
+    """What the blocks are means of."""
     excluded_seed: int | None
     """The selection seed, if left out."""
 
@@ -109,7 +121,7 @@ class Anova:
         seeds: Levels of the second.
         runs: Number of accuracies.
         f: F of the points: is there any difference among them?
-        p: p of `f`.
+        p: p of `f`: its rank among the F of permutations of the points within each seed.
         df: Degrees of freedom of the points and of the residual.
         seed_f: F of the seeds.
         seed_p: p of `seed_f`.
@@ -214,7 +226,7 @@ class ComparisonEvidence:
     Args:
         task: Task name in the study.
         axis: What the two differ in.
-        restriction: ``entropy-only`` or ``gap-only`` on that axis.
+        restriction: The part of that axis: ``entropy-only`` or ``gap-only``, ``mean-matched`` or ``RKL-matched``.
         left: Label of the first point.
         right: Label of the second.
         role: ``replication`` if rerun on fresh seeds, else ``sweep``.
@@ -265,7 +277,7 @@ class GroupEvidence:
 
     Args:
         axis: What the two sides differ in.
-        restriction: ``entropy-only``, ``gap-only``, or None for all of the axis.
+        restriction: The part of the axis, or None for all of it. Isolation has parts only.
         task: Task name, or `ALL_TASKS`.
         comparable: Cells with at least one seed that has both runs.
         not_applicable: Cells that are impossible by construction.
@@ -274,7 +286,8 @@ class GroupEvidence:
         all: The claim over all (task, seed) blocks.
         fresh: The same without the selection seed: the confirmatory claim.
         wins: Cells won, tied and lost by their mean over seeds.
-        holm: p of `judged`, adjusted over the axes; for whole axes on all tasks only.
+        claimed: Whether the report makes a claim about it.
+        holm: p of `judged`, adjusted over all claims that the study plans, finished or not; None for other groups.
         mixed: The mixed model, as a secondary analysis.
         decisive: The point that alone decides the claim, and the claim without it; None if there is none.
     """
@@ -289,6 +302,7 @@ class GroupEvidence:
     all: BlockClaim | NotApplicable
     fresh: BlockClaim | NotApplicable
     wins: WinCount | NotApplicable
+    claimed: bool
     holm: float | None
     mixed: Mixed | NotApplicable
     decisive: Decisive | None = None
@@ -413,7 +427,8 @@ class StudyAnalysis:
         selection: Best points per task.
         baselines: Per task.
         below_start: Points below the untrained student, the lowest first.
-        detectable: Minimum detectable difference per task and for `ALL_TASKS`.
+        detectable: Minimum detectable difference of a single comparison, per task and for `ALL_TASKS`.
+        level: Significance level of claims about groups at this look; their intervals have confidence 1 - `level`.
     """
 
     comparisons: tuple[ComparisonEvidence, ...]
@@ -423,6 +438,7 @@ class StudyAnalysis:
     baselines: Mapping[str, BaselineEvidence]
     below_start: tuple[BelowStart, ...] = ()
     detectable: Mapping[str, Detectable | NotApplicable] = field(default_factory=dict)
+    level: float = 0.05
 
     def group(self, axis: str, *, task: str = ALL_TASKS, restriction: str | None = None) -> GroupEvidence | None:
         """Return the group of an axis, or None."""

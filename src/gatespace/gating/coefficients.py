@@ -251,12 +251,15 @@ class Gate:
         """λ for one token's signals."""
         return sigmoid(self.logit(h=h, u=u, gap=gap, **extra))
 
-    def lam_range(self) -> LamRange:
-        """Smallest and largest λ over h, u and gap in [0, 1] (extra signals at 0)."""
-        weights = (self.a, self.b, self.d)
-        return LamRange(
-            sigmoid(self.c + sum(min(w, 0.0) for w in weights)), sigmoid(self.c + sum(max(w, 0.0) for w in weights))
-        )
+    def lam_range(self, ranges: Mapping[str, tuple[float, float]] | None = None) -> LamRange:
+        """Smallest and largest λ over h, u and gap in [0, 1], and extra signals in their `ranges`.
+
+        A signal without a range may have any value, and take λ to 0 and 1.
+        """
+        terms = [(weight, (0.0, 1.0)) for weight in (self.a, self.b, self.d)]
+        terms += [(weight, (ranges or {}).get(name, (-math.inf, math.inf))) for name, weight in self.extra.items()]
+        ends = [(weight * low, weight * high) for weight, (low, high) in terms]
+        return LamRange(sigmoid(self.c + sum(map(min, ends))), sigmoid(self.c + sum(map(max, ends))))
 
     # ------------------------------------------------------------------ restrictions
 

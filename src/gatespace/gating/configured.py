@@ -39,16 +39,13 @@ def build_gate(config: ObjectiveConfig, *, path: str = "objective.") -> Gate | N
     return found
 
 
-def build_objective(
-    config: ObjectiveConfig, *, path: str = "objective.", expected: bool = False, sources: Collection[str] = ()
-) -> Objective:
+def build_objective(config: ObjectiveConfig, *, path: str = "objective.", sources: Collection[str] = ()) -> Objective:
     """Return the objective of `gatespace.gating` that the section names.
 
     Args:
         config: The section `objective`. Its `top_k`, `temperature` and `entropy` are arguments of the loss, not of the
             objective.
         path: Prefix of that section's settings in error messages, with the trailing dot.
-        expected: Whether rollouts are expected rollouts, whose tokens belong to no single sampled response.
         sources: Whose responses are trained on (student, teacher, gold), if known.
 
     Examples:
@@ -57,8 +54,6 @@ def build_objective(
     """
     objective = _build(config, path)
     with in_setting(path.removesuffix(".")):
-        if expected:
-            _check_expected(config, objective)
         if config.over_labels and objective.uses_sampled():
             raise UsageError(
                 "this objective uses the response token, and over labels none is sampled",
@@ -73,18 +68,6 @@ def build_objective(
                 instead="rollout.from: {student: 0.5, teacher: 0.5}",
             )
     return objective
-
-
-def _check_expected(config: ObjectiveConfig, objective: Objective) -> None:
-    """Reject objectives that need a sampled response or select tokens: expected rollouts have neither."""
-    read = [name for name in objective.further_signals() if name == "position"]
-    if objective.uses_sampled() or objective.selects() or read:
-        raise UsageError(
-            "this objective reads the response that was sampled, and expected rollouts sample none",
-            got=f"method {config.method}" + (f", signal {read[0]}" if read else f", support {config.support}"),
-            why="a node of the tree belongs to all responses that begin with it",
-            instead="rollout.expected: null, or an objective of the two distributions alone",
-        )
 
 
 def _build(config: ObjectiveConfig, path: str) -> Objective:

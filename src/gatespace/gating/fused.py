@@ -320,7 +320,7 @@ class _Work:
         self.strict, self.everywhere = True, {}
         self._look_ahead()
         for tokens in self._chunks():
-            check_finite(self.objective(tokens), tokens.batch)
+            check_finite(self.objective(tokens), tokens, self.objective)
 
     def _chunks(self) -> Iterator[ChunkTokens]:
         """Yield all tokens chunk by chunk, reusing two buffers."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from gatespace.gating.objectives import Gated, Objective, TokenLoss
 from gatespace.gating.supports import KLPair, check_support, kl_pair
 from gatespace.gating.tokens import LogitsTeacher, PlainTokens, Teacher, TeacherTopK, TopKTeacher
 from gatespace.gating.vocabulary import LOWEST, check_rows, computable
+
+if TYPE_CHECKING:
+    from gatespace.gating.tape import ChunkTokens
 
 __all__ = ["LossInputs", "LossOutput", "distillation_loss", "forward_kl", "gated_kl", "reverse_kl"]
 
@@ -92,7 +96,7 @@ def gated_kl(
         teacher_logits: (B, T, V), or a `TeacherTopK`. Always a constant.
         gate: The point (a, b, c, d), and extra signals.
         stop_gradient: Treat λ as a constant. By default gradient flows through the gate.
-        support: full, bucket, hybrid, renorm or recipe.
+        support: full, bucket, hybrid, renorm or student.
         support_k: K of the top-K supports; None: top_k, or the K of a `TeacherTopK`.
         coefficients: (4+E,) tensor that replaces the gate's numbers and receives their gradient.
         **inputs: The fields of `LossInputs`: mask, weights, top_k, temperature, entropy, sampled,
@@ -146,7 +150,7 @@ def distillation_loss(
         # not under no_grad, although this graph is unused: log-probabilities memoised there would lack the KLs' graph
         tokens.lam = objective.own_lam(tokens)[batch.given.lam_order]
     result = objective(tokens)
-    check_finite(result, batch)
+    check_finite(result, tokens, objective)
     return LossOutput.of(batch.weighted(result.loss).sum() / batch.total_tokens, result.loss, result.telemetry, batch)
 
 
@@ -264,18 +268,47 @@ def finite(loss: Tensor) -> Tensor:
     return loss.detach().isfinite() & (loss.detach().abs() < _INFINITE)
 
 
-def check_finite(result: TokenLoss, batch: Batch) -> None:
-    """Raise on an infinite divergence, naming the side that rules the token out."""
+def check_finite(result: TokenLoss, tokens: PlainTokens | ChunkTokens, objective: Objective) -> None:
+    """Raise on a loss that is not finite, with its position and the cause: λ, a forbidden id, or huge logits."""
     fine = finite(result.loss)
     if bool(fine.all()):
         return
     token = int((~fine).nonzero()[0])
-    infinite = not float(result.telemetry["reverse_kl"][token]) < _INFINITE
-    which, zero, other = ("reverse", "teacher", "student") if infinite else ("forward", "student", "teacher")
+    place, values = tokens.batch.place(token), {name: float(x[token]) for name, x in result.telemetry.items()}
+    lam, learned = values.get("lam"), objective.learned()
+    if lam is not None and math.isnan(lam):
+        bad = [
+            name
+            for name, x in values.items()
+            if math.isnan(x) and name in ("h", "u", "gap", *objective.further_signals())
+        ]
+        if bad:
+            why = f"the signal {bad[0]} is NaN there"
+        elif learned is not None and not bool(learned.isfinite().all()):
+            why = f"the learned coefficients are {learned.tolist()}"
+        else:
+            why = f"coefficients times signals exceed {torch.finfo(tokens.dtype).max:.3g}, with both signs or times 0"
+        raise UsageError(f"λ is not a number at {place}", why=why)
+    infinite = {side: not abs(values[f"{side}_kl"]) < _INFINITE for side in ("reverse", "forward")}
+    which = "reverse" if infinite["reverse"] and lam != 0 else "forward"
+    if not infinite[which]:
+        raise UsageError(f"the loss is not finite at {place}", got=float(result.loss[token]))
+    zero, other = ("teacher", "student") if which == "reverse" else ("student", "teacher")
+    teacher = tokens.teacher.known if isinstance(tokens.teacher, TopKTeacher) else tokens.teacher.logits
+    rows = {"student": tokens.logits.detach()[token], "teacher": teacher[token]}
+    if bool((rows[zero] <= LOWEST).any()):
+        raise UsageError(
+            f"{which} KL is infinite at {place}",
+            why=f"the {zero} gives probability 0 (a logit of -inf or below {LOWEST:g}) to a token that the {other} "
+            "allows",
+            instead="support='bucket', or forbid the same ids on both sides, or a gate with λ = 0 (reverse) or 1 "
+            "(forward)",
+        )
     raise UsageError(
-        f"{which} KL is infinite at {batch.place(token)}",
-        why=f"the {zero} gives probability 0 (a logit of -inf) to a token that the {other} allows",
-        instead="support='bucket', or forbid the same ids on both sides, or a gate with λ = 0 (reverse) or 1 (forward)",
+        f"{which} KL overflows at {place}",
+        got=", ".join(f"logits of the {side} from {x.amin():.3g} to {x.amax():.3g}" for side, x in rows.items()),
+        why="it grows with the distance of the logits, divided by the temperature",
+        instead="models whose logits are below 1e20, or a temperature nearer to 1",
     )
 
 

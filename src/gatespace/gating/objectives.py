@@ -228,7 +228,7 @@ class Gated(Objective):
 
     Args:
         gate: The point. A static λ is the point with a = b = d = 0.
-        support: full, bucket, hybrid, renorm, recipe or student (see `gatespace.gating.supports`).
+        support: full, bucket, hybrid, renorm or student (see `gatespace.gating.supports`).
         support_k: K of the top-K supports; None: that of a top-K teacher, else that of the signals.
         stop_gradient: Treat λ as a constant. By default gradient flows through the gate, as in the paper.
         coefficients: (4+E,) tensor (a, b, c, d, extra signals in the gate's order) that replaces the gate's numbers

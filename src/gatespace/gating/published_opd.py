@@ -16,41 +16,49 @@ from gatespace.errors import UsageError, unknown_name
 from gatespace.gating import signals
 from gatespace.gating.divergences import ReverseKL, SkewForwardKL, SkewReverseKL, not_negative
 from gatespace.gating.objectives import Objective, register
-from gatespace.gating.supports import IDS, chosen_ids, kl_pair, with_tail
+from gatespace.gating.supports import IDS, chosen_ids, kl_pair, renormalised_pair, with_tail
 from gatespace.gating.tokens import Tokens
-from gatespace.gating.vocabulary import check_k
+from gatespace.gating.vocabulary import LOWEST, check_k
+
+_FORMS = ("release", "equation", "bucket")
 
 
 @register("student_top_k")
 @dataclass(frozen=True)
 class StudentTopK(Objective):
-    """Σ s·(log s - log t) over the student's k most probable ids.
+    """Reverse KL on the student's k most probable ids S, in one of three forms.
 
-    As published it is a truncated sum, not a divergence: it can be negative and ignores mass that leaves the k ids.
-    `tail` adds everything else as one more outcome on both sides: a valid KL, never above KL(s‖t).
+    ``release`` is the authors' code: a policy-gradient term for every id of S instead of the sampled one alone, with
+    the advantage s̃·(log t - log s), s̃ the student renormalised on S. Its value can be negative; its gradient is 0 at
+    s = t. The ratio ρ = s/s_old has the value 1 here, since no log-probabilities of S are kept from the rollout, so the
+    release's clip never acts; nor does it in the authors' script, which has one update per rollout.
 
     Args:
         top_k: k.
         ids: student, teacher, union or intersection of both sides' top-k.
-        tail: Whether to add everything else as one more outcome.
+        form: ``release``; ``equation``: the paper's KL(s̃‖t̃), both renormalised on S; ``bucket``: everything outside S
+            as one more outcome on both sides, never above KL(s‖t).
     """
 
     summary: ClassVar[str] = "reverse KL on the student's own top-k"
     formula: ClassVar[str] = (
-        "Σ_v s(log s − log t) over v in the student's top-k; with tail: and the rest as one outcome"
+        "release: Σ_v ρ_v·sg[s̃_v(log s_v − log t_v)] over v in the student's top-k, s̃ renormalised on it; equation: "
+        "KL(s̃‖t̃); bucket: KL(s‖t) of the top-k and the rest as one outcome"
     )
     citation: ClassVar[str] = (
         "Rethinking On-Policy Distillation of Large Language Models: Phenomenology, Mechanism, and Recipe (2026). "
-        "arXiv:2604.13016. Code: thunlp/OPD."
+        "arXiv:2604.13016. Code: thunlp/OPD. The form bucket is ours."
     )
 
     top_k: int = 16
     ids: str = "student"
-    tail: bool = False
+    form: str = "release"
 
     def __post_init__(self) -> None:
         if self.ids not in IDS:
             raise unknown_name("ids of student_top_k", self.ids, IDS)
+        if self.form not in _FORMS:
+            raise unknown_name("form of student_top_k", self.form, _FORMS)
 
     def further_signals(self) -> tuple[str, ...]:
         return ("overlap", "overlap_mass")
@@ -58,11 +66,15 @@ class StudentTopK(Objective):
     def divergence(self, tokens: Tokens) -> Tensor:
         check_k(self.top_k, tokens.vocab_size, "top_k of student_top_k")
         ids, counts, again = chosen_ids(tokens, self.top_k, self.ids)
-        if self.tail:
+        if self.form == "bucket":
             return with_tail(tokens, ids, counts, again).reverse
-        log_s = tokens.student_at(ids, temperature=tokens.temperature)
-        log_t = tokens.teacher_at(ids, temperature=tokens.temperature)
-        return torch.where(counts, log_s.exp() * (log_s - log_t), 0.0).sum(-1)
+        at = tokens.temperature
+        log_s = tokens.student_at(ids, temperature=at).masked_fill(~counts, LOWEST)
+        log_t = tokens.teacher_at(ids, temperature=at).masked_fill(~counts, LOWEST)
+        if self.form == "equation":
+            return renormalised_pair(log_s, log_t).reverse
+        advantage = log_s.log_softmax(-1).exp() * (log_t - log_s)
+        return -(advantage.detach() * (log_s - log_s.detach()).exp()).sum(-1)
 
 
 @register("revisiting_opd")

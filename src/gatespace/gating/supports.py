@@ -6,8 +6,6 @@ hybrid  the top-K exactly and the tail by the sampled token: unbiased in value a
 renorm  both sides renormalised on the top-K: a valid KL that is blind to mass leaving the top-K.
 student the student's top-K, and everything else as one more outcome: a valid KL, never above the full one; needs the
         teacher's probabilities of ids that the student chooses.
-recipe  the asymmetry of verl's public GKD recipe (forward KL truncated and un-normalised against the full student,
-        reverse KL renormalised on both sides), to reproduce results made with it; not a valid KL.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from gatespace.gating.divergences import ForwardKL, ReverseKL, Tile, not_negativ
 from gatespace.gating.tokens import TAIL_FLOOR, Tokens, TopKTeacher
 from gatespace.gating.vocabulary import LOWEST, among, check_k
 
-SUPPORTS = ("full", "bucket", "hybrid", "renorm", "recipe", "student")
+SUPPORTS = ("full", "bucket", "hybrid", "renorm", "student")
 _REVERSE, _FORWARD = ReverseKL(), ForwardKL()
 
 
@@ -59,7 +57,7 @@ def kl_pair(tokens: Tokens, support: str = "full", k: int | None = None) -> KLPa
     check_k(k, tokens.vocab_size, "support_k")
     if support == "student":
         return with_tail(tokens, *chosen_ids(tokens, k, "student"))
-    return {"bucket": _bucket, "hybrid": _hybrid, "renorm": _renorm, "recipe": _recipe}[support](tokens, k)
+    return {"bucket": _bucket, "hybrid": _hybrid, "renorm": _renorm}[support](tokens, k)
 
 
 IDS = ("student", "teacher", "union", "intersection")
@@ -136,14 +134,11 @@ def _pair(log_s: Tensor, log_t: Tensor, tail_mass: Tensor) -> KLPair:
     return KLPair(not_negative(reverse), not_negative(forward), tail_mass)
 
 
-def _renormalised(tokens: Tokens, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Student and teacher log-probabilities renormalised on the top-K, and the student mass outside it."""
-    top, temperature = tokens.teacher_top(k), tokens.temperature
-    log_s = tokens.student_at(top.ids, temperature=temperature)
-    # the teacher's log-probabilities at T=1, divided by T and renormalised, equal softmax(logits / T) on the top-K, so
-    # a top-K teacher works at any temperature here
-    log_t = (top.log_probs / temperature).log_softmax(-1)
-    return log_s.log_softmax(-1), log_t, _mass_outside(log_s)
+def renormalised_pair(log_s: Tensor, log_t: Tensor) -> KLPair:
+    """Both KLs of log-probabilities (N, K), each side renormalised over its K entries."""
+    # what the teacher alone forbids stays forbidden, even where that is every entry
+    forbidden = (log_t <= LOWEST / 2) & (log_s > LOWEST / 2)
+    return _pair(log_s.log_softmax(-1), log_t.log_softmax(-1).masked_fill(forbidden, LOWEST), _mass_outside(log_s))
 
 
 def _mass_outside(log_s: Tensor) -> Tensor:
@@ -151,15 +146,10 @@ def _mass_outside(log_s: Tensor) -> Tensor:
 
 
 def _renorm(tokens: Tokens, k: int) -> KLPair:
-    return _pair(*_renormalised(tokens, k))
-
-
-def _recipe(tokens: Tokens, k: int) -> KLPair:
-    pair = _renorm(tokens, k)
-    ids = tokens.teacher_top(k).ids
-    log_t = tokens.teacher_at(ids, temperature=tokens.temperature)
-    log_s = tokens.student_at(ids, temperature=tokens.temperature)
-    return pair._replace(forward=(log_t.exp() * (log_t - log_s)).sum(-1))
+    top, temperature = tokens.teacher_top(k), tokens.temperature
+    # the teacher's log-probabilities at T=1, divided by T and renormalised, equal softmax(logits / T) on the top-K, so
+    # a top-K teacher works at any temperature here
+    return renormalised_pair(tokens.student_at(top.ids, temperature=temperature), top.log_probs / temperature)
 
 
 def _hybrid(tokens: Tokens, k: int) -> KLPair:

@@ -38,7 +38,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
     An earlier folder written by gatespace is replaced; one without its record is refused, not overwritten.
     """
-    _refuse_foreign(folder)
+    refuse_foreign(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     unique = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
     fresh = folder.with_name(f".{folder.name}.new-{unique}")
@@ -50,7 +50,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         for file in fresh.rglob("*"):
             if file.is_file():
                 file.chmod(mode)
-        _refuse_foreign(folder)
+        refuse_foreign(folder)
         if folder.exists():
             old = folder.with_name(f".{folder.name}.old-{unique}")
             folder.rename(old)
@@ -84,12 +84,13 @@ def read_record(folder: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def _refuse_foreign(folder: Path) -> None:
+def refuse_foreign(folder: Path) -> None:
+    """Raise if `folder` exists, is not empty and was not written by gatespace."""
     ours = folder.is_dir() and ((folder / RECORD).is_file() or not any(folder.iterdir()))
     if folder.exists() and not ours:
         raise UsageError(
-            "a model is not written over what gatespace has not written itself",
+            "refusing to overwrite a folder that gatespace did not create",
             got=str(folder),
-            why=f"it exists, is not empty and has no {RECORD}",
+            why=f"it is not empty and has no {RECORD}",
             instead="name a new folder",
         )

@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -348,6 +349,8 @@ def located(
         _check_folder(folder, weights=weights)
         origin = read_record(folder).get("source")
         return str(folder), {"local_files_only": True}, f"{folder} (from {origin})" if origin else str(folder)
+    if folder.suffix.lower() == ".gguf" and folder.is_file():
+        raise _gguf(folder)
     return hub_name(name), {"local_files_only": not hub_reachable(), "revision": revision or "main"}, None
 
 
@@ -355,10 +358,11 @@ def hub_name(name: str) -> str:
     """The Hub id that `name` stands for; raises if it cannot be one. Does not check that the model exists."""
     found = name.removeprefix("hub:")
     if not _HUB_NAME.fullmatch(found) or found.startswith("."):
+        is_path = "/" in name and not name.startswith("hub:")
         raise UsageError(
-            "no such model",
+            "no such model folder" if is_path else "no such model",
             got=repr(name),
-            why="it is neither an existing folder nor a Hub id",
+            why="" if is_path else "it is neither an existing folder nor a Hub id",
             instead="a folder, smollm2, or org/name",
         )
     folder = Path(name).expanduser().parent
@@ -366,7 +370,7 @@ def hub_name(name: str) -> str:
         there = sorted(path.name for path in folder.iterdir() if path.is_dir())
         near = difflib.get_close_matches(Path(name).name, there, n=1)
         raise UsageError(
-            "no such model",
+            "no such model folder",
             got=repr(name),
             why=f"there is a folder {folder}, and nothing of that name in it",
             instead=(f"did you mean {folder / near[0]}? " if near else "") + f"On the Hub it is hub:{name}",
@@ -383,6 +387,8 @@ def _commit(name: str, revision: str) -> str:
 
 def _check_folder(folder: Path, *, weights: bool = True) -> None:
     if not (folder / "config.json").is_file():
+        for file in sorted(folder.glob("*.gguf")):
+            raise _gguf(file)
         raise UsageError("not a model folder", got=str(folder), why="it has no config.json")
     if not weights or any(folder.glob("*.safetensors")):
         return
@@ -395,18 +401,34 @@ def _check_folder(folder: Path, *, weights: bool = True) -> None:
     )
 
 
+def _gguf(file: Path) -> UsageError:
+    folder, new, load = str(file.parent), str(file.with_suffix("")), f"gguf_file={file.name!r}"
+    code = (
+        "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T, GgufConfig as G; "
+        f"M.from_pretrained({folder!r}, {load}, quantization_config=G(dequantize=True)).save_pretrained({new!r}); "
+        f"T.from_pretrained({folder!r}, {load}).save_pretrained({new!r})"
+    )
+    return UsageError(
+        "a GGUF file is not a model folder",
+        got=str(file),
+        why="its weights are quantised for inference, and there is no gradient through them",
+        instead=f"the model that it was made from; or convert it to {new}: python -c {shlex.quote(code)}",
+    )
+
+
 def _not_loaded(name: str, part: str, error: Exception, options: dict[str, Any]) -> UsageError:
     why = instead = ""
     if "Unrecognized configuration class" in str(error):
         return UsageError("not a causal language model", got=f"{name}: {str(error).split(' for this kind')[0]}")
+    what = f"the {part} of {name} could not be loaded"
+    if "revision" in options and part == "configuration":
+        what = f"no such model folder: {name}; nor could a model of that name be loaded from the Hub"
     if "revision" in options and options["local_files_only"]:
         why = "the Hugging Face Hub is out of reach from here, or HF_HUB_OFFLINE is set, and no copy is in its cache"
         instead = "the folder of a copy that was downloaded elsewhere; or smollm2, which needs no Hub"
     elif "revision" in options:
         why = "no such id or revision, one that needs a login (hf auth login), or one without safetensors files"
-    if why:
-        why = f"there is no folder of that name here, so it is a name on the Hub; {why}"
-    return UsageError(f"the {part} of {name} could not be loaded", got=first_line(error), why=why, instead=instead)
+    return UsageError(what, got=first_line(error), why=why, instead=instead)
 
 
 def _unwrapped(network: Any) -> Any:

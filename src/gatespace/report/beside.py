@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean
-from typing import TYPE_CHECKING
+from statistics import fmean, variance
+from typing import TYPE_CHECKING, NamedTuple
+
+from scipy import stats  # type: ignore[import-untyped]
 
 from gatespace.evidence.records import Paired
 from gatespace.report.drawing import BLUE, INK, MUTED, ORANGE, PAPER, Chart, rows_figure
@@ -18,6 +21,27 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+class Gap(NamedTuple):
+    """The reference's mean minus ours in pp, with a 95 % interval from the errors of both (Welch)."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def gap(theirs: Sequence[float], ours: Sequence[float]) -> Gap | None:
+    """Compare two independent sets of paired differences; None if either has one seed or both have no variance."""
+    if min(len(theirs), len(ours)) < 2:
+        return None
+    # not ttest_ind: it warns if one side is constant, which is no problem here
+    errors = [variance(side) / len(side) for side in (theirs, ours)]
+    if sum(errors) == 0:
+        return None
+    df = sum(errors) ** 2 / sum(error**2 / (len(side) - 1) for error, side in zip(errors, (theirs, ours), strict=True))
+    mean, half = fmean(theirs) - fmean(ours), float(stats.t.ppf(0.975, df)) * math.sqrt(sum(errors))
+    return Gap(mean, mean - half, mean + half)
+
+
 @dataclass(frozen=True)
 class Both:
     """One comparison in a reference and in the study; differences in pp.
@@ -27,68 +51,90 @@ class Both:
         left: Label of the first point.
         right: Label of the second point.
         theirs: The published difference.
-        fresh: The reference's mean over its seeds without the first, the selection seed; None if not published.
+        differences: The reference's differences, one per seed, its selection seed first; empty if not published.
         ours: Over the study's fresh seeds; None if no pair of runs is done.
+        learned: Whether most runs of the task learned; see `learned`.
     """
 
     task: str
     left: str
     right: str
     theirs: Published
-    fresh: float | None
+    differences: tuple[float, ...]
     ours: Paired | None
+    learned: bool
 
-    def contains(self, value: float | None) -> bool:
-        """Whether our interval contains a value."""
-        ours = self.ours
-        if ours is None or ours.low is None or ours.high is None or value is None:
-            return False
-        return ours.low <= value <= ours.high
+    @property
+    def fresh(self) -> float | None:
+        """The reference's mean over its seeds without the selection seed."""
+        return fmean(self.differences[1:]) if len(self.differences) > 1 else None
+
+    @property
+    def gap(self) -> Gap | None:
+        """Theirs minus ours."""
+        return None if self.ours is None else gap(self.differences, self.ours.differences)
 
     @property
     def verdict(self) -> str:
-        """Whether our interval contains the reference's means, in words."""
-        ours = self.ours
-        if ours is None:
+        """Whether the two differ, in words."""
+        if self.ours is None:
             return "not run yet"
-        if ours.low is None or ours.high is None:
+        if not self.learned:
+            return "no verdict: runs did not learn"
+        if self.gap is None:
             return "no interval"
-        means = {"mean": self.theirs.mean, "fresh-seed mean": self.fresh}
-        known = {name: value for name, value in means.items() if value is not None}
-        inside = [name for name, value in known.items() if self.contains(value)]
-        if not inside:
-            side = {value > ours.mean for value in known.values()}
-            return "contains neither" + (
-                "" if len(side) > 1 else ": ours is lower" if True in side else ": ours is higher"
-            )
-        return "contains both" if len(inside) > 1 else f"contains the {inside[0]}{' only' * (len(known) > 1)}"
+        return (
+            "theirs is higher"
+            if self.gap.low > 0
+            else "theirs is lower"
+            if self.gap.high < 0
+            else "no difference detected"
+        )
 
     def sentence(self, name: str, reference: Reference) -> str:
         """Return the comparison as a sentence."""
         theirs = f"the {name} has {_pp(self.theirs.mean)} pp over {len(reference.seeds)} seeds"
-        if self.fresh is not None:
-            theirs += f" and {_pp(self.fresh)} pp on its {len(reference.seeds) - 1} fresh ones"
         here = "not run here yet"
         if (ours := self.ours) is not None:
-            here = f"here {_pp(ours.mean)} pp over {ours.n} seed{'s' * (ours.n != 1)}, without an interval"
-            if ours.low is not None:
-                interval = f"95 % CI [{_pp(ours.low)}, {_pp(ours.high)}]"
-                here = f"here {_pp(ours.mean)} pp, {interval} over {ours.n} seeds, which {self.verdict}"
+            interval = f", 95 % CI [{_pp(ours.low)}, {_pp(ours.high)}]," if ours.low is not None else ""
+            here = f"here {_pp(ours.mean)} pp{interval} over {ours.n} seed{'s' * (ours.n != 1)}"
+            if self.gap is not None:
+                here += f"; theirs minus ours: {_pp(self.gap.mean)} [{_pp(self.gap.low)}, {_pp(self.gap.high)}] pp"
+            here += f"; {self.verdict}"
         return f"{self.task}, {self.left} minus {self.right}: {theirs}; {here}."
+
+
+def learned(view: View, task: str) -> bool:
+    """Whether most runs of a task have learned to tell its labels apart.
+
+    A run has if its balanced accuracy on test is above that of a constant answer and of the untrained student by two
+    standard errors. Accuracy would not do: on hate, students that learned are below the most frequent label.
+    """
+    scores = [run.scores["test"] for run in view.results.done if run.spec.task == task and "test" in run.scores]
+    baseline = view.results.baselines.get(task)
+    start = baseline.start["test"].balanced_accuracy if baseline is not None and "test" in baseline.start else None
+    above = [
+        score.balanced_accuracy - max(1 / len(score.labels), start or 0.0) > 1 / math.sqrt(score.count)
+        for score in scores
+        if score.balanced_accuracy is not None
+    ]
+    return 2 * sum(above) >= len(above)
 
 
 def both(view: View, reference: Reference) -> list[Both]:
     """Return the comparisons that a reference has replicated and this study replicates on fresh seeds."""
-    found = []
-    for one in view.analysis.comparisons:
-        printed = reference.differences(view.data(one.task)).get((one.left, one.right))
-        if one.role == "replication" and one.status != "n/a" and printed is not None and printed.mean is not None:
-            accuracies = reference.accuracies(view.data(one.task))
-            left, right = (accuracies.get(point, {}) for point in (one.left, one.right))
-            seeds = [seed for seed in reference.seeds[1:] if seed in left and seed in right]
-            fresh = 100 * fmean(left[seed] - right[seed] for seed in seeds) if seeds else None
-            found.append(Both(one.task, one.left, one.right, printed, fresh, one.fresh))
-    return found
+    rows = []
+    for comparison in view.analysis.comparisons:
+        task, points = comparison.task, (comparison.left, comparison.right)
+        printed = reference.differences(view.data(task)).get(points)
+        if comparison.role != "replication" or comparison.status == "n/a" or printed is None or printed.mean is None:
+            continue
+        accuracies = reference.accuracies(view.data(task))
+        left, right = (accuracies.get(point, {}) for point in points)
+        seeds = [seed for seed in reference.seeds if seed in left and seed in right]
+        differences = tuple(100 * (left[seed] - right[seed]) for seed in seeds)
+        rows.append(Both(task, *points, printed, differences, comparison.fresh, learned(view, task)))
+    return rows
 
 
 def sentences(view: View) -> list[str]:
@@ -96,7 +142,7 @@ def sentences(view: View) -> list[str]:
     found = []
     for name, reference in view.references.items():
         if rows := both(view, reference):
-            found += [_finding(name, rows, reference), *(row.sentence(name, reference) for row in rows)]
+            found += [_finding(rows), *(row.sentence(name, reference) for row in rows)]
     return found
 
 
@@ -111,7 +157,7 @@ def beside_charts(view: View) -> list[Chart]:
     charts = []
     for name, reference in view.references.items():
         if rows := both(view, reference):
-            table, finding = _table(name, reference, rows), _finding(name, rows, reference)
+            table, finding = _table(name, reference, rows), _finding(rows)
             charts.append(Chart(table.name, table.title, finding, table, partial(_draw, name, rows, reference)))
     return charts
 
@@ -122,11 +168,13 @@ def _table(name: str, reference: Reference, rows: Sequence[Both]) -> Table:
         text("task"), text("left"), text("right"), signed_pp("theirs", f"{name}, {seeds} seeds, pp"),
         signed_pp("fresh", f"{name}, {seeds - 1} fresh seeds, pp"), signed_pp("ours", "here, pp"),
         signed_pp("low", "95 % from"), signed_pp("high", "to"), count("n", "seeds"),
-        text("verdict", f"our interval and the {name}'s means"),
+        signed_pp("gap", "theirs minus ours, pp"), signed_pp("gap_low", "95 % from"), signed_pp("gap_high", "to"),
+        text("verdict"),
     )  # fmt: skip
     records = [
         {
             **({} if row.ours is None else {**vars(row.ours), "ours": row.ours.mean}),
+            **({} if row.gap is None else {"gap": row.gap.mean, "gap_low": row.gap.low, "gap_high": row.gap.high}),
             "task": row.task, "left": row.left, "right": row.right, "theirs": row.theirs.mean, "fresh": row.fresh,
             "verdict": row.verdict,
         }
@@ -134,34 +182,32 @@ def _table(name: str, reference: Reference, rows: Sequence[Both]) -> Table:
     ]  # fmt: skip
     return Table.of(
         f"beside-{name}", f"The comparisons that the {name} has replicated, and the same here", columns, records,
-        stub=3, note="Left minus right in pp of test accuracy, paired within seed; intervals are not adjusted for "
-        f"their number. {reference.note}",
+        stub=3, note="Left minus right in pp of test accuracy, paired within seed. Theirs minus ours: the difference "
+        "of both means, with an interval from the errors of both (Welch's t). Intervals are not adjusted for their "
+        f"number. The {name}'s mean includes its selection seed and is biased upward. {reference.note}",
     )  # fmt: skip
 
 
-def _finding(name: str, rows: Sequence[Both], reference: Reference) -> str:
-    own = [row.ours for row in rows if row.ours is not None and row.ours.low is not None]
-    if not own:
-        return f"None of the {len(rows)} comparisons has an interval here yet: that takes two seeds."
-    mean = sum(row.contains(row.theirs.mean) for row in rows)
-    fresh = sum(row.contains(row.fresh) for row in rows)
-    zero = sum(row.contains(0.0) for row in rows)
-    found = f"{len(own)} of the {len(rows)} comparisons have an interval here. " if len(own) < len(rows) else ""
-    found += (
-        f"Of our {len(own)} intervals {mean} contain the mean that the {name} has over its {len(reference.seeds)} "
-        f"seeds, {fresh} the mean of its fresh seeds, and {zero} contain 0. "
-        f"Means run from {_range([one.mean for one in own])} pp here, from "
-        f"{_range([row.theirs.mean for row in rows])} pp in the {name}, and from {_range([row.fresh for row in rows])} "
-        "pp on its fresh seeds. "
-    )
-    if zero:
-        found += "An interval with 0 in it does not tell a difference from none, whatever else it contains."
-    return found.rstrip()
-
-
-def _range(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{_pp(min(known))} to {_pp(max(known))}" if known else "– to –"
+def _finding(rows: Sequence[Both]) -> str:
+    done = [row for row in rows if row.ours is not None]
+    gaps = [row.gap for row in done if row.learned and row.gap is not None]
+    parts = []
+    if len(done) < len(rows):
+        parts.append(f"{len(done) or 'None'} of the {len(rows)} comparisons {'was' if len(done) == 1 else 'were'} run.")
+    if unlearned := [row for row in done if not row.learned]:
+        tasks = " and ".join(dict.fromkeys(row.task for row in unlearned))
+        parts.append(f"{len(unlearned)} get no verdict: most runs on {tasks} did not learn.")
+    if gaps:
+        apart = sum(gap.low > 0 or gap.high < 0 for gap in gaps)
+        widths = [(gap.high - gap.low) / 2 for gap in gaps]
+        parts.append(
+            f"Theirs minus ours excludes 0 in {apart or 'none'} of the {'other ' * bool(unlearned)}{len(gaps)}; these "
+            f"95 % intervals are {min(widths):.1f} to {max(widths):.1f} pp wide to each side, so smaller discrepancies "
+            "would not show."
+        )
+    elif not unlearned:
+        parts.append("No comparison has an interval yet: that takes two seeds.")
+    return " ".join(parts)
 
 
 def _pp(value: float | None) -> str:
@@ -174,6 +220,8 @@ def _draw(name: str, rows: Sequence[Both], reference: Reference) -> Figure:
         (f"■ {name}, {seeds} seeds", ORANGE), (f"□ {name}, {seeds - 1} fresh seeds", ORANGE), ("● here", BLUE),
         ("○ one seed here", MUTED), ("— 95 % interval (arrow: runs on)", INK),
     ]  # fmt: skip
+    if not all(row.learned for row in rows):
+        key.append(("✖ here, runs did not learn: no verdict", MUTED))
     figure, axes = rows_figure([f"{row.task}: {row.left} − {row.right}" for row in rows], key, row=0.42)
     means = [value for row in rows for value in (row.theirs.mean, row.fresh) if value is not None]
     own = [row.ours for row in rows if row.ours is not None]
@@ -189,14 +237,16 @@ def _draw(name: str, rows: Sequence[Both], reference: Reference) -> Figure:
                     [mean], [place - 0.16], marker="s", markersize=5, color=ORANGE, markerfacecolor=inside, zorder=4
                 )
         if row.ours is not None:
-            _interval(axes, place + 0.16, (row.ours.low, row.ours.high), limit, BLUE)
+            colour, marker = (BLUE, "o") if row.learned else (MUTED, "X")
+            _interval(axes, place + 0.16, (row.ours.low, row.ours.high), limit, colour)
             axes.plot(
                 row.ours.differences, [place + 0.16] * row.ours.n, linestyle="none", color=MUTED, marker="o",
                 markersize=3.6, markerfacecolor=PAPER, markeredgecolor=MUTED, markeredgewidth=0.8, zorder=3,
             )  # fmt: skip
             axes.plot(
-                [row.ours.mean], [place + 0.16], marker="o", markersize=5.5, color=BLUE, markeredgecolor=PAPER, zorder=5
-            )
+                [row.ours.mean], [place + 0.16], marker=marker, markersize=6, color=colour, markeredgecolor=PAPER,
+                zorder=5,
+            )  # fmt: skip
     axes.set_xlabel("← right better  ·  pp of test accuracy, left − right  ·  left better →")
     return figure
 

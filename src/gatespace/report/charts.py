@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from gatespace.evidence.accuracy import accuracy_interval
 from gatespace.evidence.records import ALL_TASKS, BlockClaim, Choice, ComparisonEvidence, Summary
 from gatespace.report.beside import beside_charts
 from gatespace.report.drawing import (
@@ -43,7 +42,7 @@ from gatespace.report.tables import (
     lam_records,
     point_records,
 )
-from gatespace.report.view import AXES, KINDS, View, leaves_out_zero
+from gatespace.report.view import AXES, KINDS, View, confidence_text, leaves_out_zero
 from gatespace.study.records import Score
 
 if TYPE_CHECKING:
@@ -56,6 +55,8 @@ _CURVE_POINTS = 60
 _CURVES = {"loss": "loss", "lam_mean": "mean λ", "forward_kl": "forward KL", "reverse_kl": "reverse KL"}
 _MOST_LABELS = 12
 """Maximum number of labels for a legible confusion matrix."""
+_PLAIN = ("curves-", "reliability-")
+"""Figures of accuracy whatever the study's outcome is."""
 _BESIDE = "beside"
 """Kind of start, teacher and best constant in a ranking."""
 _LOOKS: Mapping[str, tuple[str, str, str, str]] = {
@@ -77,8 +78,9 @@ def all_charts(view: View) -> list[Chart]:
         charts += [_against_lam(view, task), _lam(view, task), _curves(view, task), _confusion(view, task)]
         charts.append(reliability(view, task))
     return [
-        chart_about(chart, view.metric(chart.task) if chart.task else view.metric_name)
+        chart_about(chart, view.plain(metric) if chart.name.startswith(_PLAIN) else metric)
         for chart in charts
+        for metric in [view.metric(chart.task) if chart.task else view.metric_name]
         if chart.data.rows
     ]
 
@@ -197,8 +199,9 @@ def _differences(
 ) -> Chart:
     """Figure of differences: every seed, their mean and its interval."""
     columns = (
-        text("row", "comparison"), count("n"), signed_pp("mean", "mean, pp"), signed_pp("low", "95 % from"),
-        signed_pp("high", "to"), signed_pp("fresh", "without selection seed, pp"), text("each", "each, pp"),
+        text("row", "comparison"), count("n"), signed_pp("mean", "mean, pp"),
+        signed_pp("low", f"{_confidence(rows)} from"), signed_pp("high", "to"),
+        signed_pp("fresh", "without selection seed, pp"), text("each", "each, pp"),
     )  # fmt: skip
     records = []
     group = ""
@@ -214,6 +217,10 @@ def _differences(
         return _draw_differences(rows, seed, band, sides)
 
     return _chart(name, title, f"{about} {_finding(rows)}", columns, records, draw, task)
+
+
+def _confidence(rows: Sequence[Row]) -> str:
+    return confidence_text(next((row.summary.confidence for row in rows if row.summary is not None), 0.95))
 
 
 def _finding(rows: Sequence[Row]) -> str:
@@ -254,7 +261,7 @@ def _draw_differences(
     if selection_seed is not None and any(row.fresh is not None for row in rows) and several:
         key.append(("| mean without it", INK))
     if any(row.summary is not None and row.summary.low is not None for row in rows):
-        key.append(("— 95 % interval (arrow: runs on)", BLUE))
+        key.append((f"— {_confidence(rows)} interval (arrow: runs on)", BLUE))
     figure, axes = rows_figure([row.label for row in rows], key, row=0.185)
     for row, label in zip(rows, axes.get_yticklabels(), strict=True):
         if row.summary is None:
@@ -307,7 +314,7 @@ def _ranking(view: View, task: str) -> Chart:
     rows.sort(key=lambda row: -row["accuracy"])
     columns = (
         POINT, text("kind"), count("seeds"), percent("accuracy", "accuracy, mean %"), percent("low", "95 % from"),
-        percent("high", "to"), text("every", "each seed, %"),
+        percent("high", "to"), lam("lam", "E[λ]"), lam("lam_rkl", "RKL-weighted λ"), text("every", "each seed, %"),
     )  # fmt: skip
     for row in rows:
         row["every"] = ", ".join(shown(share, "percent") for share in row["each"]) or None
@@ -324,7 +331,8 @@ def _ranking(view: View, task: str) -> Chart:
         there = {row["look"] for row in rows}
         looks = dict.fromkeys(look for look in _LOOKS.values() if look in there)
         key = [(f"{mark} {words}", colour) for words, mark, _, colour in looks]
-        key += [("○ one seed", MUTED), ("— 95 % interval", BLUE)]
+        several = any(len(row["each"]) > 1 for row in rows)
+        key += [("○ one seed", MUTED), (f"— 95 % interval over {'seeds' if several else 'texts'}", BLUE)]
         labels, tall = [row["point"] for row in rows], 0.2 if len(rows) > 25 else 0.24
         figure, axes = rows_figure(labels, key, row=tall, right=2.95 if is_wide() else 0.68)
         for row in rows:
@@ -354,20 +362,20 @@ def _ranking(view: View, task: str) -> Chart:
 
 
 def _standing_beside(view: View, task: str) -> Iterator[dict[str, Any]]:
-    """Rows of start, teacher and best constant in a ranking."""
+    """Rows of start, teacher and best constant in a ranking, without intervals: theirs would be over texts, those of
+    the points are over seeds."""
     known = view.results.baselines.get(task)
     scores = {} if known is None else {"start": known.start.get("test"), "teacher": known.teacher.get("test")}
     words = {"start": "untouched student", "teacher": "teacher"}
-    shared: dict[str, Any] = {"each": [], "seeds": None, "look": _LOOKS[_BESIDE]}
+    shared: dict[str, Any] = {"each": [], "seeds": None, "low": None, "high": None, "look": _LOOKS[_BESIDE]}
     for point, score in scores.items():
         if score is not None:
-            low, high = accuracy_interval([score]) or (None, None)
-            yield {"point": point, "kind": words[point], "accuracy": score.accuracy, "low": low, "high": high, **shared}
+            yield {"point": point, "kind": words[point], "accuracy": score.accuracy, **shared}
     beside = view.analysis.baselines[task]
     if beside.best_constant is not None:
         yield {
             "point": "best constant", "kind": f"always {short(str(beside.best_constant_label), 16)}",
-            "accuracy": beside.best_constant, "low": None, "high": None, **shared,
+            "accuracy": beside.best_constant, **shared,
         }  # fmt: skip
 
 

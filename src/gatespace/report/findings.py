@@ -1,25 +1,27 @@
 """What a study supports and what it does not, in sentences derived from its statistics.
 
 A group of comparisons is supported only if its interval excludes 0 with and without the selection seed, p without that
-seed is below .05 after Holm's adjustment over all groups, the exact sign-flip test (which needs at least six blocks)
-agrees, and no single point decides it. Single cells are never claimed. What a mean would hide comes first: points that
-end below their start, tasks that do not separate the points, and groups decided by one point.
+seed is below the level after Holm's adjustment over all planned groups, the exact sign-flip test (which needs at least
+six blocks) agrees, and no single point decides it. The level is .05 at the first look at the results and lower at later
+ones. A claim is about the points that were run, not about the family. Single cells are never claimed. What a mean would
+hide comes first: points that end below their start, tasks that do not separate the points, and groups decided by one
+point.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
-from gatespace.evidence.paired import holm
+from gatespace.evidence.reach import ALPHA
 from gatespace.evidence.records import ALL_TASKS, BlockClaim, Detectable, GroupEvidence, Summary, WinCount
 from gatespace.gating.coefficients import NotApplicable
 from gatespace.report.beside import sentences
 from gatespace.report.table import shown
-from gatespace.report.view import KINDS, View, axis_of, leaves_out_zero
+from gatespace.report.view import KINDS, View, axis_of, confidence_text, leaves_out_zero
 from gatespace.study.plan import ending, train_config
 from gatespace.study.records import StudyResults
 
@@ -31,7 +33,10 @@ VERDICTS: Mapping[str, str] = {
     "descriptive": "descriptive only",
     "missing": "not run yet",
 }
-_LEVEL = 0.05
+_LOOKS = ("", "", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth")
+_NAMED_POINTS = 8
+_NULL_LEADS = {True: 0.058, False: 0.04}
+"""Whether there is a selection seed → chance that a group without any difference is a lead, from simulated studies."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +46,10 @@ class Finding:
     verdict: Verdict
     axis: str
     restriction: str | None
+    about: str
+    """Its subject in a few words."""
     text: str
-    scope: str = ""
-    """The subset of comparisons it covers, if not all."""
+    look: int = 1
     claim: BlockClaim | None = None
     fresh: BlockClaim | None = None
     why: str = ""
@@ -52,10 +58,9 @@ class Finding:
     """The point that decides the mean, if any."""
 
     @property
-    def about(self) -> str:
-        """Its subject in a few words."""
-        about = axis_of(self.axis, self.restriction).about
-        return f"{about} ({self.scope})" if self.scope else about
+    def verdict_text(self) -> str:
+        """The verdict in words; a claim that is supported after earlier looks says so."""
+        return VERDICTS[self.verdict] + (_at_look(self.look) if self.verdict == "supported" else "")
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ def find(view: View) -> Findings:
         headline=_headline(claims),
         state=_state(view),
         notable=(*_below_start(view), *_alike(view), *_decided(view, claims)),
-        warnings=tuple(view.results.warning_lines()),
+        warnings=tuple(view.results.warning_lines(without=[one[:2] for one in view.analysis.below_start])),
         training=tuple(_training(view)),
         claims=claims,
         limits=tuple(_limits(view)),
@@ -112,10 +117,10 @@ def _headline(claims: Sequence[Finding]) -> str:
     if of["descriptive"] and not (of["supported"] or of["lead"] or of["none"]):
         return "One seed: the numbers describe these runs, and support no claim about others."
     held = len(of["supported"])
-    groups = f"{asked} comparison{'s' * (asked > 1)} of groups"
-    text = f"Of {groups}, {held or 'none'} show{'s' * (held < 2)} a difference that holds"
+    groups = f"{asked} group comparison{'s' * (asked > 1)}"
+    text = f"Of {groups}, {held or 'none'} show{'s' * (held < 2)} a statistically supported difference"
     if of["supported"]:
-        text += f" ({', '.join(claim.about for claim in of['supported'])})"
+        text += f"{_at_look(claims[0].look)} ({', '.join(claim.about for claim in of['supported'])})"
     rest = []
     if of["lead"]:
         rest.append(f"{len(of['lead'])} not confirmed ({', '.join(claim.about for claim in of['lead'])})")
@@ -140,18 +145,20 @@ def _state(view: View) -> str:
 
 
 def _below_start(view: View) -> Iterator[str]:
-    """Points that ended below the untrained student."""
+    """Points that ended below the untrained student, with what usually helps."""
+    causes = view.results.causes()
     for task, point, start, shares, gain in view.analysis.below_start:
         kind = KINDS[view.kind(task, point)]
         text = f"{view.said(task)}: {point} ({kind}) ends below its start: {_percent(fmean(shares))}"
         if len(shares) > 1:
             text += f" on average over {len(shares)} seeds ({_percent(min(shares))} to {_percent(max(shares))})"
         text += f", the student before training {_percent(start)}"
+        helps = f" {causes[task, point].helps}" if (task, point) in causes else ""
         if gain.low is None:
-            yield f"{text}. With one seed, noise is not known."
+            yield f"{text}. With one seed, noise is not known.{helps}"
             continue
         where = "Beyond noise" if gain.high is not None and gain.high < 0 else "Within the noise of its seeds"
-        yield f"{text}. {where}: {_pp(gain.mean)}, {_interval(gain)}; {gain.losses} of {gain.n} runs are below."
+        yield f"{text}. {where}: {_pp(gain.mean)}, {_interval(gain)}; {gain.losses} of {gain.n} runs are below.{helps}"
 
 
 def _alike(view: View) -> Iterator[str]:
@@ -181,16 +188,16 @@ def _decided(view: View, claims: Sequence[Finding]) -> Iterator[str]:
     for claim in claims:
         group = view.analysis.group(claim.axis, restriction=claim.restriction)
         if group is not None and group.decisive is not None and claim.claim is not None:
-            yield f"{claim.about}: one point decides the mean. {_capital(_without(group))}"
+            yield f"{claim.about}: {_lower(_driven(group))}"
 
 
-def _without(group: GroupEvidence) -> str:
+def _driven(group: GroupEvidence) -> str:
     """A group with and without the point that decides it."""
     assert group.decisive is not None
     assert isinstance(group.all, BlockClaim)
-    axis, (point, rest) = axis_of(group.axis, group.restriction), group.decisive
+    point, rest = group.decisive
     return (
-        f"{axis.left} minus {axis.right} is {_pp(group.all.mean)} with {point}, and {_pp(rest.mean)}, "
+        f"The average is driven by {point} alone: {_pp(group.all.mean)} with {point}, and {_pp(rest.mean)}, "
         f"{_interval(rest)}, without it."
     )
 
@@ -236,39 +243,65 @@ def _ending(view: View, task: str) -> str:
 
 
 def _claims(view: View) -> list[Finding]:
-    groups = []
-    for axis in view.axes:
-        mine = [group for group in view.analysis.groups if (group.axis, group.task) == (axis, ALL_TASKS)]
-        # Comparisons fixed before the study are one claim per axis.
-        parts = [group for group in mine if group.restriction is not None and view.results.selection_seed is not None]
-        at_once = [group for group in mine if group.restriction is None]
-        groups += [group for group in parts or at_once if group.comparable or group.missing]  # not all N/A
-    # One family of tests: the statements on the first screen.
-    adjusted = holm([None if group.judged is None else group.judged.p for group in groups])
-    found = []
-    for group, p in zip(groups, adjusted, strict=True):
-        verdict, text, why = _verdict(group, p, view.results.selection_seed)
+    groups = [group for axis in view.axes for group in view.analysis.groups if group.axis == axis and group.claimed]
+    claims = []
+    for group in groups:
+        verdict, text, why = _verdict(view, group, len(groups))
         whole, fresh = (c if isinstance(c, BlockClaim) else None for c in (group.all, group.fresh))
         decisive = group.decisive.point if group.decisive is not None else ""
-        about = (group.axis, group.restriction)
-        found.append(Finding(verdict, *about, text, _scope(group), whole, fresh, why, decisive))
-    return found
+        about = axis_of(group.axis, group.restriction).about
+        if group.axis == "static":
+            about = f"Constant {_right(view, group)}"
+        if scope := _scope(group):
+            about += f" ({scope})"
+        look = max(1, len(view.results.looks))
+        claims.append(Finding(verdict, group.axis, group.restriction, about, text, look, whole, fresh, why, decisive))
+    return [_joined(claim, claims) for claim in claims]
 
 
-def _verdict(group: GroupEvidence, adjusted: float | None, seed: int | None) -> tuple[Verdict, str, str]:
-    """Verdict, sentence and doubts of a group, given its p adjusted over all groups and the selection seed."""
-    axis = axis_of(group.axis, group.restriction)
-    one, other = axis.left, axis.right
+def _joined(claim: Finding, claims: Sequence[Finding]) -> Finding:
+    """A supported difference from a constant λ, with what the matched constants say about its cause."""
+    if claim.axis != "static" or claim.verdict != "supported" or claim.claim is None:
+        return claim
+    above = claim.claim.mean > 0
+    word = "gain" if above else "loss"
+    twins = [c for c in claims if c.axis == "isolation" and c.verdict in ("supported", "lead", "none")]
+    same = [c for c in twins if c.verdict == "supported" and c.claim is not None and (c.claim.mean > 0) == above]
+    if not twins:
+        cause = (
+            f"Whether the {word} comes with the mean of λ or from varying it is open: no matched constant was tested."
+        )
+    elif not same:
+        cause = f"The {word} comes with the mean of λ; no {word} from varying it was detected."
+    else:
+        shown_by, not_by = (
+            _and([axis_of(c.axis, c.restriction).right for c in twins if (c in same) == is_same])
+            for is_same in (True, False)
+        )
+        cause = f"A {word} from varying λ is supported too, against {shown_by}."
+        if not_by:
+            cause = (
+                f"A {word} is supported against {shown_by} and not against {not_by}: that λ varies is not shown to be "
+                "the cause."
+            )
+    return replace(claim, text=f"{claim.text} {cause}")
+
+
+def _verdict(view: View, group: GroupEvidence, family: int) -> tuple[Verdict, str, str]:
+    """Verdict, sentence and doubts of one of `family` planned groups."""
+    seed, level = view.results.selection_seed, view.analysis.level
     whole, fresh = group.all, group.fresh if isinstance(group.fresh, BlockClaim) else None
     if not isinstance(whole, BlockClaim):
-        return "missing", f"{_capital(one)} against {other}: no pair of runs is done.", ""
-    mean = f"{_capital(one)} minus {other}: {_pp(whole.mean)}"
+        return "missing", f"{axis_of(group.axis, group.restriction).title}: no pair of runs is done.", ""
+    points, right = _points(whole), _right(view, group)
     if len({block.seed for block in whole.blocks}) == 1:
         cells = f"{group.comparable} comparison{'s' * (group.comparable != 1)}"
         unknown = "What another seed would give is not known: no interval, no test."
-        return "descriptive", f"{mean} on average over {cells} at one seed. {unknown}", "one seed"
+        mean = f"{_capital(points)} minus {right}: {_pp(whole.mean)} on average over {cells} at one seed."
+        return "descriptive", f"{mean} {unknown}", "one seed"
     if whole.low is None or whole.high is None:
-        return "none", f"{mean} in all {_blocks(whole)}: no variance to test it by.", "no variance"
+        mean = f"{_capital(points)} minus {right}: {_pp(whole.mean)} in all {_blocks(whole)}"
+        return "none", f"{mean}: no variance to test it by.", "no variance"
     scope = _scope(group)
     part = f" for the {scope} that have all of them" if scope else ""
     numbers = f"mean {_pp(whole.mean)}, {_interval(whole)} over {_blocks(whole)}{part}"
@@ -277,24 +310,82 @@ def _verdict(group: GroupEvidence, adjusted: float | None, seed: int | None) -> 
         again = f" Without the selection seed {seed}: {_pp(fresh.mean)}"
         # The interval of two blocks has one degree of freedom and says nothing.
         again += f", {_interval(fresh)}." if fresh.low is not None and fresh.n > 2 else f" ({_blocks(fresh)})."
-    decided = f"{group.decisive.point} decides the mean: {_without(group)}" if group.decisive is not None else ""
+    driven = _driven(group) if group.decisive is not None else ""
+    several = len({cell.left for cell in whole.cells}) > 1
     if not leaves_out_zero(whole) and not (fresh is not None and leaves_out_zero(fresh)):
-        text = f"No detectable difference between {one} and {other}: {numbers}; with {_blocks(whole, brief=True)} only"
-        text += f" gaps of ≥ {whole.mde:.1f} pp would show.{again}"
-        return "none", f"{text} {decided}".rstrip(), decided
-    ahead = f"{_capital(one)} is {'above' if whole.mean > 0 else 'below'} {other}"
-    judged = group.judged
-    doubts = [*_doubts(whole, fresh, judged, adjusted, seed)]
-    if decided:
-        doubts.append(decided.removesuffix("."))
+        text = f"No detectable difference between {points}{', on average,' * several} and {right}: {numbers}."
+        return "none", f"{text} {_detectable(view, group)}{again} {driven}".rstrip(), driven
+    where = "above" if whole.mean > 0 else "below"
+    ahead = f"{_capital(points)}, on average, are {where} {right}" if several else f"{points} is {where} {right}"
+    doubts = [*_doubts(whole, fresh, group.judged, group.holm, seed, level)]
+    if driven:
+        doubts.append(_lower(driven).removesuffix("."))
     if doubts:
         why = f"{'; '.join(doubts)}."
-        return "lead", f"{ahead} in these runs: {numbers}. This is a lead and no finding: {why}{again}", why
+        lead = f"{ahead} in these runs{_agree(whole)}: {numbers}."
+        return "lead", f"{lead} Treat this as a lead, not a finding: {why}{again}", why
     tests = (
-        f"{_p(adjusted)} after Holm's adjustment for all these statements, "
-        f"exact sign-flip {_p(judged.sign_flip_p if judged else None)}"
+        f"{_p(group.holm)} after Holm's adjustment for the {family} planned group comparisons, exact sign-flip "
+        f"{_p(group.judged.sign_flip_p if group.judged else None)}"
     )
-    return "supported", f"{ahead}: {numbers}; {tests}.{again}", ""
+    return "supported", f"{ahead}{_agree(whole)}: {numbers}; {tests}.{again}", ""
+
+
+def _points(claim: BlockClaim) -> str:
+    """The points that a claim is about."""
+    names = list(dict.fromkeys(cell.left for cell in claim.cells))
+    if len(names) == 1:
+        return names[0]
+    more = ", …" if len(names) > _NAMED_POINTS else ""
+    return f"these {len(names)} points ({', '.join(names[:_NAMED_POINTS])}{more})"
+
+
+def _agree(claim: BlockClaim) -> str:
+    """How many of the points are on the side of their average."""
+    means: dict[str, list[float]] = {}
+    for cell in claim.cells:
+        means.setdefault(cell.left, []).append(cell.mean)
+    same = sum(fmean(of_point) * claim.mean > 0 for of_point in means.values())
+    return f"; {same} of {len(means)} are" if len(means) > 1 else ""
+
+
+def _right(view: View, group: GroupEvidence) -> str:
+    """What the points of a group are compared with; constants and published methods by name."""
+    names = [c.right for c in view.comparisons(group.axis, comparable=False) if c.status != "n/a"]
+    if isinstance(group.all, BlockClaim):
+        names = [cell.right for cell in group.all.cells]
+    names = list(dict.fromkeys(names))
+    if group.axis == "static":
+        return f"λ = {_and([name.removeprefix('static:') for name in names])}"
+    right = axis_of(group.axis, group.restriction).right
+    return f"{right} ({', '.join(names)})" if group.axis == "published" else right
+
+
+def _detectable(view: View, group: GroupEvidence) -> str:
+    """The true difference that would be supported; per task where noise differs by more than twice."""
+    whole = group.all
+    assert isinstance(whole, BlockClaim)
+    if whole.mde is None:
+        judged = group.judged or whole
+        return f"{_capital(_blocks(judged))} cannot support a difference, however large."
+    text = (
+        f"With {_blocks(whole, brief=True)}, a true difference of about {whole.mde:.1f} pp would be supported in 80 %"
+    )
+    text += " of repetitions"
+    of_task = {
+        task: found.all
+        for task in dict.fromkeys(block.task for block in whole.blocks)
+        if (found := view.analysis.group(group.axis, task=task, restriction=group.restriction)) is not None
+        and isinstance(found.all, BlockClaim)
+    }
+    sds = [claim.sd or 0.0 for claim in of_task.values()]
+    if len(sds) < 2 or max(sds) <= 2 * min(sds):
+        return f"{text}."
+    alone = [
+        f"about {claim.mde:.1f} pp on {task}" if claim.mde is not None else f"none on {task} ({claim.n} blocks)"
+        for task, claim in of_task.items()
+    ]
+    return f"{text}; for one task alone, whose noise differs: {', '.join(alone)}."
 
 
 def _p(value: float | None) -> str:
@@ -303,7 +394,12 @@ def _p(value: float | None) -> str:
 
 
 def _doubts(
-    whole: BlockClaim, fresh: BlockClaim | None, judged: BlockClaim | None, adjusted: float | None, seed: int | None
+    whole: BlockClaim,
+    fresh: BlockClaim | None,
+    judged: BlockClaim | None,
+    adjusted: float | None,
+    seed: int | None,
+    level: float = ALPHA,
 ) -> Iterator[str]:
     """Reasons why a difference is not supported."""
     if fresh is None or judged is not fresh:
@@ -312,12 +408,13 @@ def _doubts(
         yield "the interval without the selection seed contains 0"
     if not leaves_out_zero(whole):
         yield "the interval of all seeds contains 0"
-    if adjusted is None or adjusted >= _LEVEL:
-        yield f"p is {shown(adjusted, 'p')} after adjustment for all these statements"
-    if judged is not None and judged.sign_flip_floor >= _LEVEL:
+    if adjusted is None or adjusted >= level:
+        limit = f", not below {level:.2g}" if level < ALPHA else ""
+        yield f"p is {shown(adjusted, 'p')} after adjustment for all planned group comparisons{limit}"
+    if judged is not None and judged.sign_flip_floor >= ALPHA:
         floor = f"its p cannot be below {judged.sign_flip_floor:.2g}"
         yield f"{_blocks(judged)} are too few for a test without assumptions ({floor})"
-    elif judged is not None and (judged.sign_flip_p or 1.0) >= _LEVEL:
+    elif judged is not None and (judged.sign_flip_p or 1.0) >= (level if judged.sign_flip_floor < level else ALPHA):
         yield f"the exact sign-flip test gives {_p(judged.sign_flip_p)}"
 
 
@@ -332,7 +429,8 @@ def looks_text(results: StudyResults) -> str:
     earlier = ", ".join(str(look.runs) for look in before)
     return (
         f"Look {len(results.looks)} at the test results of this study; at earlier looks {earlier} runs were done. "
-        "Intervals and p are not adjusted for looking: where a look decided whether to go on, they promise too much."
+        "Intervals and p of single comparisons are not adjusted for looking: if a look decided whether to go on, they "
+        "claim too much."
     )
 
 
@@ -356,7 +454,20 @@ def _unlike(results: StudyResults) -> Iterator[str]:
 
 
 def _limits(view: View) -> list[str]:
-    found = [text] if (text := looks_text(view.results)) else []
+    found = []
+    if text := looks_text(view.results):
+        level, looks = view.analysis.level, len(view.results.looks)
+        found.append(
+            f"{text} Claims about groups are adjusted: at look {looks} their level is .05 / {looks}² = {level:.2g}, "
+            f"and their intervals have a confidence of {confidence_text(1 - level)}."
+        )
+    tested = [group for group in view.analysis.groups if group.claimed and group.holm is not None]
+    if len(tested) > 1:
+        chance = _NULL_LEADS[view.results.selection_seed is not None] * view.analysis.level / ALPHA
+        found.append(
+            f"If nothing differed at all, about {100 * (1 - (1 - chance) ** len(tested)):.0f} % of studies with "
+            f"{len(tested)} group comparisons would still show at least one as '{VERDICTS['lead']}'."
+        )
     found += _unlike(view.results)
     pairs = [c.all for c in view.analysis.comparisons if c.all is not None]
     most = max((pair.n for pair in pairs), default=0)
@@ -366,25 +477,26 @@ def _limits(view: View) -> list[str]:
             "tested."
         )
     elif isinstance(least := view.analysis.detectable[ALL_TASKS], Detectable):
-        reach = f"has a detectable difference of {least.pp:.1f} pp" if least.sd else "has no variance to test it by"
-        found.append(f"No single comparison is claimed. A typical one, over {least.seeds} seeds, {reach}.")
+        reach = f"detects about {least.pp:.1f} pp" if least.sd else "has no variance to test it by"
+        typical = f"An unadjusted t-test of a typical one, over {least.seeds} seeds, {reach}."
+        found.append(f"No single comparison is claimed. {typical}")
         floor = 2 / 2**most
-        if floor >= _LEVEL:
+        if floor >= ALPHA:
             found.append(
                 f"With {most} seeds the exact sign-flip test of a comparison cannot give p below {floor:.2g}, whatever "
                 "the data."
             )
-    for axis in ("restriction", "isolation"):
-        group = view.analysis.group(axis)
-        if group is not None and isinstance(count := group.wins, WinCount) and count.cells > 1:
-            found.append(_count_text(axis, count, tested=most > 1))
+    for group in view.analysis.groups:
+        of_axis = group.restriction is None if group.axis == "restriction" else group.axis == "isolation"
+        if group.task == ALL_TASKS and of_axis and isinstance(count := group.wins, WinCount) and count.cells > 1:
+            found.append(_count_text(axis_of(group.axis, group.restriction).right, count, tested=most > 1))
     for task, anova in view.analysis.anova.items():
         if not isinstance(anova, NotApplicable):
-            verdict = "no difference among" if anova.p >= _LEVEL else "some difference among"
+            verdict = "no difference" if anova.p >= ALPHA else "some difference"
             found.append(
-                f"{task}: {verdict} all {anova.points} points shows in the analysis of variance "
-                f"(F({anova.df[0]}, {anova.df[1]}) = {anova.f:.2f}, p {_is(anova.p)}); a run's own SD is "
-                f"{anova.sd:.2f} pp."
+                f"{task}: the analysis of variance detects {verdict} among the {anova.points} points "
+                f"(F({anova.df[0]}, {anova.df[1]}) = {anova.f:.2f}, permutation p {_is(anova.p)}); the SD of one run "
+                f"is {anova.sd:.2f} pp."
             )
     for task, selection in view.analysis.selection.items():
         chosen, observed = selection.chosen, selection.observed
@@ -393,8 +505,8 @@ def _limits(view: View) -> list[str]:
         text = f"{view.said(task)}: best on validation is {chosen.label}, with {_percent(chosen.test)} on test."
         if observed.label != chosen.label and selection.optimism:
             text += (
-                f" {observed.label} looks {abs(selection.optimism):.2f} pp better on test, but that would be picking "
-                "by what it is judged by."
+                f" {observed.label} is {abs(selection.optimism):.2f} pp higher on test, but selecting and scoring on "
+                "the same data is biased upward."
             )
         found.append(text)
     for task, known in view.analysis.baselines.items():
@@ -406,9 +518,8 @@ def _limits(view: View) -> list[str]:
     return found
 
 
-def _count_text(axis: str, count: WinCount, *, tested: bool) -> str:
-    names = {"restriction": "its restrictions", "isolation": "its mean-matched constants"}
-    text = f"The family is ahead of {names[axis]} in {count.wins} of {count.cells} cells"
+def _count_text(right: str, count: WinCount, *, tested: bool) -> str:
+    text = f"Points are above {right} in {count.wins} of {count.cells} comparisons"
     text += f", {count.ties} tied" if count.ties else ""
     if not tested or count.effective_n is None or count.correlated_p is None or count.naive_p is None:
         return text + "."
@@ -416,11 +527,22 @@ def _count_text(axis: str, count: WinCount, *, tested: bool) -> str:
         return text + f" (p {_is(count.correlated_p)})."
     naive = shown(count.naive_p, "p")
     instead = f", not {naive}" if naive != shown(count.correlated_p, "p") else ""
-    worth = f". Cells share runs: the count is worth about {count.effective_n:.1f} independent cells"
+    worth = f". Comparisons share runs: the count is worth about {count.effective_n:.1f} independent ones"
     return text + f"{worth} (p {_is(count.correlated_p)}{instead})."
 
 
 # ---------------------------------------------------------------------------------------------------- words
+
+
+def _at_look(look: int) -> str:
+    """Empty for the first look."""
+    if look < 2:
+        return ""
+    return f" at a {_LOOKS[look] if look < len(_LOOKS) else f'{look}th'} look"
+
+
+def _and(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 def _blocks(claim: BlockClaim, *, brief: bool = False) -> str:
@@ -446,7 +568,7 @@ def _interval(claim: Summary) -> str:
     assert claim.low is not None
     assert claim.high is not None
     low, high = (shown(end, "signed_pp").removeprefix("+").replace("-", "−") for end in (claim.low, claim.high))
-    return f"{100 * claim.confidence:.0f} % CI [{low}, {high}]"
+    return f"{confidence_text(claim.confidence)} CI [{low}, {high}]"
 
 
 def _is(p: float) -> str:
@@ -464,3 +586,7 @@ def _percent(share: float) -> str:
 
 def _capital(text: str) -> str:
     return text[0].upper() + text[1:]
+
+
+def _lower(text: str) -> str:
+    return text[0].lower() + text[1:]

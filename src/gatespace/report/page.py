@@ -16,10 +16,10 @@ from gatespace.files import atomic_write
 from gatespace.gating.coefficients import NotApplicable
 from gatespace.report.charts import all_charts
 from gatespace.report.drawing import Rendered, render
-from gatespace.report.findings import VERDICTS, Findings, find
+from gatespace.report.findings import Findings, find
 from gatespace.report.table import ABSENT, Column, Table, Value, csv_text, latex_text, markdown_text, shown
 from gatespace.report.tables import file_tables, page_tables
-from gatespace.report.view import AXES, View
+from gatespace.report.view import AXES, View, confidence_text
 from gatespace.runs import pages_of
 from gatespace.study.records import StudyResults
 
@@ -51,12 +51,12 @@ GLOSSARY: tuple[tuple[str, str], ...] = (
     ("run", "One training at one point and seed."),
     ("pp", "Percentage points: the difference of two accuracies in %."),
     ("seed", "What fixes all randomness of a run. Two sides of a comparison have the same seeds and are subtracted seed by seed."),  # noqa: E501
-    ("selection seed, fresh", "Whatever was chosen was chosen looking at the selection seed, and looks better there than it is. Fresh seeds are the others."),  # noqa: E501
+    ("selection seed, fresh", "Choices were made on the selection seed, so its results are biased upward. Fresh seeds are the others."),  # noqa: E501
     ("block", "All cells of one task at one seed. Cells of a block share runs, so that tests count blocks."),
-    ("95 % CI", "An interval that holds the true mean in 95 of 100 repetitions of the study."),
+    ("95 % CI", "An interval that holds the true mean in 95 of 100 repetitions of the study. From the second look at the results on, intervals of groups have a higher confidence."),  # noqa: E501
     ("p", "How often a difference as large would come out if there were none. Adjusted (Holm, BH): for the number of comparisons made."),  # noqa: E501
     ("sign-flip", "An exact test without assumptions about the shape of errors. With n seeds its p is at least 2/2ⁿ, its floor."),  # noqa: E501
-    ("detectable", "The smallest true difference that a two-sided paired t-test at .05 finds in 80 % of repetitions, with so many seeds and as much as they differ. A group, a comparison and a typical comparison of the study have their own."),  # noqa: E501
+    ("detectable", "About the smallest true difference that would be found in 80 % of repetitions, with so many seeds and their SD: for a group, by the rule that prints 'supported'; for one comparison, by an unadjusted t-test at .05."),  # noqa: E501
     ("best constant", "The accuracy of giving the split's most frequent label to every text, without reading any."),
     ("balanced accuracy", "The mean over labels of the share of their texts that are right. One label for all gives 1 / labels."),  # noqa: E501
     ("macro-F1", "The mean over labels of F1: a label that is rare counts as much as one that is frequent."),
@@ -159,7 +159,7 @@ def page(
         selects=results.selection_seed is not None,
         beside=[one for one in drawn if one.chart.name.startswith("beside-")],
         ranking=[one for one in drawn if one.chart.name.startswith("ranking-")],
-        verdicts=VERDICTS,
+        confidence=confidence_text(1 - view.analysis.level),
         problems=_problems(view),
         sections=_sections(view, {table.name: table for table in (*tables, *extra)}, drawn),
         files={table.name for table in tables},

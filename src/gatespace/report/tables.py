@@ -45,6 +45,8 @@ RUN = Column("run", "run", "runs")
 RUNS = Column("runs", "runs", "runs", NOT_IN_PRINT)
 NO_LABEL = "(none)"
 _WRONG_TEXTS = 10
+_PLAIN = ("duplicates", "calibration", "secondary")
+"""Tables about accuracy whatever the study's outcome is."""
 _SIDES = ("family", "entropy-only", "gap-only", "static", "published")
 
 
@@ -66,7 +68,10 @@ def file_tables(view: View) -> list[Table]:
         *(_comparisons(view, axis) for axis in view.axes),
         *(build(view) for build in claimed),
     ]
-    return [table_about(table, view.metric_name, view.metrics) for table in found]
+    return [
+        table_about(table, view.plain(view.metric_name) if table.name in _PLAIN else view.metric_name, view.metrics)
+        for table in found
+    ]
 
 
 def page_tables(view: View) -> list[Table]:
@@ -156,7 +161,8 @@ def point_records(view: View, task: str, *kinds: str) -> Iterator[dict[str, Any]
             gate=None if gate is None or kind in ("static", "twin") else str(gate),
             macro_f1=mean_of([score.macro_f1 for score in scores.values() if score.macro_f1 is not None]),
             val_accuracy=mean_of([score.accuracy for score in view.sweep(task, point, "val").values()]),
-            lam=mean_of([run.lam_stats.mean for run in runs if run.lam_stats is not None]),
+            lam=_mean_known([_get(run.lam_stats, "mean") for run in runs]),
+            lam_rkl=_mean_known([_get(run.lam_stats, "rkl_mean") for run in runs]),
             above_start=_difference(mean, beside.start), above_constant=_difference(mean, beside.best_constant),
             to_teacher=_difference(mean, beside.teacher),
         )  # fmt: skip
@@ -168,12 +174,14 @@ def point_records(view: View, task: str, *kinds: str) -> Iterator[dict[str, Any]
         TASK, POINT, text("kind"), text("gate", "a,b,c,d"), SEEDS, percent("accuracy", "accuracy, mean %"),
         percent("low", "95 % from"), percent("high", "to"), pp("sd", "SD, pp"),
         percent("macro_f1", "macro-F1, mean %"), percent("val_accuracy", "val, mean %"), lam("lam", "E[λ]"),
-        signed_pp("above_start", "over start, pp"), signed_pp("above_constant", "over best constant, pp"),
+        lam("lam_rkl", "RKL-weighted λ"), signed_pp("above_start", "over start, pp"),
+        signed_pp("above_constant", "over best constant, pp"),
         signed_pp("to_teacher", "to teacher, pp"), RUNS,
     ),
     stub=2,
     note="Means over the seeds of the sweep, test split unless it says val. The interval is over seeds, or over texts "
-    "where there is one seed. E[λ] is the mean over all response tokens of the training.",
+    "where there is one seed. E[λ] is the mean over all response tokens of the training; RKL-weighted λ is "
+    "Σ λ·RKL / Σ RKL, the weight of reverse KL that the loss had.",
 )  # fmt: skip
 def _points(view: View) -> Iterator[Record]:
     for task in view.results.tasks:
@@ -221,7 +229,7 @@ def _duplicates(view: View) -> Iterator[Record]:
     for task, point in _task_points(view):
         scores = [score for score in view.scores(task, point).values() if score.without_duplicates is not None]
         if scores and scores[0].duplicates:
-            whole = fmean(score.accuracy for score in scores)
+            whole = fmean(score.metrics.score for score in scores)
             clean = fmean(s.without_duplicates.accuracy for s in scores if s.without_duplicates is not None)
             yield _row(
                 task=task, point=point, seeds=len(scores), rows=scores[0].count, duplicates=scores[0].duplicates,
@@ -282,27 +290,45 @@ def _confusion(view: View) -> Iterator[Record]:
     "calibration", "Probabilities of labels on the test split",
     (
         TASK, text("model", "point"), SEEDS, percent("accuracy", "accuracy, %"),
+        percent("prior_corrected", "prior-corrected, %"), percent("auc", "macro AUC, %"),
         percent("confidence", "confidence, %"), lam("log_loss", "log-loss"), lam("brier", "Brier"),
         percent("ece", "ECE, %"), percent("aurc", "AURC, %"),
-        *(percent(f"coverage_{target:g}", f"coverage at {100 * target:g} %") for target in TARGETS),
+        *(
+            column
+            for target in TARGETS
+            for column in (
+                percent(f"coverage_{target:g}", f"coverage for {100 * target:g} %"),
+                percent(f"reached_{target:g}", "accuracy there, %"),
+            )
+        ),
         percent("mass", "mass of labels, %"),
     ),
     stub=2,
-    note="Means over seeds. Accuracy is that of the most probable label and confidence its probability; log-loss in "
-    f"nats; Brier over all labels, 0 to 2; ECE in {BINS} bins of equal width; AURC is the mean error over coverages. "
-    "Coverage is the largest share of texts that a threshold answers with at least that accuracy; mass is what the "
-    "model gives to the responses of all labels, the rest goes to other responses.",
+    note="Means over seeds. Accuracy is that of the most probable label and confidence its probability; "
+    "prior-corrected is that accuracy after a bias per label, fitted on the validation rows; macro AUC is each label "
+    "against the rest, 50 % by chance; log-loss in nats; Brier over all labels, 0 to 2; "
+    f"ECE in {BINS} bins of equal width; AURC is the mean error over coverages. Coverage is the share of test texts "
+    "above the threshold that answers the most validation texts with at least that accuracy, beside the accuracy on "
+    "those test texts; mass is what the model gives to the responses of all labels, the rest goes to other responses.",
 )  # fmt: skip
 def _calibration(view: View) -> Iterator[Record]:
     for task in view.results.tasks:
         for model, scores in _by_model(view, task).items():
             found = [score.calibration for score in scores if score.calibration is not None]
             if found:
-                names = ("accuracy", "confidence", "log_loss", "brier", "ece", "aurc", "mass")
-                means = {name: fmean(getattr(one, name) for one in found) for name in names}
+                names = (
+                    "accuracy", "prior_corrected", "auc", "confidence", "log_loss", "brier", "ece", "aurc", "mass"
+                )  # fmt: skip
+                means = {name: _mean_known([getattr(one, name) for one in found]) for name in names}
                 for place, target in enumerate(TARGETS):
-                    means[f"coverage_{target:g}"] = fmean(one.coverage_at[place].coverage for one in found)
+                    at = [one.coverage_at[place] for one in found]
+                    means[f"coverage_{target:g}"] = fmean(one.coverage for one in at)
+                    means[f"reached_{target:g}"] = _mean_known([one.reached for one in at])
                 yield _row(task=task, model=model, seeds=None if model in _BESIDE else len(found), **means)
+
+
+def _mean_known(values: Sequence[float | None]) -> float | None:
+    return mean_of([value for value in values if value is not None])
 
 
 _BESIDE = ("start", "teacher")
@@ -414,18 +440,18 @@ def _cut(text: str, most: int = 400) -> str:
     (
         TASK, POINT, count("seed"), text("state"), percent("accuracy", "accuracy, %"), count("correct"),
         count("count", "rows"), percent("macro_f1", "macro-F1, %"), count("parse_failures", "no legal label"),
-        percent("val_accuracy", "val, %"), lam("lam", "E[λ]"), RUNS,
+        percent("val_accuracy", "val, %"), lam("lam", "E[λ]"), lam("lam_rkl", "RKL-weighted λ", CSV_ONLY), RUNS,
     ),
     stub=3, note="Test split unless it says val. An answer without a legal label is wrong.",
 )  # fmt: skip
 def _runs(view: View) -> Iterator[Record]:
     for run in view.ordered:
-        val, mean = _get(run.scores.get("val"), "accuracy"), _get(run.lam_stats, "mean")
-        found = run.scores.get("test")
+        val, found = _get(run.scores.get("val"), "accuracy"), run.scores.get("test")
+        lams = {"lam": _get(run.lam_stats, "mean"), "lam_rkl": _get(run.lam_stats, "rkl_mean")}
         spec, score = _cells(run.spec), _cells(found)
-        if found is not None and found.text is not None:
-            score["correct"] = None  # a sum of scores
-        yield _row(spec, score, state=run.state, val_accuracy=val, lam=mean, runs=_ids(run))
+        if found is not None and found.metric != "accuracy":
+            score["correct"] = None  # not a count
+        yield _row(spec, score, lams, state=run.state, val_accuracy=val, runs=_ids(run))
 
 
 def lam_records(view: View, task: str, *kinds: str) -> Iterator[dict[str, Any]]:
@@ -580,11 +606,11 @@ def _summary(found: object, prefix: str = "") -> dict[str, Any]:
     return {prefix + name: _get(found, name) for name in _SUMMARY}
 
 
-def _summary_columns(what: str = "") -> tuple[Column, ...]:
+def _summary_columns(what: str = "", interval: str = "95 %") -> tuple[Column, ...]:
     prefix, title = (f"{what}_", f"{what} ") if what else ("", "")
     return (
         count(f"{prefix}n", f"{title}n"), signed_pp(f"{prefix}mean", f"{title}mean, pp"),
-        pp(f"{prefix}sd", f"{title}SD"), signed_pp(f"{prefix}low", f"{title}95 % from"),
+        pp(f"{prefix}sd", f"{title}SD"), signed_pp(f"{prefix}low", f"{title}{interval} from"),
         signed_pp(f"{prefix}high", f"{title}to"), p_value(f"{prefix}p", f"{title}p (t)"),
         p_value(f"{prefix}sign_flip_p", f"{title}p (sign-flip)"), pp(f"{prefix}mde", f"{title}detectable, pp"),
     )  # fmt: skip
@@ -695,6 +721,7 @@ def _secondary(view: View) -> Table:
             records.append(_row(_cells(found), row))
     columns = [AXIS, *PAIR]
     for name, title, unit in (
+        ("prior_corrected", "prior-corrected accuracy, pp", signed_pp), ("auc", "macro AUC, pp", signed_pp),
         ("f1", "macro-F1, pp", signed_pp), ("area", "validation curve, pp", signed_pp), ("loss", "log-loss", lam)
     ):  # fmt: skip
         if any(record[f"{name}_n"] for record in records):
@@ -705,7 +732,8 @@ def _secondary(view: View) -> Table:
     return Table.of(
         "secondary", "Replication: secondary outcomes", columns, records, stub=4,
         note="Left minus right, paired within seed, with 95 % intervals that are not adjusted for their number: no "
-        "claim rests on them. Macro-F1 is that of the test split. The area under the validation curve is the mean "
+        "claim rests on them. Prior-corrected accuracy (after a bias per label, fitted on the validation rows), macro "
+        "AUC and macro-F1 are those of the test split. The area under the validation curve is the mean "
         "accuracy on validation over the steps, by trapezoids. Log-loss is that of the labels on validation after the "
         "last step, in nats: below 0 the left side is better.",
     )  # fmt: skip
@@ -730,7 +758,21 @@ def _f1(view: View, run: RunResult) -> Any:
     return None if f1 is None else 100 * f1
 
 
-_OUTCOMES: Mapping[str, Callable[[View, RunResult], Any]] = {"f1": _f1, "area": _area, "loss": _loss}
+def _of_probabilities(name: str) -> Callable[[View, RunResult], Any]:
+    def outcome(view: View, run: RunResult) -> Any:
+        value = _get(_get(run.scores.get("test"), "calibration"), name)
+        return None if value is None else 100 * value
+
+    return outcome
+
+
+_OUTCOMES: Mapping[str, Callable[[View, RunResult], Any]] = {
+    "prior_corrected": _of_probabilities("prior_corrected"),
+    "auc": _of_probabilities("auc"),
+    "f1": _f1,
+    "area": _area,
+    "loss": _loss,
+}
 
 
 def _at(found: Paired | None, seed: int | None) -> float | None:
@@ -782,14 +824,16 @@ def _shown_groups(view: View) -> Iterator[tuple[GroupEvidence, dict[str, Any]]]:
 @_table(
     "groups", "Group claims",
     (
-        AXIS, TASK, count("cells"), count("na", "N/A"), count("missing"), *_summary_columns(),
-        p_value("sign_flip_floor", "sign-flip floor"), *_summary_columns("fresh"),
+        AXIS, TASK, count("cells"), count("na", "N/A"), count("missing"), *_summary_columns(interval="CI"),
+        p_value("sign_flip_floor", "sign-flip floor"), *_summary_columns("fresh", "CI"),
         p_value("fresh_sign_flip_floor", "fresh floor"), p_value("holm", "p, Holm"),
         signed_pp("mixed", "mixed model, pp", CSV_ONLY), p_value("mixed_p", "mixed p (too small)", CSV_ONLY), NOTE,
     ),
     stub=2, empty="There is no comparison yet.",
     note="Mean difference of all cells of an axis, per (task, seed) block; t and sign-flip are over blocks, never over "
-    "cells. Fresh leaves the selection seed out and is the one that confirms. Holm is over the pooled axes.",
+    "cells. Fresh leaves the selection seed out and is the one that confirms. CI is of 95 % at the first look at the "
+    "results, and of a higher confidence later. Holm is over all planned claims. Detectable is about the smallest true "
+    "difference that would be supported in 80 % of repetitions.",
 )  # fmt: skip
 def _groups(view: View) -> Iterator[Record]:
     for group, names in _shown_groups(view):
@@ -852,7 +896,8 @@ def _best(view: View) -> Table:
         TASK, count("points"), SEEDS, count("runs"), number("f", "F of points"), text("df"), p_value("p"),
         number("seed_f", "F of seeds"), p_value("seed_p", "p"), pp("sd", "pooled SD, pp"), NOTE,
     ),
-    empty="No run is done.", note="Two-way analysis of variance, point + seed, without interaction.",
+    empty="No run is done.", note="Two-way analysis of variance, point + seed, without interaction. The p of "
+    "points is from permutations of the points within each seed.",
 )  # fmt: skip
 def _anova(view: View) -> Iterator[Record]:
     for task, found in view.analysis.anova.items():

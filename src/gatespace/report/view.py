@@ -13,7 +13,7 @@ from gatespace.evaluation.metrics import metric_of
 from gatespace.evidence.records import ComparisonEvidence, StudyAnalysis, Summary
 from gatespace.gating.coefficients import Gate
 from gatespace.plugins import provided, provider
-from gatespace.study.records import RunResult, Score, StudyResults
+from gatespace.study.records import OUTCOMES, RunResult, Score, StudyResults
 
 
 class Axis(NamedTuple):
@@ -22,8 +22,7 @@ class Axis(NamedTuple):
     Args:
         title: Section title.
         about: Subject of its verdict.
-        left: The first side, within a sentence.
-        right: The second side, within a sentence.
+        right: The second side, within a sentence about several points.
         other: The second side, as a row label in figures.
         text: What is compared, and what a difference means.
         figures: Name prefixes of its figures.
@@ -32,7 +31,6 @@ class Axis(NamedTuple):
 
     title: str
     about: str
-    left: str
     right: str
     other: str
     text: str
@@ -44,8 +42,7 @@ AXES: Mapping[str, Axis] = {
     "restriction": Axis(
         title="Family against its one-channel restrictions",
         about="One-channel restrictions",
-        left="the family",
-        right="its one-channel restrictions",
+        right="their one-channel restrictions",
         other="restrictions",
         text="Each point of the family against the points that keep one of its channels at the same magnitude: "
         "entropy-only (-|a|, 0, 0, 0) and gap-only (0, 0, 0, d). They share a direction with EOPD and ToDi and are not "
@@ -54,20 +51,17 @@ AXES: Mapping[str, Axis] = {
         tables=("not-applicable",),
     ),
     "isolation": Axis(
-        title="Dynamic λ against a mean-matched constant",
-        about="Mean-matched constant",
-        left="a λ that varies over tokens",
+        title="Dynamic λ against a matched constant",
+        about="Matched constant",
         right="a constant λ of the same mean",
-        other="mean-matched twin",
-        text="Each point against a training at the constant λ that it had on average: what remains is due to λ varying "
-        "over tokens, not to its mean. A matched mean does not match the weight that reverse KL has where it is large; "
-        "a twin matched on RKL does.",
+        other="matched twin",
+        text="Each point against a training at a constant λ: its mean over tokens (mean-matched), or its mean weighted "
+        "by reverse KL (RKL-matched), which is what the loss feels. What remains is due to λ varying over tokens.",
         figures=("isolation-",),
     ),
     "control": Axis(
         title="Gate against its shuffled-λ control",
         about="Shuffled λ",
-        left="the gate",
         right="the same values of λ at shuffled tokens",
         other="shuffled λ",
         text="Each gate against a training with the same values of λ in every step, assigned to tokens at random: "
@@ -77,7 +71,6 @@ AXES: Mapping[str, Axis] = {
     "static": Axis(
         title="Family against a constant λ",
         about="Constant λ",
-        left="the family",
         right="a constant λ",
         other="constant λ",
         text="Each point against one constant λ for all.",
@@ -86,7 +79,6 @@ AXES: Mapping[str, Axis] = {
     "published": Axis(
         title="Family against published methods",
         about="Published methods",
-        left="the family",
         right="the published methods",
         other="published methods",
         text="Each point against published methods as their authors define them.",
@@ -95,8 +87,7 @@ AXES: Mapping[str, Axis] = {
     "gap": Axis(
         title="With the gap signal against without",
         about="Gap signal",
-        left="a point with the gap signal",
-        right="the same point without",
+        right="the same points without the gap signal",
         other="same point, d = 0",
         text="Each point with a gap coefficient d against the same point without: on G2, and on the base of the task.",
         figures=("gap-",),
@@ -106,11 +97,15 @@ AXES: Mapping[str, Axis] = {
 
 
 def axis_of(axis: str, restriction: str | None) -> Axis:
-    """Return the wording of an axis, or of its part with one restriction."""
+    """Return the wording of an axis, or of one of its parts."""
     found = AXES[axis]
     if restriction is None:
         return found
-    return found._replace(about=f"{restriction.capitalize()} restrictions", right=f"its {restriction} restrictions")
+    about = f"{restriction[0].upper()}{restriction[1:]}"
+    if axis == "isolation":
+        mean = "RKL-weighted mean" if restriction == "RKL-matched" else "mean"
+        return found._replace(about=f"{about} constant", right=f"constants λ of the same {mean}")
+    return found._replace(about=f"{about} restrictions", right=f"their {restriction} restrictions")
 
 
 KINDS: Mapping[str, str] = {
@@ -214,10 +209,10 @@ class View:
     def validation(self, run: RunResult) -> dict[int, float]:
         """Step → validation accuracy, from the untrained student through evaluations during training to the end."""
         known = self.results.baselines.get(run.spec.task)
-        found = {0: known.start["val"].accuracy} if known is not None and "val" in known.start else {}
+        found = {0: known.start["val"].metrics.score} if known is not None and "val" in known.start else {}
         found |= {check["step"]: metric_of(check)[1] for check in run.evaluations() if check.get("split") == "val"}
         if "val" in run.scores:
-            found[run.chosen_step] = run.scores["val"].accuracy
+            found[run.chosen_step] = run.scores["val"].metrics.score
         return dict(sorted(found.items()))
 
     def sweep(self, task: str, point: str, split: str = "test") -> dict[int, Score]:
@@ -265,7 +260,7 @@ class View:
         if scores:
             return scores[0].metric
         planned = self.results.config.tasks[task].task.get("text")
-        return str(planned.get("metric", "exact")) if planned else "accuracy"
+        return str(planned.get("metric", "exact")) if planned else OUTCOMES[self.results.config.outcome]
 
     @cached_property
     def metrics(self) -> dict[str, str]:
@@ -284,7 +279,11 @@ class View:
 
     def labelled(self) -> list[str]:
         """Names of the tasks with labels."""
-        return [task for task in self.results.tasks if self.metric(task) == "accuracy"]
+        return [task for task in self.results.tasks if self.metric(task) in OUTCOMES.values()]
+
+    def plain(self, metric: str) -> str:
+        """Name of the metric of single responses: a study's outcome on labels may be another."""
+        return "accuracy" if metric in OUTCOMES.values() else metric
 
     # ------------------------------------------------------------------ comparisons
 
@@ -305,8 +304,8 @@ class View:
     def sampling_se(self, task: str) -> float | None:
         """Binomial SE of one model's accuracy on the test split, in pp, at the mean accuracy of the family's runs."""
         scores = [s for p in self.points(task, "point") for s in self.scores(task, p).values()]
-        if not scores:
-            return None
+        if not scores or scores[0].text is not None or scores[0].metric == OUTCOMES["auc"]:
+            return None  # not a share of right answers
         share = fmean(score.accuracy for score in scores)
         return 100 * math.sqrt(share * (1 - share) / scores[0].count)
 
@@ -322,6 +321,11 @@ class View:
         """Name → published results on at least one of the study's tasks."""
         data = [self.data(task) for task in self.results.tasks]
         return {name: found for name, found in self.all_references.items() if any(map(found.accuracies, data))}
+
+
+def confidence_text(confidence: float) -> str:
+    """Return e.g. 95 %."""
+    return f"{100 * confidence:.4g} %"
 
 
 def leaves_out_zero(found: Summary) -> bool:

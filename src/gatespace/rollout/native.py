@@ -100,7 +100,6 @@ def sample(
     stop: Callable[[list[int]], bool],
     draws: Sequence[Callable[[], float]] = (),
     parents: Sequence[int] | None = None,
-    begun: Sequence[Sequence[int]] = (),
     ahead: int | None = None,
 ) -> Rollout:
     """Sample one or several continuations of every row of `forward`.
@@ -118,7 +117,6 @@ def sample(
         stop: Whether a response, including its last token, is complete.
         draws: Per sample, a source of uniform numbers in [0, 1); not needed at temperature 0.
         parents: The row of `forward` that each sample continues; None: one sample per row.
-        begun: Per sample, the fixed beginning of its response. Empty: none.
         ahead: Tokens between host syncs. None: 1 on a CPU, where syncs are free; elsewhere at most 8 and an eighth of
             `max_new_tokens`, to limit discarded tokens.
     """
@@ -133,7 +131,6 @@ def sample(
         ahead = 1 if device.type == "cpu" else max(1, min(_AHEAD, most // 8))
     numbers = [[draw() for draw in draws] or [0.0] * count for _ in range(most)]
     uniform = torch.tensor(numbers, dtype=torch.float64, device=device)
-    fixed = torch.tensor([[*ids, *[-1] * (most - len(ids))] for ids in begun], device=device).t() if begun else None
     hidden, tokens = forward.last().detach(), torch.empty(0)  # no tokens yet
     decoding = None
     rows = sorted(set(parents)) if ahead == 1 else list(parents)
@@ -152,8 +149,7 @@ def sample(
                 decoding = decoding or body.decoding(forward, most)
                 hidden = decoding.step(tokens)
             logits = next_logits(hidden, body.model.head, vocab_size)
-            given = None if fixed is None else fixed[place][points]
-            drawn, log_probs = choose(logits, sampling, uniform[place][points], given)
+            drawn, log_probs = choose(logits, sampling, uniform[place][points])
             block.append(torch.stack([drawn.double(), log_probs.double()], -1))
             tokens = drawn[:, 0]
         written += len(block)
@@ -194,18 +190,16 @@ def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
     return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
 
 
-def choose(logits: Tensor, sampling: Sampling, uniform: Tensor, fixed: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Sample M tokens per row of `logits` (B, V) by inverse CDF; return them with their log-probabilities.
 
     Args:
         logits: On any device.
         sampling: Temperature and top_p.
         uniform: (B, M) float64 in [0, 1), one number per token; ignored at temperature 0.
-        fixed: (B, M) forced tokens; -1: sample one.
     """
     if sampling.temperature == 0:
         tokens = logits.argmax(-1, keepdim=True).expand(uniform.shape)
-        tokens = tokens if fixed is None else tokens.where(fixed < 0, fixed)
         return tokens, logits.gather(1, tokens) - logits.logsumexp(-1, keepdim=True)
     mass = torch.softmax(logits.double() / sampling.temperature, -1)
     if sampling.top_p < 1:
@@ -216,7 +210,6 @@ def choose(logits: Tensor, sampling: Sampling, uniform: Tensor, fixed: Tensor | 
     total = cumulative[:, -1:]
     # the first id whose cumulative mass exceeds the point, so never one of mass 0
     tokens = torch.searchsorted(cumulative, uniform * total, right=True).clamp(max=logits.shape[1] - 1)
-    tokens = tokens if fixed is None else tokens.where(fixed < 0, fixed)
     return tokens, (mass.gather(1, tokens) / total).log()
 
 

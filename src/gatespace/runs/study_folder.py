@@ -195,12 +195,14 @@ class StudyFolder(Folder):
             config: The study file.
             workers: Runs at once.
             threads: Threads per run, if set by the user.
-            usual: Default for a new study; None: an equal share of this machine's cores.
+            usual: Default for a new study; None: an equal share of this machine's cores, and at most OMP_NUM_THREADS.
         """
         self._check_owner(config)
         kept = self._read(self.store_file).get("threads")
         cores = os.process_cpu_count() if hasattr(os, "process_cpu_count") else len(os.sched_getaffinity(0))
-        return int(threads or kept or usual or max(1, (cores or 1) // workers))
+        limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # one number per level of nesting
+        most = int(limit) if limit.isdecimal() and int(limit) else cores or 1
+        return int(threads or kept or usual or max(1, min(most, (cores or 1) // workers)))
 
     def _check_owner(self, config: StudyConfig) -> None:
         from gatespace.config.text import read_yaml

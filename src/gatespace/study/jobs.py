@@ -5,13 +5,11 @@ A job is plain data: what to do, and a complete configuration. All of its output
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from gatespace.config import StudyConfig, TeachConfig, TrainConfig, parse_config
@@ -51,21 +49,10 @@ def execute(job: Job, perform: Perform = perform) -> Outcome:
     except Exception as error:
         return failed(f"{type(error).__name__}: {error}", traceback.format_exc())
     finally:
-        _give_back()  # the next job of this process needs the memory
+        gc.collect()  # the next job of this process needs the memory
+        if not gc.get_freeze_count():  # the libraries are loaded: without this, each collection walks all their objects
+            gc.freeze()
     return {"state": "done"}
-
-
-def _give_back() -> None:
-    """Collect reference cycles and return free memory to the system.
-
-    glibc keeps tensors below 32 MiB in a heap that shrinks only from its top: one small leftover block pins everything
-    below it, and the next job's blocks may not fit into the holes.
-    """
-    gc.collect()
-    if not gc.get_freeze_count():  # the libraries are loaded: without this, each collection walks all their objects
-        gc.freeze()
-    with suppress(OSError, AttributeError, TypeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def check(job: Job) -> Outcome:
@@ -153,7 +140,8 @@ def _baseline(job: Job, reads: Reads) -> None:
             return
         place = placement(config.engine)
         model = open_member(pair, role, task=data.task, device=place.device, dtype=place.dtype)
-        for split in settings.final:
+        validation = None
+        for split in sorted(settings.final, key=lambda split: split != "val"):  # others are judged with it
             rows = len(data.task.rows(split))
             reads.record(split, min(rows, settings.limit_of(split) or rows))
             evaluation = evaluate(
@@ -166,5 +154,6 @@ def _baseline(job: Job, reads: Reads) -> None:
                 batch_size=settings.batch_size,
                 probabilities=settings.probabilities,
             )
-            write(evaluation, folder.path)
+            validation = evaluation if split == "val" else validation
+            write(evaluation.judged_with(validation), folder.path)
         folder.finish_baseline(about | {"source": str(model.source)})

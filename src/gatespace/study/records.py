@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from gatespace.config.study import StudyConfig
+from gatespace.errors import UsageError
 from gatespace.evaluation.calibration import Calibration
-from gatespace.evaluation.concerns import Concern
+from gatespace.evaluation.concerns import TEACHER_ALARM, Concern
 from gatespace.evaluation.metrics import Metrics
 from gatespace.evaluation.text import TextMetrics
 from gatespace.runs import Base, RunFolder, State
@@ -17,6 +18,8 @@ from gatespace.runs import Base, RunFolder, State
 Kind = Literal["point", "restriction", "static", "twin", "control", "published"]
 Axis = Literal["restriction", "isolation", "control", "static", "published", "gap"]
 Coefficients = tuple[float, float, float, float]
+OUTCOMES = {"accuracy": "accuracy", "prior_corrected": "prior-corrected accuracy", "auc": "macro AUC"}
+"""Primary outcome of a study on label tasks → its name as a metric."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,8 @@ class Subset:
 class Score:
     """A model's score on a split. `best_constant` is the accuracy of predicting the most frequent label everywhere.
 
-    For free text, `accuracy` is the mean score by `metric`, `correct` is the sum of scores, and label fields are None
-    or empty.
+    `accuracy` is by `metric`, and `correct` is that times `count`. For free text it is the mean score, and label fields
+    are None or empty; on labels it is the study's outcome, and `metrics` always has the plain accuracy.
     """
 
     split: str
@@ -113,6 +116,20 @@ class Score:
     metric: str = "accuracy"
     text: TextMetrics | None = None
     """Metrics of a free-text evaluation."""
+
+    def by(self, outcome: str) -> Score:
+        """The same score with `accuracy` by an outcome of label probabilities; free text keeps its metric."""
+        if outcome == "accuracy" or self.text is not None:
+            return self
+        value = None if self.calibration is None else getattr(self.calibration, outcome)
+        if value is None:
+            raise UsageError(
+                f"outcome: {outcome} is not known on {self.split}",
+                why="it needs label probabilities of validation and test rows, and rows of at least two labels",
+                instead="outcome: accuracy",
+            )
+        score = replace(self, accuracy=value, correct=value * self.count, metric=OUTCOMES[outcome])
+        return replace(score, best_constant=None, best_constant_label=None) if outcome == "auc" else score
 
     @property
     def metrics(self) -> Metrics | TextMetrics:
@@ -255,6 +272,8 @@ class RunResult:
     """Fingerprint of the trained weights."""
     chosen_step: int = 0
     """The step that the weights are from: the last one, or that of the best evaluation during training."""
+    chosen_on: int | None = None
+    """Number of validation rows that chose that step."""
     alarms: tuple[Concern, ...] = ()
     """Alarms active at the end of training."""
     teachers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -311,6 +330,14 @@ class Look(NamedTuple):
     """Task → seeds of those runs."""
 
 
+class Cause(NamedTuple):
+    """What is probably wrong with a point, what usually helps, and the seeds that show it."""
+
+    kind: str
+    helps: str
+    seeds: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class StudyResults:
     """A whole study in its current state."""
@@ -334,7 +361,7 @@ class StudyResults:
     looks: tuple[Look, ...] = ()
     """All recorded looks at the test results, and this one."""
     warnings: Mapping[str, tuple[Concern, ...]] = field(default_factory=dict)
-    """Run id → concerns about its results; task name → concerns about its teacher."""
+    """Run id → concerns about its results; task name → concerns about its teacher or its validation rows."""
 
     def run(self, task: str, point: str, seed: int) -> RunResult | None:
         """The run at a point and seed."""
@@ -354,19 +381,33 @@ class StudyResults:
         specs = [result.spec for result in self.runs.values()]
         return list(dict.fromkeys(s.point for s in specs if s.task == task and kind in (None, s.kind)))
 
-    def warning_lines(self) -> list[str]:
-        """Concerns about the results: one line per concern about a teacher, and one per kind with its points."""
-        found: list[str] = []
-        points: dict[tuple[str, str, str], dict[str, list[int]]] = {}
+    def causes(self) -> dict[tuple[str, str], Cause]:
+        """Task and point → the concern that most of its seeds share, so that no two pieces of advice contradict."""
+        points: dict[tuple[str, str], dict[tuple[str, str], list[int]]] = {}
         for name, concerns in self.warnings.items():
-            if name not in self.runs:
-                found += [f"{name}: {concern}" for concern in concerns]
-                continue
-            spec = self.runs[name].spec
-            for concern in concerns:
-                seeds = points.setdefault((spec.task, concern.kind, concern.helps), {}).setdefault(spec.point, [])
-                seeds.append(spec.seed)
-        for (task, kind, helps), where in points.items():
-            runs = "; ".join(f"{point} (seed {', '.join(map(str, seeds))})" for point, seeds in where.items())
-            found.append(f"{task}, {kind}: {runs}. {helps}")
-        return found
+            for concern in concerns if name in self.runs else ():
+                spec = self.runs[name].spec
+                seeds = points.setdefault((spec.task, spec.point), {})
+                seeds.setdefault((concern.kind, concern.helps), []).append(spec.seed)
+        causes = {}
+        for where, seeds in points.items():
+            first = [cause for cause in seeds if cause[0] == TEACHER_ALARM]  # explains whatever else there is
+            cause = first[0] if first else max(seeds, key=lambda cause: len(seeds[cause]))
+            causes[where] = Cause(*cause, tuple(seeds[cause]))
+        return causes
+
+    def warning_lines(self, *, without: Collection[tuple[str, str]] = ()) -> list[str]:
+        """Concerns about the results: a line per concern about a task, and one per cause with its points.
+
+        Args:
+            without: (task, point) to leave out.
+        """
+        lines = [
+            f"{name}: {concern}" for name, about in self.warnings.items() if name not in self.runs for concern in about
+        ]
+        points: dict[tuple[str, str, str], list[str]] = {}
+        for (task, point), cause in self.causes().items():
+            if (task, point) not in without:
+                runs = points.setdefault((task, cause.kind, cause.helps), [])
+                runs.append(f"{point} (seed {', '.join(map(str, cause.seeds))})")
+        return lines + [f"{task}, {kind}: {'; '.join(runs)}. {helps}" for (task, kind, helps), runs in points.items()]

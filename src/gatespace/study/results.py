@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from math import fsum
 from pathlib import Path
 from typing import Any
 
-from gatespace.evaluation.concerns import Answers, Concern, concerns, of_teacher
+from gatespace.errors import GatespaceError, RunError
+from gatespace.evaluation.calibration import LabelProbabilities, calibrate
+from gatespace.evaluation.concerns import Answers, Concern, concerns, of_choice, of_teacher
 from gatespace.gating.coefficients import Gate
 from gatespace.plugins import provider
 from gatespace.runs import Base, RunFolder, StudyFolder
@@ -36,7 +40,7 @@ def read_results(path: Path) -> StudyResults:
     config = folder.config()
     chosen = folder.bases()
     plan = make_plan(config, {task: base.point for task, base in chosen.items()})
-    runs = {spec.id: _result(folder.run(spec.id), spec) for spec in plan.runs.values()}
+    runs = {spec.id: _result(folder.run(spec.id), spec, config.outcome) for spec in plan.runs.values()}
     bases = {
         task: chosen.get(task) or Base(str(base_of(config, task)), "the study file", {})
         for task in config.tasks
@@ -57,9 +61,29 @@ def read_results(path: Path) -> StudyResults:
         test_reads=tuple(_reads(folder, plan)),
         bases=bases,
         problems=tuple(_problems(plan, runs)),
-        looks=_looks(folder, runs),
+        looks=_looks(folder, runs, config.outcome),
         warnings={name: tuple(found) for name, found in _warnings(runs, baselines) if found},
     )
+
+
+@contextmanager
+def reading(*paths: Path) -> Iterator[None]:
+    """For what is computed from a study's archive, whose records may have any types: errors in words.
+
+    A study's folder has the records of this program, so the same error is a bug there and keeps its traceback.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError) as error:
+        archives = [str(path) for path in paths if Path(path).is_file()]
+        if not archives or isinstance(error, GatespaceError):
+            raise
+        raise RunError(
+            "records of this archive are damaged",
+            got=", ".join(archives),
+            why=f"a value is missing or of the wrong type ({type(error).__name__}: {str(error)[:200]})",
+            instead="an archive that `gatespace pack` has written, or the folder of the study",
+        ) from error
 
 
 def look_at(path: Path) -> StudyResults:
@@ -71,11 +95,12 @@ def look_at(path: Path) -> StudyResults:
     return results
 
 
-def _looks(folder: StudyFolder, runs: Mapping[str, RunResult]) -> tuple[Look, ...]:
-    """Recorded looks, plus this one if the finished runs have changed since."""
+def _looks(folder: StudyFolder, runs: Mapping[str, RunResult], outcome: str) -> tuple[Look, ...]:
+    """Recorded looks, plus this one if the finished runs or the primary outcome have changed since."""
     known = [Look(str(r.get("digest")), r.get("runs", 0), r.get("seeds", {})) for r in folder.looks()]
     done = sorted((run.spec.task, run.spec.point, run.spec.seed) for run in runs.values() if "test" in run.scores)
-    digest = hashlib.sha256(json.dumps(done).encode()).hexdigest()[:16]
+    seen = done if outcome == "accuracy" else [outcome, *done]
+    digest = hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:16]
     if done and (not known or known[-1].digest != digest):
         seeds: dict[str, list[int]] = {}
         for task, _, seed in done:
@@ -85,12 +110,38 @@ def _looks(folder: StudyFolder, runs: Mapping[str, RunResult]) -> tuple[Look, ..
     return tuple(known)
 
 
-def _result(run: RunFolder, spec: RunSpec) -> RunResult:
+def _scores(run: RunFolder, records: Mapping[str, Mapping[str, Any]], outcome: str) -> dict[str, Score]:
+    """Split → score by the study's outcome. Records of earlier releases lack it: it follows from the predictions."""
+    scores = {split: Score.from_json(record) for split, record in records.items()}
+    if any("auc" not in record["calibration"] for record in records.values() if "calibration" in record):
+        rows = {}
+        for split, score in scores.items():
+            found = [
+                (
+                    row["gold"],
+                    LabelProbabilities({label: row["probabilities"][label] for label in score.labels}, row["mass"]),
+                )
+                for row in run.predictions(split)
+            ]
+            rows[split] = ([gold for gold, _ in found], [likely for _, likely in found])
+        scores = {
+            split: replace(score, calibration=calibrate(*rows[split], rows.get("val")))
+            for split, score in scores.items()
+        }
+    return {split: score.by(outcome) for split, score in scores.items()}
+
+
+def _aucs(scores: Mapping[str, Score]) -> dict[str, float | None]:
+    return {split: score.calibration.auc for split, score in scores.items() if score.calibration is not None}
+
+
+def _result(run: RunFolder, spec: RunSpec, outcome: str) -> RunResult:
     state = run.state
     if state != "done":
         return RunResult(spec, state, run.path, error=run.error(), gate=spec.gate)
     summary = run.summary()
     assert summary is not None
+    evaluations = run.log("evaluations") if "chosen_step" in summary else []
     content = dict(run.identity()["content"])
     gate = _gate(content.pop("gate", None))
     return RunResult(
@@ -99,13 +150,14 @@ def _result(run: RunFolder, spec: RunSpec) -> RunResult:
         run.path,
         gate=None if gate is None else gate.abcd,
         lam=gate.lam() if gate is not None and gate.is_static else None,
-        scores={split: Score.from_json(record) for split, record in summary["evaluation"].items()},
+        scores=_scores(run, summary["evaluation"], outcome),
         lam_stats=_lam(summary["run"]),
         cost=_cost(run, summary["run"]),
         environment=run.environment(),
         content=content,
         fingerprint=summary["fingerprint"],
         chosen_step=summary.get("chosen_step", summary.get("steps", 0)),
+        chosen_on=evaluations[-1]["count"] if evaluations else None,
         teachers=summary["run"].get("teachers", {}),
         alarms=tuple(
             Concern(f"alarm {one['alarm']}", one["seen"], one["helps"])
@@ -128,7 +180,7 @@ def _lam(run: Mapping[str, Any]) -> LamStats | None:
         saturated=run["lam_saturated"],
         hist=tuple(run["lam_hist"]),
         rkl_mean=run["lam_rkl_mean"],
-        tokens=round(run["tokens"]),  # expected tokens can be fractional
+        tokens=run["tokens"],
     )
 
 
@@ -140,9 +192,9 @@ def _cost(folder: RunFolder, run: Mapping[str, Any]) -> Cost:
         seconds=fsum(value for record in timings for value in record["wall"].values()),
         cpu_seconds=fsum(value for record in timings for value in record["cpu"].values()),
         steps=run["steps"],
-        response_tokens=round(run["tokens"]),
+        response_tokens=run["tokens"],
         teacher_tokens=sum(record["teacher_tokens"] for record in timings),
-        scores_asked=hits + misses if hits + misses else round(run["tokens"]),
+        scores_asked=hits + misses if hits + misses else run["tokens"],
         scores_cached=hits,
     )
 
@@ -158,7 +210,8 @@ def _baselines(folder: StudyFolder, plan: Plan) -> dict[str, TaskBaseline]:
             if baseline.is_done:
                 about = baseline.baseline()
                 folders["start" if role == "student" else role] = baseline.path
-                scores[role] = {record["split"]: Score.from_json(record) for record in baseline.evaluations()}
+                records = {record["split"]: record for record in baseline.evaluations()}
+                scores[role] = _scores(baseline, records, plan.config.outcome)
         if about:
             found[task] = TaskBaseline(about["task"], about["digest"], scores["student"], scores["teacher"], folders)
     return found
@@ -184,12 +237,13 @@ def _warnings(
     runs: Mapping[str, RunResult], baselines: Mapping[str, TaskBaseline]
 ) -> Iterator[tuple[str, list[Concern]]]:
     for task, known in baselines.items():
-        found = concerns({split: score.metrics for split, score in known.teacher.items()})
+        found = concerns({split: score.metrics for split, score in known.teacher.items()}, aucs=_aucs(known.teacher))
         about = [concern._replace(seen=f"The teacher: {concern.seen}") for concern in found]
         if (split := "test") in known.start and split in known.teacher:
             teacher, start = known.teacher[split], known.start[split]
             about += of_teacher(split, teacher.accuracy, start.accuracy, start.metric)
-        yield task, about
+        chosen_on = [one.chosen_on for one in runs.values() if one.spec.task == task and one.chosen_on is not None]
+        yield task, [*about, *of_choice(min(chosen_on, default=None))]
     for result in runs.values():
         if result.state == "done":
             begun = baselines[result.spec.task].start if result.spec.task in baselines else {}
@@ -198,6 +252,7 @@ def _warnings(
                 start={split: Answers.of(score.metrics) for split, score in begun.items()},
                 steps=result.curve(),
                 unchanged=result.chosen_step == 0,
+                aucs=_aucs(result.scores),
             )
             yield result.spec.id, [*found, *result.alarms]
 

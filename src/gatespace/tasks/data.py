@@ -167,6 +167,7 @@ class Task(AnyTask):
                         got=repr(row.label),
                         instead=f"one of: {', '.join(self.labels)}",
                     )
+                check_text(row.where or f"row {index} of {self.name}'s {split}", row.text)
         if not self.train:
             raise UsageError(f"{self.name} has no training rows", got=self.source or None)
 
@@ -209,6 +210,20 @@ class Task(AnyTask):
             label, accuracy = self.best_constant()
             parts.append(f"best constant {label} {accuracy:.3f}")
         return "; ".join(parts)
+
+
+def check_text(where: str, *texts: str) -> None:
+    """Raise if a text has a lone surrogate, which JSON can contain and no tokenizer can encode."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"{where}: half of a character (a lone surrogate)",
+                got=repr(text[max(0, error.start - 20) : error.end + 20]),
+                why="it has no UTF-8 form, so no model can read it",
+                instead="remove it; an escape such as \\ud83d needs its second half",
+            ) from None
 
 
 def check_labels(labels: Sequence[str], definitions: Mapping[str, str]) -> None:

@@ -47,13 +47,13 @@ def guess_task(
         raise UsageError(
             "there is no such file or folder",
             got=source,
-            instead="one of this machine; for a dataset of the Hub, `gatespace train` with task.text",
+            instead="a file on this machine; for a Hub dataset use `gatespace train` with task.text",
         )
     found, _ = read_source(source, (), [])
     rows = [cells for _, (_, cells) in zip(range(_LOOKED_AT), found["train"], strict=False) if cells is not None]
     if not rows:
         raise UsageError("there are no rows", got=source)
-    columns = list(rows[0])
+    columns = [column for column in rows[0] if column]  # a spreadsheet may have empty columns at its end
     spelled = {column.casefold(): column for column in columns}
     if prompt is None and answer is None:
         for name in _MESSAGES:

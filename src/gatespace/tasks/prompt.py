@@ -7,9 +7,11 @@ computed once, is as long as possible.
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 
 from gatespace.errors import UsageError
@@ -18,6 +20,8 @@ from gatespace.tasks.parser import parse_label
 
 PREFILL = '{"label": "'
 """The assistant's turn starts with this, so that the first decoded token is the first token of a label."""
+
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 # Different kinds of first characters, so that the prefix these renderings share is shared by all.
 _PROBES = ("a", "Zebra", "@user", "7 days", '"quoted"', "#tag", "…", "😀", "(", "é", ":", "文")
@@ -58,8 +62,8 @@ class AnyPrompt(ABC):
         return found
 
     @abstractmethod
-    def messages(self, text: str, special_tokens: Sequence[str] = ()) -> list[dict[str, str]]:
-        """The chat for a row's text, in which no text spells a special token of the model."""
+    def messages(self, text: str, tokenizer: Tokenizer | None = None) -> list[dict[str, str]]:
+        """The chat for a row's text, in which no text spells an added token of the tokenizer."""
 
     @abstractmethod
     def plain(self, messages: Sequence[dict[str, str]]) -> str:
@@ -87,7 +91,7 @@ class AnyPrompt(ABC):
 
     def render(self, tokenizer: Tokenizer, text: str) -> list[int]:
         """The token ids that the model continues: chat template, messages, prefill."""
-        return self.encode(tokenizer, self.messages(text, getattr(tokenizer, "all_special_tokens", ())))
+        return self.encode(tokenizer, self.messages(text, tokenizer))
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[dict[str, str]]) -> list[int]:
         """The token ids of messages and prefill."""
@@ -172,9 +176,9 @@ class Prompt(AnyPrompt):
         )
         return cls(fixed, task.labels, prefill)
 
-    def messages(self, text: str, special_tokens: Sequence[str] = ()) -> list[dict[str, str]]:
+    def messages(self, text: str, tokenizer: Tokenizer | None = None) -> list[dict[str, str]]:
         """The chat for `text`: one user turn."""
-        return [{"role": "user", "content": self.fixed + harmless(text, special_tokens).strip()}]
+        return [{"role": "user", "content": self.fixed + harmless(text, tokenizer).strip()}]
 
     def plain(self, messages: Sequence[dict[str, str]]) -> str:
         """The turn, and the start of the answer."""
@@ -233,12 +237,35 @@ def _turns(messages: Sequence[dict[str, str]]) -> str:
     return f"turns of {', '.join(turn['role'] for turn in messages)}" if len(messages) > 1 else "one turn of a user"
 
 
-def harmless(text: str, special_tokens: Sequence[str]) -> str:
-    """The text with a space in every special token that it spells, which could end the turn."""
-    for token in special_tokens:
-        if len(token) > 2:
-            text = text.replace(token, f"{token[0]} {token[1:]}")
+def harmless(text: str, tokenizer: Any) -> str:
+    """The text with a space in every added token of the tokenizer that it spells, which could end the turn.
+
+    Added tokens without a name count too: many chat templates mark turns with such tokens. A lone surrogate, which no
+    tokenizer can encode, is replaced.
+    """
+    text = SURROGATE.sub("\ufffd", text)
+    if tokenizer is None:
+        return text
+    tokens, normalized = _added_tokens(tokenizer, len(tokenizer) if isinstance(tokenizer, Sized) else 0)
+    for _ in range(8):  # a rest or a space can make another token
+        if tokens.search(text) is None:
+            if tokens.search(normal := normalized(text)) is None:
+                break
+            text = normal
+        text = tokens.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
     return text
+
+
+@lru_cache(maxsize=4)
+def _added_tokens(tokenizer: Any, size: int) -> tuple[re.Pattern[str], Callable[[str], str]]:
+    """A pattern of the added tokens, and the tokenizer's normalisation, after which it may look for them."""
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    normalized: Callable[[str], str] = str if normalizer is None else normalizer.normalize_str
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    contents = {*map(str, added), *getattr(tokenizer, "all_special_tokens", ())}
+    contents = {token.strip() for content in contents for token in (content, normalized(content))}
+    tokens = sorted((re.escape(token) for token in contents if len(token) > 1), key=len, reverse=True)
+    return re.compile("|".join(tokens) or "(?!)"), normalized
 
 
 def shared_length(left: Sequence[int], right: Sequence[int]) -> int:

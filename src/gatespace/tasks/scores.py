@@ -6,6 +6,7 @@ import importlib
 import math
 import re
 import string
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,7 +122,23 @@ def _built_in(name: str, **more: Any) -> Callable[[Callable[[str, str], float]],
     return wrap
 
 
+_PACKAGES = {"rouge_l": "rouge_score.rouge_scorer", "bleu": "sacrebleu", "chrf": "sacrebleu", "regex": "regex"}
+
+
+@cache
+def _package(metric: str) -> Any:
+    name = _PACKAGES[metric]
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        module = name.partition(".")[0].replace("_", "-")
+        raise missing_extra(f"the metric {metric}", module=module, extra="text") from error
+
+
 # ---------------------------------------------------------------------------------------------------- right or wrong
+
+PATTERN_SECONDS = 1.0
+"""A pattern can take for ever: `re` has no limit, `regex` has."""
 
 
 def _plain(text: str) -> str:
@@ -141,17 +158,27 @@ def _contains(response: str, reference: str) -> float:
 
 
 def _no_pattern(reference: str) -> str:
+    package = _package("regex")
     try:
-        re.compile(reference)
-    except re.error as error:
+        package.compile(reference)
+    except (package.error, OverflowError, RecursionError) as error:
         return f"it is not a regular expression: {error}"
     return ""
 
 
 @_built_in("regex", refuses=_no_pattern)
 def _regex(response: str, reference: str) -> float:
-    """The reference is a regular expression that is found in the response."""
-    return float(re.search(reference, response) is not None)
+    """The reference is a regular expression that is found in the response, within a second."""
+    try:
+        return float(_package("regex").search(reference, response, timeout=PATTERN_SECONDS) is not None)
+    except (TimeoutError, MemoryError, RecursionError):
+        warnings.warn(
+            f"metric regex: a response counts as wrong, because looking for {reference[:80]!r} in it takes more than "
+            f"{PATTERN_SECONDS:g} s",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return 0.0
 
 
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\.\d+")
@@ -200,19 +227,6 @@ def _token_f1(response: str, reference: str) -> float:
     if not own or not right:
         return float(own == right)
     return 2 * common / (len(own) + len(right))
-
-
-_PACKAGES = {"rouge_l": "rouge_score.rouge_scorer", "bleu": "sacrebleu", "chrf": "sacrebleu"}
-
-
-@cache
-def _package(metric: str) -> Any:
-    name = _PACKAGES[metric]
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        module = name.partition(".")[0].replace("_", "-")
-        raise missing_extra(f"the metric {metric}", module=module, extra="text") from error
 
 
 @cache

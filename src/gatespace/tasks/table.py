@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
 import csv
 import io
 import json
 import os
 import re
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -32,6 +31,8 @@ _HUB_NAME = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[\w.-]+))?
 
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_TRIED = 20
+"""Rows by which the delimiter is found."""
 
 
 Rows = Iterator[tuple[str, Mapping[str, object] | None]]
@@ -64,7 +65,7 @@ def load_table(
     """Load a task of texts and labels.
 
     Rows with an empty text are dropped and counted. Any other bad row is an error that names its file and line. Files
-    are UTF-8, or UTF-16 with a byte order mark; the delimiter is the one that gives the header both columns.
+    are UTF-8, or UTF-16 with a byte order mark; the delimiter may be a comma, a semicolon, a tab or a bar.
 
     Args:
         source: A file (its rows are train), a folder with train, val and test files, a mapping of split to file, or a
@@ -116,17 +117,6 @@ def load_table(
         source=shown,
         notes=tuple(dict.fromkeys(notes)),
     )
-
-
-def read_texts(path: Path, column: str, notes: list[str]) -> Iterator[str]:
-    """The texts of a file with rows, "" for an empty cell; arguments as in `load_table`. `notes` gets oddities."""
-    for where, row in _READERS[path.suffix.lower()](path, (column,), notes):
-        if row is not None:
-            check_column(column, row, where=where, instead="name the column of the texts")
-        text = "" if row is None else row[column]
-        if not isinstance(text, str | None):
-            raise UsageError(f"{where}: {column!r} is not a text", got=repr(text)[:80])
-        yield text or ""
 
 
 def carve(rows: dict[str, list[AnyRow]], split: Mapping[str, float], seed: int) -> None:
@@ -308,34 +298,11 @@ def read_rows(path: Path, columns: Sequence[str], notes: list[str], *, settings:
 
 def _decoded(path: Path) -> str:
     content = path.read_bytes()
-    encoding = "utf-16" if content.startswith(_UTF16) else "utf-8-sig"
     try:
-        if content[:2].count(0) == 1:  # an ASCII letter in UTF-16, which would pass for UTF-8
-            likely = "UTF-16LE" if content[1] == 0 else "UTF-16BE"
-            raise UsageError(
-                f"{path}:1: not UTF-8", why=f"it looks like {likely} without a mark", instead=_convert(path, likely)
-            )
-        return content.decode(encoding)
+        return content.decode("utf-16" if content.startswith(_UTF16) else "utf-8-sig")
     except UnicodeDecodeError as error:
-        at = error.start + (len(codecs.BOM_UTF8) if content.startswith(codecs.BOM_UTF8) else 0)
-        if encoding == "utf-16":
-            raise UsageError(f"{path}: begins like UTF-16 and is damaged", got=f"byte {at}", why=str(error)) from error
-        likely = "WINDOWS-1252"
-        try:
-            read = content[at : at + 1].decode("cp1252")
-        except UnicodeDecodeError:
-            likely, read = "ISO-8859-1", content[at : at + 1].decode("latin-1")
-        raise UsageError(
-            f"{path}:{content[:at].count(10) + 1}: not UTF-8",
-            got=f"byte {content[at]:#04x} at position {at} of the file",
-            why=f"it is {read!r} in {likely}, which spreadsheets often save in",
-            instead=_convert(path, likely),
-        ) from error
-
-
-def _convert(path: Path, encoding: str) -> str:
-    new = path.with_name(f"{path.stem}-utf8{path.suffix}")
-    return f"save it as UTF-8, e.g. iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > {shlex.quote(str(new))}"
+        line = error.object[: error.start].count(b"\n") + 1
+        raise UsageError(f"{path}:{line}: not UTF-8", instead='save it as UTF-8; in Excel, as "CSV UTF-8"') from error
 
 
 def _jsonl(path: Path, wanted: Sequence[str], notes: list[str]) -> Rows:
@@ -353,14 +320,18 @@ def _jsonl(path: Path, wanted: Sequence[str], notes: list[str]) -> Rows:
 
 
 def _delimiter(content: str, wanted: Sequence[str], usual: str) -> str:
-    """The delimiter of cells: the first that gives the header all columns; else the usual one."""
-    for delimiter in dict.fromkeys((usual, *_SEPARATORS)):
+    """The delimiter that gives the header all wanted columns, then several, then as many as the first rows have."""
+
+    def fit(delimiter: str) -> tuple[bool, ...]:
         reader = csv.reader(io.StringIO(content, newline=""), delimiter=delimiter)
-        with contextlib.suppress(csv.Error):
-            header = next((cells for cells in reader if any(map(str.strip, cells))), [])
-            if {*wanted} <= {cell.strip() for cell in header}:
-                return delimiter
-    return usual
+        try:
+            header, *rows = islice((cells for cells in reader if any(map(str.strip, cells))), _TRIED)
+        except (csv.Error, ValueError):
+            return (False,)
+        named = {*map(str.strip, header)}
+        return {*wanted} <= named, len(header) > 1, all(len(cells) == len(header) for cells in rows)
+
+    return max(dict.fromkeys((usual, *_SEPARATORS)), key=fit)
 
 
 def _separated(path: Path, wanted: Sequence[str], notes: list[str], usual: str) -> Rows:
@@ -393,7 +364,7 @@ def _separated(path: Path, wanted: Sequence[str], notes: list[str], usual: str) 
             raise UsageError(
                 f"{where}: {len(cells)} cells under {len(columns)} columns",
                 got=_short(delimiter.join(cells)),
-                instead="a text with a delimiter in it stands in double quotes",
+                instead="put double quotes around a cell that contains the delimiter",
             )
         yield where, dict(zip(columns, cells, strict=True))
 
@@ -415,6 +386,10 @@ _READERS: dict[str, Callable[[Path, Sequence[str], list[str]], Rows]] = {
     ".tsv": partial(_separated, usual="\t"),
     ".parquet": _parquet,
 }
+
+
+FORMATS = tuple(_READERS)
+"""How the names of tables end."""
 
 
 def _short(text: str, limit: int = 120) -> str:

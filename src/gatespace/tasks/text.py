@@ -12,7 +12,7 @@ from string import Formatter
 from typing import Any, ClassVar
 
 from gatespace.errors import UsageError
-from gatespace.tasks.data import SPLITS, AnyExample, AnyTask, digest_of
+from gatespace.tasks.data import SPLITS, AnyExample, AnyTask, check_text, digest_of
 from gatespace.tasks.prompt import AnyPrompt, Tokenizer, harmless
 from gatespace.tasks.scores import Metric, find_metric
 from gatespace.tasks.table import CARVED, carve, read_source, teacher_of
@@ -109,12 +109,12 @@ class TextPrompt(AnyPrompt):
         """A token is at least a byte: the bytes of the longest stop string, plus 4 for a cut-off character."""
         return max((len(text.encode()) + 4 for text in self.stop), default=0)
 
-    def messages(self, text: str, special_tokens: Sequence[str] = ()) -> list[dict[str, str]]:
+    def messages(self, text: str, tokenizer: Tokenizer | None = None) -> list[dict[str, str]]:
         """The system's turn and the row's turns."""
         turns = json.loads(text) if self.conversations else [{"role": "user", "content": text}]
         if self.system:
             turns = [{"role": "system", "content": self.system}, *turns]
-        return [{**turn, "content": harmless(turn["content"], special_tokens)} for turn in turns]
+        return [{**turn, "content": harmless(turn["content"], tokenizer)} for turn in turns]
 
     def plain(self, messages: Sequence[dict[str, str]]) -> str:
         """A single turn as it is; several, each with its role."""
@@ -205,6 +205,9 @@ class TextTask(AnyTask):
             raise UsageError(f"{self.name} has no training rows", got=self.source or None)
         if self.metric in self.also or len({*self.also}) < len(self.also):
             raise UsageError("also: a metric is named once", got=", ".join((self.metric, *self.also)))
+        for split in SPLITS:
+            for row in self.rows(split):
+                check_text(row.where or f"{self.name}, {split}", row.text, *row.references, *row.columns.values())
         for metric in self.metrics:
             for split in SPLITS:
                 for row in self.rows(split):
@@ -314,9 +317,9 @@ class OtherPrompt(AnyPrompt):
         ]
         return json.dumps([*head, *shots, *rest], ensure_ascii=False)
 
-    def messages(self, text: str, special_tokens: Sequence[str] = ()) -> list[dict[str, str]]:
+    def messages(self, text: str, tokenizer: Tokenizer | None = None) -> list[dict[str, str]]:
         """The turns."""
-        return [{**turn, "content": harmless(turn["content"], special_tokens)} for turn in json.loads(text)]
+        return [{**turn, "content": harmless(turn["content"], tokenizer)} for turn in json.loads(text)]
 
     def plain(self, messages: Sequence[dict[str, str]]) -> str:
         """As in the student's prompt; several turns, each with its role."""

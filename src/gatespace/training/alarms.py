@@ -1,8 +1,8 @@
 """Alarms: signs of training collapse in a run's metrics, and what usually helps.
 
-They depend on the logged records alone, so a resumed run raises the same ones. Each compares the last steps with a
-threshold and with as many steps before them: a student that has yet to learn the answer format is beyond most
-thresholds, and no alarm is raised while it improves.
+They depend on the logged records alone, so a resumed run raises the same ones. Those about the student compare the last
+steps with a threshold and with as many steps before them: a student that has yet to learn the answer format is beyond
+most thresholds, and no alarm is raised while it improves.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from gatespace.config import TrainConfig
 from gatespace.config.sections import ALARMS
 from gatespace.errors import RunError
+from gatespace.evaluation import Metrics, TextMetrics
 
 CERTAIN = 0.05
 """Nats. Below this entropy the teacher is certain, and so may the student be."""
@@ -72,21 +73,33 @@ class Alarms:
         for name, rule in _RULES.items():
             limit: float | None = getattr(self._settings, name)
             span, step = self._spans[name], record["step"]
-            if limit is None or step < 2 * span:
+            if limit is None or (step < 2 * span and not rule.at_once):
                 continue
             now, before = (self._window(step - ago, span) for ago in (span, 2 * span))
             first = _Window(self._first)
-            value, earlier = rule.value(now, first), rule.value(before, first)
+            value = rule.value(now, first)
+            earlier = value if rule.at_once else rule.value(before, first)
             if value is None or earlier is None:
                 continue
             sign = 1 if rule.high else -1
             if sign * value < sign * limit:
                 self.on.pop(name, None)
             elif name not in self.on and sign * value >= sign * earlier:
-                seen = f"Steps {step - span + 1} to {step}: {rule.seen(value, now, first)}."
+                measured = now.steps(rule.column)
+                when = f"Steps {measured[0]} to {measured[-1]}" if len(measured) > 1 else f"Step {measured[0]}"
+                seen = f"{when}: {rule.seen(value, now, first)}."
                 self.on[name] = Alarm(step, name, value, limit, seen, rule.helps)
                 raised.append(self.on[name])
         return raised
+
+    def withdraw(self, evaluations: Iterable[Metrics | TextMetrics]) -> str:
+        """Withdraw `legal` if all final evaluations have more legal answers than its threshold; returns why, or ""."""
+        labels = [metrics for metrics in evaluations if isinstance(metrics, Metrics)]
+        if "legal" not in self.on or not labels or min(one.parsed for one in labels) <= self.on["legal"].threshold:
+            return ""
+        del self.on["legal"]
+        rows, failures = sum(one.count for one in labels), sum(one.parse_failures for one in labels)
+        return f"alarm legal withdrawn: {rows - failures} of {rows} final answers are legal"
 
     def _window(self, after: int, span: int) -> _Window:
         return _Window([record for record in self._last if after < record["step"] <= after + span])
@@ -105,10 +118,22 @@ class _Window(NamedTuple):
         values = [record[name] for record in self.records if record.get(name) is not None]
         return fsum(values) / len(values) if values else None
 
+    def steps(self, name: str) -> list[int]:
+        """Steps whose record has the metric."""
+        return [record["step"] for record in self.records if record.get(name) is not None]
+
+    def counted(self, name: str) -> str:
+        """A share of responses as counts."""
+        records = [record for record in self.records if record.get(name) is not None]
+        share = sum(round(record[name] * record["rows"]) for record in records)
+        return f"{share} of {sum(record['rows'] for record in records)}"
+
 
 class _Rule(NamedTuple):
     value: Callable[[_Window, _Window], float | None]
     """(Window, window of the run's first steps) → the value; None if unknown."""
+    column: str
+    """The metric whose records are counted."""
     seen: Callable[[float, _Window, _Window], str]
     """Describes the value of a window in words."""
     helps: str
@@ -116,6 +141,8 @@ class _Rule(NamedTuple):
     """Whether large values are bad."""
     sampled: bool = False
     """Whether it is measured only every `trace.tokens_every` steps."""
+    at_once: bool = False
+    """Whether it is raised from the first step on, without a comparison with earlier steps."""
 
 
 def _percent(share: float) -> str:
@@ -123,9 +150,8 @@ def _percent(share: float) -> str:
 
 
 def _truncated(window: _Window, first: _Window) -> float | None:
-    """None for expected rollouts: whether responses outside the tree end is unknown."""
     ended = window.mean("ended")
-    return None if ended is None or window.mean("uncovered") is not None else 1 - ended
+    return None if ended is None else 1 - ended
 
 
 def _length(window: _Window, first: _Window) -> float | None:
@@ -141,13 +167,35 @@ def _entropy(window: _Window, first: _Window) -> float | None:
     return None if student is None or teacher is None or teacher < CERTAIN else student / teacher
 
 
+def _uniform(window: _Window, first: _Window) -> float | None:
+    """Mean h, or the share of ln V that the entropy has, whichever is less; the latter may be unmeasured.
+
+    h alone is near 1 for a teacher that is honestly uncertain between a dozen tokens, e.g. digits.
+    """
+    h, share = window.mean("h"), window.mean("teacher_entropy_share")
+    return h if h is None or share is None else min(h, share)
+
+
 def _column(name: str) -> Callable[[_Window, _Window], float | None]:
     return lambda window, first: window.mean(name)
 
 
 _RULES: Mapping[str, _Rule] = {
+    "teacher": _Rule(
+        _uniform,
+        "h",
+        lambda value, now, first: (
+            f"the teacher's distribution is nearly uniform (mean h {now.mean('h'):.2f}, where 1 is uniform): there is "
+            "nothing to learn from it"
+        ),
+        "Usually its weights were not loaded or were damaged, or it was trained until it diverged: evaluate it "
+        "(`gatespace evaluate`), and use another teacher.",
+        sampled=True,
+        at_once=True,
+    ),
     "truncated": _Rule(
         _truncated,
+        "ended",
         lambda value, now, first: f"{_percent(value)} of the responses were cut off at rollout.max_new_tokens",
         "Usually a larger rollout.max_new_tokens helps where right answers are that long, or task.text.stop where free "
         "text goes on after them. A student that has not learned to end needs more steps, another learning rate, or "
@@ -155,6 +203,7 @@ _RULES: Mapping[str, _Rule] = {
     ),
     "length": _Rule(
         _length,
+        "response_length",
         lambda value, now, first: (
             f"responses had {now.mean('response_length'):.1f} tokens, and {first.mean('response_length'):.1f} in the "
             "first steps"
@@ -163,6 +212,7 @@ _RULES: Mapping[str, _Rule] = {
     ),
     "entropy": _Rule(
         _entropy,
+        "student_entropy_nats",
         lambda value, now, first: (
             f"the student's entropy was {now.mean('student_entropy_nats'):.3g} nats, and the teacher's "
             f"{now.mean('teacher_entropy_nats'):.3g} at the same tokens: it has settled on few responses"
@@ -173,6 +223,7 @@ _RULES: Mapping[str, _Rule] = {
     ),
     "overlap": _Rule(
         _column("top_k_overlap"),
+        "top_k_overlap",
         lambda value, now, first: f"student and teacher had {_percent(value)} of their top tokens in common",
         "A teacher teaches little about responses that it would never write. Usually it helps to begin with some right "
         "answers or some of the teacher's (rollout.from), with a student that was taught the form of an answer, or "
@@ -182,16 +233,17 @@ _RULES: Mapping[str, _Rule] = {
     ),
     "repeated": _Rule(
         _column("repeated_ngrams"),
+        "repeated_ngrams",
         lambda value, now, first: f"{_percent(value)} of the 4-grams of a response occurred in it before",
         f"{_SMALLER}, or a smaller rollout.max_new_tokens: a teacher finds repetition probable once it has begun.",
     ),
     "legal": _Rule(
         _column("legal_answers"),
-        lambda value, now, first: f"{_percent(value)} of the responses had a legal answer",
+        "legal_answers",
+        lambda value, now, first: f"{now.counted('legal_answers')} responses had a legal answer",
         "The answer format is not learned, or was lost. Usually more steps help, a smaller learning rate, or some "
         "right answers among the responses (rollout.from).",
         high=False,
-        sampled=True,
     ),
 }
 assert tuple(_RULES) == ALARMS

@@ -32,7 +32,6 @@ from gatespace.teacher.scores import ScoreSpec, Teacher
 from gatespace.teacher.several import Addressed, Teachers, joint_fingerprint
 from gatespace.training.batches import Batches
 from gatespace.training.clock import Clock
-from gatespace.training.expected import Expected, ExpectedAhead
 from gatespace.training.fit import check_models, check_teachers
 from gatespace.training.job import Job
 from gatespace.training.memory import chunk_mb, micro_tokens
@@ -53,9 +52,7 @@ class Distillation(Job):
         self, config: TrainConfig, run: RunFolder, processes: Processes, progress: Progress, stack: ExitStack
     ) -> None:
         super().__init__(config, run, processes, progress, stack)
-        expected = config.rollout.expected is not None
-        sources = config.rollout.source.shares()
-        self.objective = build_objective(config.objective, expected=expected, sources=sources)
+        self.objective = build_objective(config.objective, sources=config.rollout.source.shares())
         self.data = material(config.task, "distill")
         pair, scorers = config.pair, config.pair.scorers()
         check_teachers(config, self.data)  # before anything large is loaded
@@ -251,11 +248,9 @@ class Distillation(Job):
 
     def open_rollouts(self, **options: Any) -> OnPolicy:
         """The source of responses."""
-        rollout = self.config.rollout
-        expected = rollout.expected is not None
-        if self.processes.sharded or rollout.staleness > 0:
-            return (ExpectedAhead if expected else Ahead)(**options, steps=self.config.steps)
-        return (Expected if expected else OnPolicy)(**options)
+        if self.processes.sharded or self.config.rollout.staleness > 0:
+            return Ahead(**options, steps=self.config.steps)
+        return OnPolicy(**options)
 
     # ------------------------------------------------------------------ a step
 

@@ -38,10 +38,10 @@ from gatespace.training.trace import agreement, kappa_share, kappa_squares
 
 @dataclass
 class LabelBatch(MicroBatch):
-    """Texts whose labels are scored. A row's response is its likeliest label, as an index into the outcomes."""
+    """Texts whose labels are scored. A row's response is its likeliest label, as an index into the labels."""
 
     teacher: Tensor | None = None
-    """(B, L) the teacher's logits of the outcomes."""
+    """(B, L) the teacher's logits of the labels."""
     student: Tensor | None = None
     """(B, L) the student's, detached."""
 
@@ -69,12 +69,6 @@ class LabelDistillation(Distillation):
     def _end(self, model: Model) -> int | None:
         return None if self.config.rollout.stop == "json" else model.turn_end
 
-    @property
-    def outcomes(self) -> list[str]:
-        """What the divergences sum over."""
-        rest = ["any other response"] if self.config.objective.support == "labels+rest" else []
-        return [*self.data.prompt.labels, *rest]
-
     def score_spec(self) -> ScoreSpec:
         """The teacher's own prefix and labels."""
         size = self.vocab_size if self._local is None else self._local.vocab_size
@@ -93,16 +87,9 @@ class LabelDistillation(Distillation):
         rows.job = self
         return rows
 
-    def logits(self, log_probs: Tensor) -> Tensor:
-        """(B, L) logits of the outcomes from the labels' log-probabilities."""
-        if len(self.outcomes) == log_probs.shape[-1]:
-            return log_probs
-        known = log_probs.logsumexp(-1, keepdim=True).clamp(max=-1e-6)  # rounding may leave nothing for the rest
-        return torch.cat([log_probs, torch.log(-torch.expm1(known))], -1)
-
     @torch.no_grad()
     def teacher_logits(self, rows: Sequence[Row]) -> Tensor:
-        """(B, L) the teacher's logits of the outcomes, through its score cache."""
+        """(B, L) the teacher's logits of the labels, through its score cache."""
         labels, encoder = self.teacher_labels, self.teacher_encoder
         prompts = [row.asked or encoder.suffix(encoder.prompt.text(row.example)) for row in rows for _ in labels]
         scores = self.teacher.score(prompts, labels * len(rows))
@@ -113,16 +100,15 @@ class LabelDistillation(Distillation):
         ids = torch.tensor([token for label in labels for token in label] * len(rows), device=states.device)
         places = torch.arange(len(ids), device=states.device)
         found = token_log_probs(states, head, places, ids, self.teacher.vocab_size).view(len(rows), -1)
-        return self.logits(torch.stack([part.sum(-1) for part in found.split([len(ids) for ids in labels], 1)], 1))
+        return torch.stack([part.sum(-1) for part in found.split([len(ids) for ids in labels], 1)], 1)
 
     def loss(self, step: int, batch: MicroBatch) -> LossOutput:
         """Summed loss of all texts; the optimizer divides it by the texts of the whole step."""
         assert isinstance(batch, LabelBatch)
         assert batch.teacher is not None
-        found = label_log_probs(self.body, batch.prompts, self.labels, prefix=batch.prefix, vocab_size=self.vocab_size)
-        if not bool(torch.isfinite(found).all()):
+        logits = label_log_probs(self.body, batch.prompts, self.labels, prefix=batch.prefix, vocab_size=self.vocab_size)
+        if not bool(torch.isfinite(logits).all()):
             raise RunError("the student's log-probabilities are not finite", instead="a smaller learning rate, or fp32")
-        logits = self.logits(found)
         batch.student = logits.detach()
         count = len(batch.rows)
         batch.rollout = Rollout([[best] for best in logits.argmax(-1).tolist()], [[0.0]] * count, [True] * count)
@@ -134,10 +120,10 @@ class LabelDistillation(Distillation):
         return distillation_loss(logits[:, None], batch.teacher[:, None], objective=self.objective, inputs=inputs)
 
     def loss_inputs(self, order: Tensor | None = None) -> LossInputs:
-        """K is at most the number of outcomes."""
+        """K is at most the number of labels."""
         settings = self.config.objective
         return LossInputs(
-            top_k=min(settings.top_k, len(self.outcomes)),
+            top_k=min(settings.top_k, len(self.labels)),
             temperature=settings.temperature,
             entropy=settings.entropy,
             total_tokens=1.0,
@@ -186,8 +172,7 @@ class _LabelTrace(DistillationTrace):
         return "".join(map(self._token, ids))
 
     def _label(self, ids: Sequence[int]) -> str | None:
-        (outcome,) = ids
-        return self._token(outcome) if outcome < len(self._job.labels) else None
+        return self._text(ids)
 
     def _token(self, token: int) -> str:
-        return self._job.outcomes[token]
+        return self._job.data.prompt.labels[token]

@@ -71,7 +71,7 @@ class Work:
         lengths = encoder.lengths(data)
         rows, new, shared = config.batch_size, right, 1
         if isinstance(config, TrainConfig):
-            rows, new = rows * config.rollout.per_prompt, config.rollout.room
+            rows, new = rows * config.rollout.per_prompt, config.rollout.max_new_tokens
             shared = config.rollout.per_prompt if config.engine.share_prompt else 1
         return cls(len(encoder.prefix), sum(lengths) / len(lengths), max(lengths), new, rows, shared)
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 from gatespace.config import TrainConfig, dump_config
 from gatespace.errors import GatespaceError, RunError
 from gatespace.evaluation import Evaluation, Metrics, TextMetrics, write
-from gatespace.evaluation.concerns import concerns, start_of
+from gatespace.evaluation.concerns import concerns, of_choice, start_of
 from gatespace.evaluation.metrics import metric_of
 from gatespace.files import JsonLines, Mark
 from gatespace.plugins import provided, provider
@@ -201,8 +201,9 @@ class Records:
         job, config, run = self._job, self._job.config, self._job.run
         chosen = self._choose(done)
         evaluations: dict[str, Evaluation] = {}
-        for split in config.evaluation.final:
-            evaluations[split] = evaluation = job.evaluate(split, probabilities=config.evaluation.probabilities)
+        for split in sorted(config.evaluation.final, key=lambda split: split != "val"):  # others are judged with it
+            evaluation = job.evaluate(split, probabilities=config.evaluation.probabilities)
+            evaluations[split] = evaluation = evaluation.judged_with(evaluations.get("val"))
             if self._writes:
                 run.check_claim()
                 write(evaluation, run.path)
@@ -215,8 +216,14 @@ class Records:
         if self._writes:
             found = {split: evaluation.metrics for split, evaluation in evaluations.items()}
             start, steps = start_of(run.log("evaluations")), run.log("metrics")
-            summary["warnings"] = [*map(str, concerns(found, start=start, steps=steps, unchanged=chosen == 0))]
+            aucs = {split: one.calibration.auc for split, one in evaluations.items() if one.calibration is not None}
+            about = concerns(found, start=start, steps=steps, unchanged=chosen == 0, aucs=aucs)
+            if config.checkpoint.select == "best" or config.evaluation.patience is not None:
+                about += of_choice(self._evaluations[-1]["count"])
+            summary["warnings"] = [*map(str, about)]
             if self._alarms is not None:
+                if withdrawn := self._alarms.withdraw(found.values()):
+                    job.progress.note(withdrawn)
                 on = [alarm._asdict() for alarm in self._alarms.on.values()]
                 summary["alarms"] = [{**raised, "on": raised in on} for raised in run.log("alarms")]
                 summary["warnings"] += map(str, self._alarms.on.values())

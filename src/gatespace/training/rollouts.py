@@ -23,7 +23,7 @@ from gatespace.config import RolloutConfig
 from gatespace.errors import RunError, UsageError
 from gatespace.models.body import Body, Forward, KVCache
 from gatespace.models.encode import Encoder
-from gatespace.rollout import Expansion, Rollout, Sampler, Sampling, sample
+from gatespace.rollout import Rollout, Sampler, Sampling, sample
 from gatespace.seeding import generator, stream
 from gatespace.teacher.local import LocalTeacher
 from gatespace.teacher.scores import Scores, Teacher
@@ -52,8 +52,6 @@ class MicroBatch:
     """The row of every sample; rows are in the order of their first samples."""
     weights: list[list[float]] | None = None
     """Weight of each token of each row. None: 1 each."""
-    trees: list[Expansion] = field(default_factory=list)
-    """Expanded tree of each prompt for expected rollouts; its paths are the prompt's rows."""
     scores: Scores | None = None
     forward: Forward | None = None
     """The student's forward pass over the prompts, with gradient; None: the update runs its own."""
@@ -95,15 +93,6 @@ class MicroBatch:
         """(N,) the place of the first sample of each response token's row: identifies the row within the step."""
         firsts = dict(zip(reversed(self.samples), reversed(self.places), strict=True))
         return torch.tensor([firsts[row] for row in range(len(self.rows))])[self.segments]
-
-    def take(self, whole: MicroBatch, prompts: range) -> None:
-        """Fill in the responses to the prompts with these indices in `whole`."""
-        rows = [row for row, parent in enumerate(whole.parents) if parent in prompts]
-        self.rows, self.places = [whole.rows[i] for i in rows], [whole.places[i] for i in rows]
-        self.parents, self.samples = [whole.parents[i] - prompts.start for i in rows], list(range(len(rows)))
-        self.rollout, self.sources = whole.rollout.select(rows), [whole.sources[i] for i in rows]
-        self.weights = None if whole.weights is None else [whole.weights[i] for i in rows]
-        self.trees = whole.trees[prompts.start : prompts.stop]
 
     def merge(self) -> None:
         """Merge equal responses to a prompt into one row, weighted by their number."""
@@ -169,7 +158,7 @@ class OnPolicy:
 
     def split(self, step: int) -> list[list[MicroBatch]]:
         """The micro-batches of every process; depends on the step's rows alone."""
-        each, room = self.settings.per_prompt, self.settings.room
+        each, room = self.settings.per_prompt, self.settings.max_new_tokens
         rows = [row for row in self.batches.at(step) for _ in range(each)]
         families = [place // each if self.share else place for place in range(len(rows))]
         found: list[list[MicroBatch]] = []
@@ -231,7 +220,8 @@ class OnPolicy:
                 self._respond(step, every, self.student.forward(every.prompts, prefix=prefix))
                 first = 0
                 for batch in members:
-                    batch.take(every, range(first, first := first + len(batch.prompts)))
+                    rows = range(first, first := first + len(batch.rows))
+                    batch.rollout, batch.sources = every.rollout.select(rows), [every.sources[i] for i in rows]
                     self._merge(batch)
             with clock("score"):
                 asked = [row.teacher_prompt for batch in members for row in batch.rows]
@@ -249,7 +239,7 @@ class OnPolicy:
 
     def _size(self, row: Row) -> int:
         """Most tokens of a sample during decoding, with its own copy of the prompt's KV cache."""
-        return len(row.prompt) + self.settings.room
+        return len(row.prompt) + self.settings.max_new_tokens
 
     def _one_by_one(
         self,

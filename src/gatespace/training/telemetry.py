@@ -25,9 +25,16 @@ if TYPE_CHECKING:
     from gatespace.training.distill import Distillation
 
 
-_MEANS = ("nodes", "uncovered", "repeated_ngrams", "legal_answers")
-"""Numbers per response, or per prompt with expected rollouts, whose mean is logged."""
-_MAYBE = ("repeated_ngrams", "legal_answers", "student_entropy_nats", "teacher_entropy_nats", "top_k_overlap")
+_MEANS = ("repeated_ngrams", "legal_answers")
+"""Numbers per response whose mean is logged."""
+_MAYBE = (
+    "repeated_ngrams",
+    "legal_answers",
+    "student_entropy_nats",
+    "teacher_entropy_nats",
+    "teacher_entropy_share",
+    "top_k_overlap",
+)
 """Logged every step; None where not measured."""
 
 
@@ -62,7 +69,7 @@ class DistillationTrace:
         weights = None if batch.weights is None else [weight for row in batch.weights for weight in row]
         self._trace.add(out, rows=batch.numbers, weights=weights)
         if name := batch.rows[0].teacher:  # one per micro-batch
-            self._scored.append([name, {"rows": len(batch.trees or batch.samples), **_sums(out, weights)}])
+            self._scored.append([name, {"rows": len(batch.samples), **_sums(out, weights)}])
         if batch.places[0] == 0 and due(self._step, every=self._job.config.trace.tokens_every):
             self._look_closely(batch)
         self._seen.append(batch)
@@ -78,21 +85,11 @@ class DistillationTrace:
             "log_probs": [
                 batch.rollout.log_probs[row] if batch.sources[row] == "student" else None for batch, row in samples
             ],
+            "repeated_ngrams": [repeated(batch.rollout.responses[row]) for batch, row in samples],
+            "teachers": self._scored,
         }
-        trees = [tree for batch in self._seen for tree in batch.trees]
-        if trees:  # a prompt counts as one response
-            own = {
-                "lengths": [math.fsum(weight for row in tree.weights for weight in row) for tree in trees],
-                "ended": [tree.finished for tree in trees],
-                "log_probs": [None] * len(trees),
-                "nodes": [tree.nodes for tree in trees],
-                "uncovered": [tree.uncovered for tree in trees],
-            }
-        else:
-            own["repeated_ngrams"] = [repeated(batch.rollout.responses[row]) for batch, row in samples]
-            if self._job.encoder.prompt.labels and due(self._step, every=self._job.config.trace.tokens_every):
-                own["legal_answers"] = [self._label(batch.rollout.responses[row]) is not None for batch, row in samples]
-        own["teachers"] = self._scored
+        if self._job.encoder.prompt.labels:
+            own["legal_answers"] = [self._label(batch.rollout.responses[row]) is not None for batch, row in samples]
         counts = {name: count - self._before[name] for name, count in self._counts().items()}
         processes = self._job.processes
         found = processes.gather((own, counts, self._trace.tokens() if processes.size > 1 else None))
@@ -164,8 +161,6 @@ class DistillationTrace:
         samples = batch.samples[: job.config.trace.rollouts]
         rows = range(max(samples) + 1)  # rows are ordered by their first samples
         values = [self._trace.row(batch.places[batch.samples.index(row)]) for row in rows]
-        if batch.trees:
-            _complete(values, batch)
         sampled = [token for row in rows for token in responses[row]]
         u = [one for row in values for one in row.get("u", ())]
         student_top: list[list[tuple[int, float]]] = []
@@ -195,13 +190,9 @@ class DistillationTrace:
                 )
                 for all_of, some in zip(squares, parts, strict=True):
                     all_of += some
-        often = [1.0] * len(sampled)
-        if batch.trees and batch.weights is not None:  # weighted by expected count
-            often = [weight for row in rows for weight in batch.weights[row]]
-            squares = tuple([one * weight for one, weight in zip(some, often, strict=False)] for some in squares)
         starts = [0, *accumulate(len(responses[row]) for row in rows)]
         spans = [slice(starts[row], starts[row + 1]) for row in samples]
-        self._agreement = _means(near, often, spans)
+        self._agreement = _means(near, spans)
         if gate is not None:  # 0 if λ is shuffled and thus constant
             self._kappa = kappa_share([(squares[0][span], squares[1][span]) for span in spans])
         for sample, (row, span) in enumerate(zip(samples, spans, strict=True)):
@@ -291,27 +282,7 @@ def _by_token(teachers: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str
     }
 
 
-def _means(values: Mapping[str, Sequence[float]], often: Sequence[float], spans: Sequence[slice]) -> dict[str, float]:
-    """Weighted mean of each column over the tokens of the spans; empty if their weights sum to 0."""
-    count = math.fsum(weight for span in spans for weight in often[span])
-    return {
-        name: math.fsum(
-            value * weight for span in spans for value, weight in zip(column[span], often[span], strict=True)
-        )
-        / count
-        for name, column in values.items()
-        if count
-    }
-
-
-def _complete(values: Sequence[dict[str, list[float]]], batch: MicroBatch) -> None:
-    """Copy the values of tokens that a path shares with an earlier path, where they are counted."""
-    assert batch.weights is not None
-    first: dict[tuple[int, ...], tuple[int, int]] = {}
-    for row, columns in enumerate(values):
-        columns["prefix_probability"] = list(batch.weights[row])
-        for place in range(len(batch.rollout.responses[row])):
-            node = (batch.rows[row].index, *batch.rollout.responses[row][:place])
-            earlier, there = first.setdefault(node, (row, place))
-            for name, column in columns.items():
-                column[place] = values[earlier][name][there]
+def _means(values: Mapping[str, Sequence[float]], spans: Sequence[slice]) -> dict[str, float]:
+    """Mean of each column over the tokens of the spans; empty if there are none."""
+    chosen = {name: [value for span in spans for value in column[span]] for name, column in values.items()}
+    return {name: math.fsum(column) / len(column) for name, column in chosen.items() if column}

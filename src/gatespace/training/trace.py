@@ -66,8 +66,8 @@ class Trace:
         self._rows: list[int] = []
         self._weights: list[float] = []
         self._values: dict[str, list[float]] = {}
-        self._lengths: list[float] = []
-        self._ended: list[float] = []
+        self._lengths: list[int] = []
+        self._ended: list[bool] = []
         self._log_probs: list[float] = []
 
     # ------------------------------------------------------------------ one step
@@ -80,15 +80,15 @@ class Trace:
     def rollout(
         self,
         *,
-        lengths: Sequence[float],
-        ended: Sequence[float],
+        lengths: Sequence[int],
+        ended: Sequence[bool],
         log_probs: Sequence[Sequence[float] | None] | None = None,
     ) -> None:
         """Set the step's responses, all rows in order.
 
         Args:
-            lengths: Tokens of each response, or their expected number.
-            ended: Whether it ended by itself and not at the cap, or the probability of that.
+            lengths: Tokens of each response.
+            ended: Whether it ended by itself and not at the cap.
             log_probs: Of the sampled tokens under the sampler; None for a row that was not sampled from the student.
         """
         if len(lengths) != len(ended) or (log_probs is not None and len(log_probs) != len(lengths)):
@@ -183,6 +183,7 @@ class Trace:
             "lr": lr,
             "kappa_share": kappa_share,
             "lam_mean": _mean(lam, weights),
+            "lam_rkl_mean": _ratio(*self._by_reverse_kl(lam)) if lam else None,
             "tail_mass_max": max(_counting(values.get("tail_mass"), weights) or [0.0]),
         }
         for name in (*_COLUMNS, *sorted(set(values).difference(_COLUMNS, ("loss", "lam")))):
@@ -208,14 +209,13 @@ class Trace:
         """
         run = self._run
         tokens = run["lam_tokens"]
-        weighed = math.isfinite(run["lam_rkl"]) and 0 < run["rkl"] < math.inf
         return {
             "steps": run["steps"],
             "rows": run["rows"],
             "tokens": run["tokens"],
             "lam_mean": run["lam_sum"] / tokens if tokens else None,
             "lam_sd": math.sqrt(run["lam_squares"] / tokens) if tokens else None,
-            "lam_rkl_mean": run["lam_rkl"] / run["rkl"] if weighed else None,
+            "lam_rkl_mean": _ratio(run["lam_rkl"], run["rkl"]),
             "lam_saturated": run["lam_saturated"] / tokens if tokens else None,
             "lam_hist": list(run["lam_hist"]) if tokens else None,
         }
@@ -243,13 +243,18 @@ class Trace:
         run["tokens"] += tokens
         if lam:
             self._count_spread(lam, tokens)
-            reverse = [one * weight for one, weight in zip(self._values["reverse_kl"], weights, strict=True)]
-            run["lam_rkl"] += _sum([one * weight for one, weight in zip(lam, reverse, strict=True)])
-            run["rkl"] += _sum(reverse)
+            weighed, reverse = self._by_reverse_kl(lam)
+            run["lam_rkl"] += weighed
+            run["rkl"] += reverse
             run["lam_tokens"] += tokens
             run["lam_sum"] += _weighted(lam, weights)
             run["lam_saturated"] += saturated
             run["lam_hist"] = [old + new for old, new in zip(run["lam_hist"], _histogram(lam, weights), strict=True)]
+
+    def _by_reverse_kl(self, lam: list[float]) -> tuple[float, float]:
+        """Σ λ·RKL and Σ RKL over the step's tokens."""
+        reverse = [one * weight for one, weight in zip(self._values["reverse_kl"], self._weights, strict=True)]
+        return _sum([one * weight for one, weight in zip(lam, reverse, strict=True)]), _sum(reverse)
 
     def _count_spread(self, lam: list[float], count: float) -> None:
         """Merge the step's mean and squares into the run's: Σλ² - (Σλ)²/N would lose the digits of a small spread."""
@@ -268,6 +273,11 @@ class Trace:
         self._lengths = []
         self._ended = []
         self._log_probs = []
+
+
+def _ratio(weighed: float, total: float) -> float | None:
+    """A weighted mean from its sums; None unless they are finite and the weights positive."""
+    return weighed / total if math.isfinite(weighed) and 0 < total < math.inf else None
 
 
 def kappa_share(parts: Iterable[tuple[Sequence[float], Sequence[float]]]) -> float:
@@ -335,6 +345,7 @@ def agreement(student_logits: Tensor, teacher_logits: Tensor | TeacherTopK, top_
     """Entropies of both models at each of N tokens, and the overlap of their top-k tokens.
 
     Entropies are in nats, at temperature 1; for a `TeacherTopK`, all tokens outside its top-k are one outcome.
+    teacher_entropy_share is the teacher's entropy over ln V, with the mass outside a top-k spread evenly.
 
     Args:
         student_logits: (N, V).
@@ -351,13 +362,18 @@ def agreement(student_logits: Tensor, teacher_logits: Tensor | TeacherTopK, top_
         known = teacher_logits.log_probs.reshape(-1, teacher_logits.log_probs.shape[-1]).double().exp()
         order = known.argsort(dim=-1, descending=True, stable=True)
         theirs = teacher_logits.ids.reshape(known.shape).gather(-1, order)[:, :k]
-        teacher = torch.cat([known, (1 - known.sum(-1, keepdim=True)).clamp(min=0)], -1)
+        rest = (1 - known.sum(-1, keepdim=True)).clamp(min=0)
+        teacher = torch.cat([known, rest], -1)
+        outside = rest[:, 0] * math.log(max(1, student_logits.shape[-1] - known.shape[-1]))
     else:
         theirs, teacher = top_entries(teacher_logits, k)[1], teacher_logits.float().softmax(-1)
+        outside = teacher.new_zeros(len(teacher))
     ours = top_entries(student_logits, theirs.shape[-1])[1]
+    entropy, most = _entropy(teacher), math.log(student_logits.shape[-1])
     return {
         "student_entropy_nats": _entropy(student_logits.float().softmax(-1)),
-        "teacher_entropy_nats": _entropy(teacher),
+        "teacher_entropy_nats": entropy,
+        "teacher_entropy_share": [(nats + more) / most for nats, more in zip(entropy, outside.tolist(), strict=True)],
         "top_k_overlap": among(ours, theirs).double().mean(-1).tolist(),
     }
 

@@ -7,12 +7,14 @@ import lzma
 import os
 import shutil
 import socket
+import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gatespace.addons.archive.merge import merge
-from gatespace.addons.archive.pack import pack
+from gatespace.addons.archive.pack import FORMAT, pack
 from gatespace.addons.archive.published import without_places
 from gatespace.addons.archive.unpack import opened
 from gatespace.config import dump_yaml
@@ -36,6 +38,13 @@ def part_of(study: Path, place: Path, runs: list[str]) -> Path:
     for name in set(names(study)) - set(runs):
         shutil.rmtree(place / "runs" / name)
     return place
+
+
+def _texts(value: Any) -> Any:
+    """The same record with all its numbers as texts."""
+    if isinstance(value, dict):
+        return {key: _texts(item) for key, item in value.items()}
+    return [_texts(item) for item in value] if isinstance(value, list) else str(value)
 
 
 def reads(folder: Path, name: str) -> int:
@@ -166,6 +175,39 @@ def test_a_run_computed_twice_was_read_twice_and_a_copy_once(trained, tmp_path):
     timings.write_text(timings.read_text().replace("0.", "1."))
     merge([trained, again], tmp_path / "both")
     assert reads(tmp_path / "both", name) == 2 * reads(trained, name)
+
+
+@pytest.mark.parametrize(
+    "name, damage",
+    [
+        ("summary.json", lambda record: []),
+        ("summary.json", lambda record: {}),
+        ("summary.json", lambda record: record | {"evaluation": 3}),
+        ("summary.json", lambda record: record | {"run": None}),
+        ("summary.json", lambda record: _texts(record)),
+        ("summary.json", lambda record: record | {"alarms": [{"on": True}]}),
+        ("identity.json", lambda record: {"content": {"gate": "nonsense"}}),
+        ("environment.json", lambda record: ["x"]),
+        ("evaluation-test.json", lambda record: {"metrics": []}),
+    ],
+)  # fmt: skip
+def test_records_of_the_wrong_type_are_errors_in_words(trained, tmp_path, name, damage):
+    for path in [*trained.glob(f"runs/*/{name}"), *trained.glob(f"baselines/*/{name}")]:
+        path.write_text(json.dumps(damage(json.loads(path.read_text()))))
+    (tmp_path / "out").mkdir()
+    archive = tmp_path / "out" / "small.tar.xz"
+    paths = sorted(path for path in StudyFolder(trained).records())
+    entries = [{"path": str(path.relative_to(trained)), "bytes": path.stat().st_size} for path in paths]
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(json.dumps({"format": FORMAT, "files": entries}))
+    with tarfile.open(archive, "w:xz", format=tarfile.USTAR_FORMAT) as tar:
+        tar.add(manifest, "manifest.json")
+        for path in paths:
+            tar.add(path, path.relative_to(trained))
+    for command in (["evidence"], ["report", "--no-png"], ["explore"], ["merge", "-o", tmp_path / "merged"]):
+        result = cli(command[0], archive, *command[1:])
+        assert result.exit_code in (0, 1, 2), result.output
+        assert result.exception is None or isinstance(result.exception, SystemExit), (command, result.exception)
 
 
 def test_a_source_that_is_not_there(trained, tmp_path):

@@ -107,4 +107,4 @@ def test_without_its_package_a_scheme_says_which_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(MissingExtraError, match="s3fs") as caught:
         Storage("s3://bucket/path")
-    assert "gatespace[remote]" in str(caught.value)
+    assert "'.[remote]' in a clone" in str(caught.value)

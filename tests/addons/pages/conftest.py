@@ -74,7 +74,7 @@ def own_copy(folder: Path, place: Path, change: Callable[[list[dict[str, Any]]],
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="no Playwright: pip install 'gatespace[dev]'")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="no Playwright: pip install '.[dev]'")
     found = os.environ.get("GATESPACE_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     if found is None:
         pytest.skip("no Chromium on this machine; $GATESPACE_CHROMIUM may name one")

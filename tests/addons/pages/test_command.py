@@ -1,4 +1,4 @@
-"""`gatespace explore` and `gatespace watch`."""
+"""`gatespace explore`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from gatespace.cli.app import app
 from tests.addons.pages.conftest import own_copy, records
 from tests.addons.pages.test_page import ask
-from tests.addons.pages.watched import begin
 
 
 def run(*args):
@@ -74,32 +73,3 @@ def test_explore_serves_until_interrupted(gated):
         process.kill()
         process.stdout.close()
     assert not (gated / "explorer.html").exists()
-
-
-def test_watch_serves_until_interrupted(tmp_path, monkeypatch):
-    monkeypatch.setenv("GATESPACE_CACHE", str(tmp_path / "cache"))
-    command = [sys.executable, "-m", "gatespace", "watch", str(tmp_path / "later"), "--json"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
-    )
-    try:
-        said = json.loads(process.stdout.readline())
-        assert said["folder"] == str(tmp_path / "later")
-        assert re.fullmatch(rf"http://127\.0\.0\.1:{said['port']}/\?token=[\w-]{{32}}", said["url"])
-        path = said["url"].partition(str(said["port"]))[2].replace("/", "/snapshot", 1)
-        assert json.loads(ask(("127.0.0.1", said["port"]), path)[1])["kind"] == "nothing"
-        begin(tmp_path / "later")
-        process.send_signal(signal.SIGINT)
-        rest, heard = process.communicate(timeout=20)
-    finally:
-        process.kill()
-    assert (process.returncode, rest) == (0, "")
-    assert heard.splitlines() == [f"nothing in {tmp_path / 'later'} yet; the page shows it when it begins"]
-
-
-def test_mistakes_of_watch_are_told_without_a_traceback(tmp_path):
-    (tmp_path / "notes.txt").touch()
-    for words in ([tmp_path], [tmp_path / "notes.txt"], [tmp_path / "later", "--port", "99999"]):
-        result = run("watch", *words)
-        assert result.exit_code == 2
-        assert "Traceback" not in result.output

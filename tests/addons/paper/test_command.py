@@ -112,7 +112,7 @@ main()
     result = python("-c", script)
     assert result.returncode == 2
     assert "needs the package 'scipy'" in result.stderr
-    assert "pip install 'gatespace[evidence]'" in result.stderr
+    assert "pip install '.[evidence]'" in result.stderr
 
 
 def test_takes_no_arguments(run):

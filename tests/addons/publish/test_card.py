@@ -9,16 +9,18 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from html import escape as html_escape
 from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
 from transformers import AutoTokenizer
 
 import gatespace
 from gatespace.addons.publish import write_card
-from gatespace.addons.publish.card import Evidence, lam_formula, model_card, shown_name
+from gatespace.addons.publish.card import Evidence, lam_formula, model_card, public_task, shown_name
 from gatespace.config import TaskConfig, parse_config
 from gatespace.config.text import read_yaml, write_yaml
 from gatespace.errors import UsageError
@@ -115,7 +117,7 @@ def test_numbers_are_the_run_s(trained: Path) -> None:
     assert told["precision"] == "computed in fp32; these weights are fp32"
     assert told["point"] == "G5, (a, b, c, d) = (4, 0, -1, 0)"
     assert "λ = σ(4·h − 1)" in card
-    assert "entropy at the token, over its top-8 tokens renormalised, divided by log 8.\n- Gradient flows" in card
+    assert "entropy at the token, over its top-8 tokens renormalised, divided by log 8.\n- Both KLs" in card
     assert "One training at one seed. Nothing here says that this point is better" in card
 
 
@@ -281,6 +283,22 @@ def test_settings_in_words(
     assert expected in flat(card_of(changed(settings, **({} if gate is None else {"gate": gate}))))
 
 
+@pytest.mark.parametrize(
+    "gate, flows",
+    [
+        ("4,0,-1,0", False),
+        ("4,4,-1.5,2", True),
+        ("4,0,-1,0,position=2,drift=1", False),
+        ("4,0,-1,0,position=2,jsd=1", True),
+        ("4,0,-1,0,of_some_plugin=1", False),
+    ],
+)
+def test_gradient_flows_through_a_gate_that_reads_the_student(
+    changed: Callable[..., Path], gate: str, flows: bool
+) -> None:
+    assert ("Gradient flows through λ." in card_of(changed({}, gate=gate))) is flows
+
+
 def test_evidence_stands_in_place_of_its_absence(trained: Path) -> None:
     evidence = Evidence("demo", "All 5 runs are done.", ("About it.",), ("About <all> | of it.",), ("A limit.",))
     card = card_of(trained, evidence=evidence)
@@ -290,6 +308,52 @@ def test_evidence_stands_in_place_of_its_absence(trained: Path) -> None:
     assert "- About &lt;all> \\| of it." in part
     assert "- A limit." in part
     assert "One training at one seed" not in card
+
+
+def test_the_public_task_has_the_labels_of_the_run_and_no_paths(changed: Callable[..., Path]) -> None:
+    labels = ["sadness", "optimism", "joy", "anger"]
+    folder = changed({"task.name": "tweeteval/emotion", "task.root": "/home/me/tweets"})
+
+    def change(summary: Any) -> None:
+        for evaluation in summary["evaluation"].values():
+            evaluation["metrics"] = measure(labels, labels, labels).as_json()
+
+    rewrite(folder / "summary.json", change)
+    for path in folder.glob("evaluation-*.json"):
+        path.unlink()
+    task = parse_config(TaskConfig, public_task(RunFolder(folder)))
+    assert (task.name, task.root) == (None, None)
+    assert task.table is not None
+    assert list(task.table.labels) == labels  # the order of the prompt, which the folder's files gave
+    labels.reverse()
+    rewrite(folder / "summary.json", change)
+    assert public_task(RunFolder(folder))["name"] == "tweeteval/emotion"
+    assert "/home/me" not in json.dumps(public_task(RunFolder(folder)))
+
+
+ODD = "x ![y](http://a.example/z.png) [l](http://a.example) **b** `c` <img src=http://a.example/z.png> &lt;"
+
+
+def test_names_in_a_card_are_text_and_never_markdown(changed: Callable[..., Path]) -> None:
+    """Of the task, its labels, the student, the teacher and the study."""
+    table = {"source": "rows.csv", "labels": [f"one {ODD}", f"two {ODD}"], "name": ODD}
+    model = "models/![m](z.png) **n** `o`"
+    names = {"pair.student": model, "pair.teacher": model, "task.name": None, "task.table": table}
+    folder = changed(names, source="")
+
+    def change(summary: Any) -> None:
+        for evaluation in summary["evaluation"].values():
+            evaluation["metrics"] = measure([f"one {ODD}"] * 4, [f"two {ODD}"] * 4, table["labels"]).as_json()
+
+    rewrite(folder / "summary.json", change)
+    evidence = Evidence(ODD, "All runs are done.", (f"About {ODD}.",), (f"{ODD}: none",), (ODD,))
+    body = card_of(folder, evidence=evidence).partition("\n---\n")[2]
+    html = MarkdownIt("commonmark").enable("table").render(body)
+    assert "a.example" in html  # the names are there, as text
+    assert re.findall(r"<(?:img|a|b|strong|em)\b[^>]*>", html.partition("What the evidence supports")[0]) == []
+    assert re.findall(r"<(?:img|a)\b[^>]*>", html) == []
+    assert f"{html_escape(ODD)}, G5</h1>" in html
+    assert f"<li>About {html_escape(ODD)}.</li>" in html
 
 
 def test_a_teacher_has_a_card_too(taught: Any) -> None:

@@ -63,7 +63,7 @@ def test_groups_are_those_of_the_point(results: StudyResults) -> None:
     about = {text.split(":")[0].split(" (")[0] for text in evidence.groups}
     # G5 has no gap signal, so no gap-only restriction; the control of this study is its own.
     assert about == {
-        "Entropy-only restrictions", "Mean-matched constant", "Shuffled λ", "Constant λ", "Published methods",
+        "Entropy-only restrictions", "Mean-matched constant", "Shuffled λ", "Constant λ = 0.5", "Published methods",
     }  # fmt: skip
     _, evidence = found(results, "emotion", "todi", 42)
     assert {text.split(":")[0].split(" (")[0] for text in evidence.groups} == {"Published methods"}

@@ -93,9 +93,66 @@ def test_the_next_command_labels_texts_as_the_run_did(cli, trained, tmp_path):
     assert shown.stderr == ""
     (command,) = re.findall(r"^next  gatespace (.*) < texts.txt$", shown.stdout, re.MULTILINE)
     told = predictions(trained)
+    assert shlex.split(command) == ["predict", str(tmp_path / "out")]  # its record has the task
     result = cli(*shlex.split(command), stdin="\n".join(row["text"] for row in told))
     assert result.exit_code == 0, result.stderr
     assert [line.split("\t")[0] for line in result.stdout.splitlines()] == [row["label"] or "" for row in told]
+
+
+def test_a_second_export_replaces_the_files_of_the_first_and_no_others(cli, trained, tmp_path):
+    out = tmp_path / "out"
+    assert cli("export", trained, "--output", out).exit_code == 0
+    first = {path.name for path in out.iterdir()}
+    (out / ".git" / "objects").mkdir(parents=True)
+    (out / ".git" / "HEAD").write_text("ref: refs/heads/main")
+    (out / "notes.txt").write_text("mine")
+    (out / "README.md").write_text("changed")
+    record = json.loads((out / "gatespace.json").read_text())
+    assert set(record["files"]) == first
+    # A file of an earlier export that this one does not write; and names outside the folder, which a record may claim.
+    (out / "model-00001-of-00002.safetensors").write_text("old")
+    (tmp_path / "outside.txt").write_text("mine")
+    record["files"] += ["model-00001-of-00002.safetensors", "../outside.txt", str(tmp_path / "outside.txt"), 7]
+    (out / "gatespace.json").write_text(json.dumps(record))
+    result = cli("export", trained, "--output", out, "--dtype", "bf16", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert set(json.loads(result.stdout)["files"]) == first
+    assert {path.name for path in out.iterdir()} == first | {".git", "notes.txt"}
+    assert (out / ".git" / "HEAD").read_text() == "ref: refs/heads/main"
+    assert (out / ".git" / "objects").is_dir()
+    assert (out / "notes.txt").read_text() == (tmp_path / "outside.txt").read_text() == "mine"
+    assert "these weights are bf16" in (out / "README.md").read_text()
+    assert {tensor.dtype for tensor in weights(out).values()} == {torch.bfloat16}
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    # A file in the way that no export wrote
+    record = json.loads((out / "gatespace.json").read_text())
+    record["files"].remove("README.md")
+    (out / "gatespace.json").write_text(json.dumps(record))
+    (out / "README.md").write_text("mine")
+    result = cli("export", trained, "--output", out)
+    assert result.exit_code == 2
+    assert "refusing to overwrite a file that no export wrote" in result.stderr
+    assert (out / "README.md").read_text() == "mine"
+    assert {tensor.dtype for tensor in weights(out).values()} == {torch.bfloat16}
+
+
+def test_a_killed_export_is_no_model_and_can_be_repeated(cli, trained, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    assert cli("export", trained, "--output", out).exit_code == 0
+    moved = []
+
+    def replace(source, target):
+        if len(moved) == 3:
+            raise KeyboardInterrupt
+        moved.append(target)
+        shutil.move(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gatespace.addons.publish.export.os.replace", replace)
+        assert cli("export", trained, "--output", out).exit_code != 0
+    assert "not a model folder" in cli("predict", out, "--task", "synthetic", stdin="a").stderr
+    assert cli("export", trained, "--output", out).exit_code == 0
+    assert weights(out)
 
 
 def test_bf16_halves_it(cli, trained, tmp_path):
@@ -119,9 +176,7 @@ def test_adapters_are_merged(cli, taught, tmp_path):
     assert not [name for name in weights(out) if "lora" in name]
     assert "LoRA of rank 4" in (out / "README.md").read_text()
     told = predictions(run)
-    result = cli(
-        "predict", out, "--config", run / "config.yaml", "--json", stdin="\n".join(row["text"] for row in told)
-    )
+    result = cli("predict", out, "--json", stdin="\n".join(row["text"] for row in told))
     assert [json.loads(line)["raw"] for line in result.stdout.splitlines()] == [row["raw"] for row in told]
 
 
@@ -185,7 +240,7 @@ def test_other_people_s_folders_are_left_alone(cli, trained, taught, tmp_path):
     (foreign / "notes.txt").write_text("mine")
     before = weights(taught.folder / "model")
     for place, message in (
-        (foreign, "not written over what gatespace has not written itself"),
+        (foreign, "refusing to overwrite a folder that gatespace did not create"),
         (taught.folder / "model", "holds a model that is not an export, and it would be lost"),
         (trained / "model", "an export is a folder of its own"),
         (trained, "an export is a folder of its own"),
@@ -451,10 +506,12 @@ def test_a_push_uploads_the_folder_and_loads_from_there(hub, child, trained, tmp
     )
     hub.repos["me/student"] = {"private": True, "files": {"model-00001-of-00002.safetensors": b"old"}, "commits": []}
     hub.repos["me/student"]["files"] |= {"mine.txt": b"kept"}
-    done = at_the_hub(hub, child, tmp_path, export, [*export, "--dtype", "bf16", "--json"], load)
+    own = f"import pathlib; pathlib.Path({str(out / 'secret.txt')!r}).write_text('mine')"
+    done = at_the_hub(hub, child, tmp_path, export, own, [*export, "--dtype", "bf16", "--json"], load)
     assert done.stdout.count("exit 0") == 2, done.stderr
     repo = hub.repos["me/student"]
     local = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert local.pop("secret.txt") == b"mine"  # the user's, and not the export's
     assert repo["files"] == local | {"mine.txt": b"kept"}  # all of it, byte for byte, and no weights of before
     assert len(repo["commits"]) == 2
     assert f"at    {hub.address}/me/student" in done.stdout

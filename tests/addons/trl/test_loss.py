@@ -93,6 +93,7 @@ def test_loss_gradient_and_telemetry_of_a_gate(
     lam = wanted.lam[keep]
     means = {name: getattr(wanted, name)[keep].mean() for name in ("h", "u", "gap", "forward_kl", "reverse_kl")}
     means |= {f"{name}_sd": getattr(wanted, name)[keep].std() for name in ("lam", "h", "u", "gap")}
+    means["lam_rkl_mean"] = (lam * wanted.reverse_kl[keep]).sum() / wanted.reverse_kl[keep].sum()
     means |= {"lam_mean": lam.mean(), "lam_saturated": (np.minimum(lam, 1 - lam) <= SATURATION).mean()}
     if "support" in options:
         means |= {"tail_mass": wanted.tail_mass[keep].mean(), "tail_mass_max": wanted.tail_mass[keep].max()}

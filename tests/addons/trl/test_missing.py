@@ -30,7 +30,7 @@ def imported(preparation: str) -> str:
 @pytest.mark.parametrize(
     "preparation, told",
     [
-        ("sys.modules['trl'] = None", ["ImportError", "needs the package 'trl'", "pip install 'gatespace[trl]'"]),
+        ("sys.modules['trl'] = None", ["ImportError", "needs the package 'trl'", "pip install '.[trl]'"]),
         (
             "sys.modules['trl'] = old = types.ModuleType('trl'); old.__version__ = '0.9.6'",
             ["TRL 0.9.6", "it has no DistillationTrainer", "pip install 'trl==1.16.*'"],

@@ -19,8 +19,8 @@ def test_a_dry_run_says_what_it_would_cost() -> None:
     told = tune("demo", "--dry-run", "--json")
     assert told.exit_code == 0, told.output
     found = json.loads(told.stdout)
-    assert found["candidates"][:3] == ["static:0.15", "static:0.3", "static:0.5"]
-    assert found["candidates"][-3:] == ["todi", "eopd", "akl"]
+    assert found["candidates"][:3] == ["static:0.02", "static:0.15", "static:0.3"]
+    assert found["candidates"][-3:] == ["todi", "eopd(pg=exact)", "akl"]
     assert [rung["steps"] for rung in found["rungs"]] == [5, 15, 30]
     most = sum(rung["steps_at_most"] for rung in found["rungs"]) + found["verdict"]["steps_at_most"]
     assert found["steps_at_most"] == most < found["grid_steps"]

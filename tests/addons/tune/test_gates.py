@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gatespace.addons.tune.gates import Place, Signals
+from gatespace.addons.tune.gates import LARGEST, Place, Signals
 from gatespace.errors import UsageError
 from gatespace.gating.coefficients import Gate
 from gatespace.seeding import generator
@@ -75,6 +75,24 @@ def test_a_gate_on_a_signal_that_was_not_measured_has_no_place() -> None:
     assert measured.place(Gate(a=2.0, d=1.0)) is not None
     assert measured.place(Gate(a=2.0, b=1.0)) is None
     assert measured.place(Gate(a=2.0, extra={"drift": 1.0})) is None
+
+
+def test_coefficients_are_bounded() -> None:
+    values = drawn(h=2.0, u=1.0)
+    nearly = [0.3 + 0.002 * value for value in values["u"]]  # its SD is 0.0006: a spread of 1 would take 1,700
+    found = Signals.of({"h": values["h"], "gap": nearly}, [1.0] * N)
+    assert found.channels == ("h",)
+    gate = found.solve(Place(0.5, 4.0, {"h": 0.6, "gap": 0.8}))
+    assert gate.d == 0
+    # Two channels that are nearly one: the direction between them hardly varies.
+    twins = {"h": values["h"], "u": [h + 0.08 * u for h, u in zip(values["h"], values["u"], strict=True)]}
+    found = Signals.of(twins, [1.0] * N)
+    steep = found.solve(Place(0.3, 4.0, {"h": 0.5**0.5, "u": -(0.5**0.5)}))
+    assert max(abs(steep.a), abs(steep.b)) == LARGEST
+    place = found.place(steep)
+    assert place is not None
+    assert place.lam == pytest.approx(0.3)
+    assert place.spread < 4.0
 
 
 def test_constant_and_equal_signals_are_no_channels() -> None:

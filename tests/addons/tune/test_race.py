@@ -8,7 +8,7 @@ from statistics import fmean, stdev, variance
 import pytest
 from scipy import stats
 
-from gatespace.addons.tune.race import decide, difference, pairing
+from gatespace.addons.tune.race import decide, difference
 from gatespace.seeding import generator
 
 ROWS = 200
@@ -64,11 +64,3 @@ def test_the_best_gate_stays_unless_it_is_clearly_worse() -> None:
     assert made["kept"] == [*dict.fromkeys([last[0], "gate"])]
     far = {name: scores(name, (1, 2), better=0.02) for name in found} | {"gate": scores("gate", (1, 2), better=-1.0)}
     assert "gate" not in decide(far, gates={"gate"}, keep=0.01, level=0.01)["kept"]
-
-
-def test_pairing_takes_out_what_two_candidates_share() -> None:
-    found = pairing({"a": scores("a", (1, 2, 3)), "b": scores("b", (1, 2, 3))}, "a")
-    assert found["rows"] is not None
-    assert found["rows"] < 0.05  # the rows' own difficulty is in both
-    assert found["seeds"] is not None
-    assert pairing({"a": scores("a", (1,)), "b": scores("b", (1,))}, "a")["seeds"] is None

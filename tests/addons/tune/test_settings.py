@@ -97,22 +97,21 @@ def test_rungs_follow_from_the_steps_of_the_study() -> None:
 
 def test_candidates_have_the_static_of_every_mean_the_grid_and_the_published() -> None:
     found = spec({"lam": [0.2, 0.8], "lr": [1e-3, 2e-3]}).fixed()
-    labels = ["static:0.2", "static:0.5", "static:0.8", "G1", "G2", "G3", "G4", "G5", "todi"]
+    constants = ["static:0.02", "static:0.2", "static:0.5", "static:0.8", "static:0.98"]
+    labels = [*constants, "G1", "G2", "G3", "G4", "G5", "todi"]
     assert [one.label for one in found] == [f"{label} lr={lr}" for lr in ("0.001", "0.002") for label in labels]
     assert [one.id for one in found][:2] == ["c000", "c001"]
 
 
 def test_the_largest_cost_is_that_of_every_rung_at_its_largest() -> None:
-    own = spec({"proposals": 11, "keep": 0.25})  # 6 + 5 + 1 fixed ones less the λ = 0.5 that stands in lam
-    fixed = len(own.fixed())
-    assert fixed == 11
+    own = spec({"proposals": 11, "keep": 0.25})  # constants of lam and both edges, G1 to G5, todi
+    assert len(own.fixed()) == 7 + 5 + 1
     first, second, third = own.costs(22)
-    assert own.costs(7, 1) == [second, third]
     assert (first.candidates, first.steps) == (22, 220)
     assert (second.candidates, second.steps) == (7, 7 * (60 - 10))
-    assert (third.candidates, third.steps) == (3, 3 * (240 - 60))
+    assert (third.candidates, third.steps) == (3 + 5, 3 * (240 - 60) + 5 * 240)  # five constants from the start
     assert own.grid_steps(22) == 22 * 240
-    assert own.verdict_cost().steps == 5 * 6 * 60
+    assert own.verdict_cost().steps == 6 * 6 * 60
 
 
 def test_no_run_of_the_search_reads_test() -> None:

@@ -52,7 +52,7 @@ CASES: list[dict[str, Any]] = [
     {"gate": "H2"},
     {"gate": [4, 4, -1.5, -4], "stop_gradient": True},
     {"gate": {"d": -4, "c": 0.5}, "support": "renorm"},
-    {"gate": "static:0.388", "support": "recipe"},
+    {"gate": "static:0.388"},
     {"gate": "H3", "support_k": 5, "signal_top_k": 3},
     {"gate": "4,0,-1,2,student_entropy=2,position=-1"},
 ]

@@ -18,6 +18,7 @@ from gatespace.errors import UsageError
 from gatespace.files import atomic_write
 from gatespace.runs import ARCHIVE, RunFolder, StudyFolder
 from gatespace.study.plan import make_plan
+from gatespace.study.results import reading
 
 _OF_A_MACHINE = ("workers", "resources", "output", "keep_models", "tune")
 """Settings of a study that its runs' results do not depend on."""
@@ -54,6 +55,11 @@ def merge(sources: Sequence[Path], output: Path) -> Merged:
         raise UsageError("the output exists already", got=str(output), instead="a new name")
     if missing := [path for path in sources if not path.exists()]:
         raise UsageError("there is no such folder or archive", got=str(missing[0]))
+    with reading(*sources):
+        return _merge(sources, output)
+
+
+def _merge(sources: Sequence[Path], output: Path) -> Merged:
     folders = [StudyFolder.open(opened(path) if path.is_file() else path) for path in sources]
     parts = [Published(folder) for folder in folders]
     config = _joined([part.config for part in parts], sources)

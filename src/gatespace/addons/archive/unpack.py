@@ -1,9 +1,9 @@
-"""Unpack an archive from an untrusted source.
+"""Unpack an archive from an untrusted source, with `tarfile` and its filter for data.
 
-The manifest comes first and is complete: every name is checked before anything is written, and the rest must be exactly
-those regular files in that order with those sizes and hashes. So no link, device, name outside the folder or oversized
-file is ever written, and memory is bounded. Nothing is imported or unpickled. An archive has no file times: all files
-get the same one, so a run's duration is unknown.
+What an archive can take is bounded before anything is written. Only plain ustar headers of regular files are read, so a
+name has at most 256 characters, and no link, device or extended header exists. The files must be those of the manifest,
+which comes first, in its order and with its sizes. Nothing is imported or unpickled. An archive has no file times: all
+files get the same one, so a run's duration is unknown.
 """
 
 from __future__ import annotations
@@ -11,37 +11,26 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
-import os
 import shutil
 import tarfile
 import tempfile
 import time
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, cast
 
 from gatespace.addons.archive.pack import FORMAT, MANIFEST
-from gatespace.errors import GatespaceError, UsageError
+from gatespace.errors import RunError, UsageError
 from gatespace.runs import ARCHIVE, StudyFolder
 
-MOST_FILES = 200_000
 MOST_BYTES = 4 << 30
 """Total size of unpacked files."""
-MOST_MANIFEST = 64 << 20
+MOST_FILES = 100_000
+MOST_MANIFEST = 16 << 20
 _MOST_MEMORY = 128 << 20
 """For the decompressor; archives of `pack` need 9 MB."""
-_CHUNK = 1 << 20
-_BLOCK = tarfile.BLOCKSIZE
 
 _opened: dict[str, tempfile.TemporaryDirectory[str]] = {}
 """Hash of an archive → folder it is unpacked in, until this process ends."""
-
-
-class Entry(NamedTuple):
-    """A file in an archive."""
-
-    path: str
-    bytes: int
-    sha256: str
 
 
 def opened(path: Path) -> Path:
@@ -61,116 +50,86 @@ def opened(path: Path) -> Path:
 
 
 def unpack(path: Path, folder: Path) -> None:
-    """Unpack an archive into a new folder; raises, leaving no folder, unless `pack` could have written it."""
+    """Unpack an archive into a new folder; raises, leaving no folder, if it is damaged, too large or no study."""
+    if not hasattr(tarfile, "data_filter"):
+        raise RunError(
+            "this Python cannot unpack archives safely",
+            why="its tarfile has no filter for untrusted files",
+            instead="Python 3.11.4 or later",
+        )
     folder.mkdir(parents=True)
     try:
-        _unpack(path, folder)
+        with path.open("rb") as file, tarfile.open(fileobj=cast("Any", _Xz(file)), mode="r|", tarinfo=_Member) as tar:
+            _extract(tar, folder)
+        if not StudyFolder(folder).exists:
+            raise tarfile.TarError("it has no study file")
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, lzma.LZMAError | tarfile.HeaderError | EOFError):
-            raise _bad(path, str(error)) from None
+        if isinstance(error, lzma.LZMAError | tarfile.TarError | EOFError | NotADirectoryError | IsADirectoryError):
+            raise UsageError(
+                "this is not an archive of a study, or a damaged one",
+                got=str(path),
+                why=str(error),
+                instead="a file that `gatespace pack` has written, or the folder of a study",
+            ) from None
         raise
 
 
-def _unpack(path: Path, folder: Path) -> None:
-    with path.open("rb") as file:
-        source, now = _Xz(file), time.time()
-        size = _header(path, source, MANIFEST)
-        if size > MOST_MANIFEST:
-            raise _bad(path, f"its {MANIFEST} has {size} bytes, more than {MOST_MANIFEST}")
-        entries = _entries(path, source.read(size))
-        source.read(-size % _BLOCK)
-        for entry in entries:
-            if _header(path, source, entry.path) != entry.bytes:
-                raise _bad(path, f"{entry.path} has another size than its {MANIFEST} says")
-            place, digest = folder / entry.path, hashlib.sha256()
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with place.open("xb") as target:
-                for start in range(0, entry.bytes, _CHUNK):
-                    data = source.read(min(_CHUNK, entry.bytes - start))
-                    digest.update(data)
-                    target.write(data)
-            os.utime(place, (now, now))
-            source.read(-entry.bytes % _BLOCK)
-            if digest.hexdigest() != entry.sha256:
-                raise _bad(path, f"{entry.path} has another hash than its {MANIFEST} says")
-        if any(source.read(_BLOCK)):
-            raise _bad(path, f"it has files that its {MANIFEST} does not name")
-    known = {one.relative_to(folder).as_posix() for one in StudyFolder(folder).records()}
-    if extra := sorted({entry.path for entry in entries} - known):
-        raise _bad(path, f"{extra[0]} is not a record of a study")
-    if not StudyFolder(folder).exists:
-        raise _bad(path, "it has no study file")
-
-
-def _header(path: Path, source: _Xz, name: str) -> int:
-    """The size of the next file, which must be a regular file with this name."""
-    # `TarFile` would follow other kinds of headers and allocate whatever size they announce.
-    info = tarfile.TarInfo.frombuf(source.read(_BLOCK), "utf-8", "surrogateescape")
-    if info.type != tarfile.REGTYPE or info.name != name or info.size < 0:
-        raise _bad(path, f"{info.name!r} is in the place of the regular file {name!r}")
-    return info.size
-
-
-def _entries(path: Path, data: bytes) -> list[Entry]:
-    """The files in the manifest; raises if it deviates from what `pack` writes."""
+def _extract(tar: tarfile.TarFile, folder: Path) -> None:
+    manifest = tar.next()
+    if manifest is None or manifest.name != MANIFEST or manifest.size > MOST_MANIFEST:
+        raise tarfile.TarError(f"it does not begin with a {MANIFEST} of at most {MOST_MANIFEST >> 20} MiB")
+    content = tar.extractfile(manifest)
+    assert content is not None  # a regular file
     try:
-        found: Any = json.loads(data)
-        form = found["format"]
-        if form != FORMAT:
-            raise _bad(path, f"its format is {form!r}, and this release reads {FORMAT!r}")
-        entries = [Entry(**one) for one in found["files"]]
-        faulty = next((entry.path for entry in entries if not _sound(entry)), None)
+        record = json.loads(content.read())
+        form, files = record["format"], [(entry["path"], entry["bytes"]) for entry in record["files"]]
+        total = sum(size for _, size in files)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        if isinstance(error, GatespaceError):
-            raise
-        raise _bad(path, f"its {MANIFEST} is damaged: {error}") from None
-    if faulty is not None:
-        raise _bad(path, f"its {MANIFEST} names {faulty!r}, which no study has")
-    if len(entries) > MOST_FILES or sum(entry.bytes for entry in entries) > MOST_BYTES:
-        raise _bad(path, f"it has more than {MOST_FILES} files or {MOST_BYTES >> 30} GiB")
-    names = {entry.path for entry in entries}
-    above = {str(parent) for name in names for parent in Path(name).parents}
-    if len(names) < len(entries) or names & above:
-        raise _bad(path, f"its {MANIFEST} names a file twice, or as a folder")
-    return entries
+        raise tarfile.TarError(f"its {MANIFEST} is damaged: {type(error).__name__}") from None
+    if form != FORMAT:
+        raise tarfile.TarError(f"its format is {form!r:.50}, and this release reads {FORMAT!r}")
+    if len(files) > MOST_FILES or total > MOST_BYTES:
+        raise tarfile.TarError(f"it has more than {MOST_FILES} files or {MOST_BYTES >> 30} GiB")
+    if total > (free := shutil.disk_usage(folder).free):
+        raise RunError(
+            "there is too little disk space for this archive",
+            got=f"{free / 1e6:.0f} MB free in {folder.parent}, and it has {total / 1e6:.0f} MB",
+            instead="free some, or set TMPDIR to a folder of a larger disk",
+        )
+    now = int(time.time())
+    for name, size in files:
+        member = tar.next()
+        if member is None or (member.name, member.size) != (name, size):
+            raise tarfile.TarError(f"its files are not those of its {MANIFEST}: {str(name)!r:.300}")
+        member.mtime = now
+        tar.extract(member, folder, filter="data")
+    if tar.next() is not None:
+        raise tarfile.TarError(f"it has files that its {MANIFEST} does not name")
 
 
-def _sound(entry: Entry) -> bool:
-    name = entry.path
-    return (
-        isinstance(name, str)
-        and isinstance(entry.bytes, int)
-        and isinstance(entry.sha256, str)
-        and entry.bytes >= 0
-        and name.isprintable()
-        and "\\" not in name
-        and not {"", ".", ".."} & {*name.split("/")}  # an absolute name starts with an empty part
-    )
+class _Member(tarfile.TarInfo):
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:
+        """Read a header; only of a regular file. `TarFile` would allocate whatever size another kind announces."""
+        member = super().frombuf(buf, encoding, errors)
+        if member.type != tarfile.REGTYPE or member.size < 0:
+            raise tarfile.TarError(f"{member.name!r} is not a regular file")
+        return member
 
 
 class _Xz:
-    """Decompresses exactly as many bytes as requested."""
+    """Decompresses as many bytes as requested, with bounded memory, which `lzma.open` has no option for."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._xz = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MOST_MEMORY)
 
-    def read(self, size: int) -> bytes:
-        parts = []
-        while size:
-            data = self._file.read(_CHUNK) if self._xz.needs_input else b""
-            if self._xz.eof or (self._xz.needs_input and not data):
+    def read(self, size: int = -1) -> bytes:
+        while not self._xz.eof:
+            data = self._file.read(1 << 16) if self._xz.needs_input else b""
+            if self._xz.needs_input and not data:
                 raise EOFError("it ends too early")
-            parts.append(self._xz.decompress(data, max_length=size))
-            size -= len(parts[-1])
-        return b"".join(parts)
-
-
-def _bad(path: Path, why: str) -> UsageError:
-    return UsageError(
-        "this is not an archive of a study, or a damaged one",
-        got=str(path),
-        why=why,
-        instead="a file that `gatespace pack` has written, or the folder of a study",
-    )
+            if part := self._xz.decompress(data, max_length=size):
+                return part
+        return b""

@@ -150,6 +150,7 @@ class Storage:
         beside = target.with_name(f".{target.name}.tmp")
         with self._call(f"{place} could not be fetched from"):
             try:
+                beside.unlink(missing_ok=True)  # it may be a link
                 self._fs.get_file(self._path(place), str(beside))
             except FileNotFoundError:
                 return False

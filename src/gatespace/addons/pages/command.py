@@ -1,4 +1,4 @@
-"""`gatespace explore` and `gatespace watch`: browser pages of gates on tokens, and of a study's progress."""
+"""`gatespace explore`: a browser page of gates on tokens."""
 
 from __future__ import annotations
 
@@ -36,20 +36,6 @@ Serve = Annotated[bool, typer.Option("--serve", help="Serve the page on this mac
 ServePort = Annotated[int, typer.Option("--port", metavar="N", min=0, max=65535, help="For --serve; 0: any free one.")]
 ExploreJson = Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")]
 
-Folder = Annotated[
-    Path,
-    typer.Argument(metavar="DIR", show_default=False, help="The folder of a study or a run; it need not exist yet."),
-]
-WatchPort = Annotated[
-    int | None,
-    typer.Option(
-        "--port", metavar="N", min=0, max=65535, show_default="as last time, if free", help="0: any free one."
-    ),
-]
-Open = Annotated[bool, typer.Option("--open/--no-open", help="Open the page in the browser of this machine.")]
-NewAddress = Annotated[bool, typer.Option("--new-address", help="Make a new token; earlier addresses stop working.")]
-WatchJson = Annotated[bool, typer.Option("--json", help="Print the address as one line of JSON.")]
-
 
 def explore(
     folders: Folders,
@@ -77,13 +63,15 @@ def explore(
     from gatespace.addons.pages.page import page_server
     from gatespace.errors import UsageError
     from gatespace.gating.coefficients import Gate
+    from gatespace.study.results import reading
 
     if serve and (output is not None or as_json):
         raise UsageError("--serve writes nothing", instead="leave out --output and --json, or leave out --serve")
     gates = [Gate.parse(text) for text in gate or ()]
 
     def build() -> Explorer:
-        return build_explorer(folders, gates=gates, most_tokens=tokens)
+        with reading(*folders):
+            return build_explorer(folders, gates=gates, most_tokens=tokens)
 
     made = build()
     if serve:
@@ -104,50 +92,3 @@ def explore(
     text = f"{tokens} tokens of {responses} responses, {runs} run{'s' * (runs != 1)}"
     out.print(text + (f"; {recorded - responses} responses left out (--tokens)" if recorded > responses else ""))
     out.print(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB)", soft_wrap=True)
-
-
-def watch(
-    folder: Folder,
-    port: WatchPort = None,
-    open_page: Open = False,
-    new_address: NewAddress = False,
-    as_json: WatchJson = False,
-) -> None:
-    """Watch a study or a run in a browser, while it runs.
-
-    The page has all runs with their states, the time left, curves of loss, λ and
-    scores as they come, and errors of runs that failed. It only reads, on this
-    machine only, and for those who have the address.
-
-    \b
-    gatespace watch studies/demo
-    gatespace watch runs/train --open
-    ssh -L 8123:127.0.0.1:8123 machine gatespace watch studies/demo --port 8123
-
-    --json prints {url, port, folder} and goes on serving. Ctrl-C ends it.
-    """
-    import json
-
-    from gatespace.addons.pages.watch import check_watchable, watch_server
-
-    begun = check_watchable(folder.expanduser())
-    watched = watch_server(folder, port=port, new_address=new_address)
-    with watched.server as server:
-        # Not via Rich: a program reading the pipe waits for this line.
-        if as_json:
-            place = str(folder.expanduser().absolute())
-            typer.echo(json.dumps({"url": watched.url, "port": watched.port, "folder": place}))
-        else:
-            typer.echo(f"{watched.url}  (Ctrl-C ends it)")
-        if not begun:
-            typer.echo(f"nothing in {folder} yet; the page shows it when it begins", err=True)
-        if open_page:
-            import webbrowser
-
-            if not webbrowser.open(watched.url):
-                typer.echo("no browser could be opened here; open the address above", err=True)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            if not as_json:
-                typer.echo("ended")

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
 from gatespace.errors import GatespaceError, RunError, UsageError
 
-__all__ = ["Reply", "loopback_server", "page_server", "render", "safe_json"]
+__all__ = ["page_server", "render", "safe_json"]
 
 _UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
 _PAGE = """<!doctype html>
@@ -46,20 +46,18 @@ _SECONDS_TO_SPEAK = 30
 # ---------------------------------------------------------------------------------------------------- one file
 
 
-def render(name: str, *, title: str, data: Any, connect: bool = False) -> str:
+def render(name: str, *, title: str, data: Any) -> str:
     """Render a front-end page with its data embedded.
 
     Args:
         name: Name of a bundle in `static`, e.g. ``explorer``.
         title: Title of the page.
         data: JSON-serializable values.
-        connect: Whether the page may make requests to its own server.
     """
     js, css = (_asset(f"{name}.{kind}") for kind in ("js", "css"))
-    server = "connect-src 'self'; " if connect else ""
     # Only this script and this style sheet.
     policy = (
-        f"default-src 'none'; script-src '{_digest(js)}'; style-src '{_digest(css)}'; {server}"
+        f"default-src 'none'; script-src '{_digest(js)}'; style-src '{_digest(css)}'; "
         "base-uri 'none'; form-action 'none'"
     )
     return _PAGE.format(policy=policy, title=html.escape(title), css=css, js=js, data=safe_json(data))
@@ -90,37 +88,11 @@ def _digest(text: str) -> str:
 # ---------------------------------------------------------------------------------------------------- over HTTP
 
 
-class Reply(NamedTuple):
-    """The reply to a request."""
-
-    status: HTTPStatus
-    text: str
-    kind: str = "text/plain"
-    policy: str = "default-src 'none'; frame-ancestors 'none'"
-    """Content security policy header; a page may embed a stricter one."""
-
-
 def page_server(page: Callable[[], str], *, port: int = 0) -> ThreadingHTTPServer:
-    """Return a server for one page on the loopback address; `serve_forever` starts it.
+    """Return a read-only server of one page on the loopback address; `serve_forever` starts it.
 
     Args:
         page: Builds the page for every request, so that a reload shows new data.
-        port: 0: any free port.
-    """
-
-    def reply(target: str) -> Reply:
-        if target.partition("?")[0] != "/":
-            return Reply(HTTPStatus.NOT_FOUND, "only / is served here\n")
-        return Reply(HTTPStatus.OK, page(), "text/html", "frame-ancestors 'none'")
-
-    return loopback_server(reply, port=port)
-
-
-def loopback_server(reply: Callable[[str], Reply], *, port: int = 0) -> ThreadingHTTPServer:
-    """Return a read-only server on the loopback address.
-
-    Args:
-        reply: Maps a path with its query to a reply; called from several threads.
         port: 0: any free port.
     """
 
@@ -138,21 +110,29 @@ def loopback_server(reply: Callable[[str], Reply], *, port: int = 0) -> Threadin
         def _handle(self, *, with_body: bool) -> None:
             # DNS rebinding: a page of another site whose name resolves here sends that name as Host.
             if (self.headers.get("Host") or "").rpartition(":")[0] not in (_HOST, "localhost"):
-                self._send(Reply(HTTPStatus.FORBIDDEN, "not a name of this machine\n"), with_body)
-                return
-            try:
-                found = reply(self.path)
-            except GatespaceError as error:
-                found = Reply(HTTPStatus.INTERNAL_SERVER_ERROR, f"{error}\n")
-            self._send(found, with_body)
+                self._send(HTTPStatus.FORBIDDEN, "not a name of this machine\n", with_body)
+            elif self.path.partition("?")[0] != "/":
+                self._send(HTTPStatus.NOT_FOUND, "only / is served here\n", with_body)
+            else:
+                try:
+                    self._send(HTTPStatus.OK, page(), with_body, "text/html", "frame-ancestors 'none'")
+                except GatespaceError as error:
+                    self._send(HTTPStatus.INTERNAL_SERVER_ERROR, f"{error}\n", with_body)
 
-        def _send(self, found: Reply, with_body: bool) -> None:
-            body = found.text.encode("utf-8", "backslashreplace")
-            self.send_response(found.status)
+        def _send(
+            self,
+            status: HTTPStatus,
+            text: str,
+            with_body: bool,
+            kind: str = "text/plain",
+            policy: str = "default-src 'none'; frame-ancestors 'none'",  # the page embeds a stricter one
+        ) -> None:
+            body = text.encode("utf-8", "backslashreplace")
+            self.send_response(status)
             for name, value in {
-                "Content-Type": f"{found.kind}; charset=utf-8",
+                "Content-Type": f"{kind}; charset=utf-8",
                 "Content-Length": str(len(body)),
-                "Content-Security-Policy": found.policy,
+                "Content-Security-Policy": policy,
                 "Cache-Control": "no-store",
                 "Cross-Origin-Resource-Policy": "same-origin",
                 "X-Content-Type-Options": "nosniff",

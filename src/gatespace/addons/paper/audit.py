@@ -5,13 +5,16 @@ Every audit entry has its numbers, and `says`, a summary built from them.
 
 from __future__ import annotations
 
+import math
 import statistics
+from functools import cache
 from typing import Any
 
 import numpy as np
+from scipy import stats  # type: ignore[import-untyped]
 
 from gatespace.addons.paper import counts, tables
-from gatespace.addons.paper.facts import facts, hundredths, seed_accuracies
+from gatespace.addons.paper.facts import SEEDS, facts, hundredths, seed_accuracies
 from gatespace.addons.paper.tables import SELECTION_SEED, Row, nine
 from gatespace.evidence.counts import win_count
 from gatespace.evidence.groups import Difference, anova, block_claim
@@ -46,16 +49,21 @@ def audit() -> dict[str, Row]:
     """Topic → numbers and a summary."""
     return {
         "fresh_seeds": _fresh_seeds(),
+        "expected_without_effect": _without_effect(),
         "group_claim": _group_claim(),
         "power": _power(),
         "omnibus": _omnibus(),
+        "hate_grid_range": _hate_range(),
+        "seed_sds": _seed_sds(),
         "majority_class": _majority(),
         "duplicates": _duplicates(),
         "shared_comparators": _shared(),
+        "adding_d": _adding_d(),
         "infeasible_aggregate": _infeasible(),
         "mean_lambda": _mean_lambda(),
         "static_baseline": _static(),
         "reference_band": _band(),
+        "what_survives": _survives(),
     }
 
 
@@ -75,6 +83,40 @@ def _fresh_seeds() -> Row:
         f"mean is {on_chosen:+.2f} pp, on the fresh seeds 2 and 3 it is {on_fresh:+.2f} pp: {means['positive']} of the "
         f"nine means are positive, {means['zero']} is zero, {means['negative']} are negative, and the {len(single)} "
         f"single differences split {singles['positive']} to {singles['negative']}.",
+    }
+
+
+def _without_effect() -> Row:
+    """The nine if seed 42 is as printed and points differ by noise alone on the other two seeds."""
+    rows, noise = nine(), {task: row["residual_sd"] for task, row in _omnibus()["tasks"].items()}
+    runs = list(dict.fromkeys((row["task"], row[side]) for row in rows for side in ("a", "b")))
+    left, right = ([runs.index((row["task"], row[side])) for row in rows] for side in ("a", "b"))
+    generator = np.random.default_rng(stream(0, "paper", "no effect"))
+    fresh = len(SEEDS) - 1
+    # A run is drawn once for all comparisons that share it. The sum over n seeds has √n times the SD of one.
+    sums = generator.normal(size=(SIMULATIONS, len(runs))) * [math.sqrt(fresh) * noise[task] for task, _ in runs]
+    selected = np.array([row["delta_1seed"] for row in rows])
+    means = (selected + sums[:, left] - sums[:, right]) / (1 + fresh)
+    positive = sum(row["mean"] > 0 for row in rows)
+    at_least = float(((means > 0).sum(axis=1) >= positive).mean())
+    shrink = float((abs(means) < abs(selected)).all(axis=1).mean())
+    expected, observed = float(selected.mean()) / (1 + fresh), statistics.fmean(row["mean"] for row in rows)
+    return {
+        "model": f"seed {SELECTION_SEED} as printed; on the other seeds each run is normal noise about a common mean, "
+        "with its task's residual SD, shared by all comparisons that use the run",
+        "noise_sd": noise,
+        "positive": positive,
+        "p_as_many_positive": at_least,
+        "p_all_shrink": shrink,
+        "expected_mean": expected,
+        "mean": observed,
+        "p_mean": float((means.mean(axis=1) >= observed).mean()),
+        "simulations": SIMULATIONS,
+        "says": f"{positive} of nine three-seed means stay positive and all nine shrink, which is to be expected "
+        f"without any effect: with seed {SELECTION_SEED} as printed and noise alone on seeds 2 and 3 (residual SD of "
+        f"the task, runs shared as they are), at least {positive} are positive with probability {at_least:.2f}, all "
+        f"nine shrink with probability {shrink:.2f}, and the expected mean of the nine is {expected:+.2f} pp (printed: "
+        f"{observed:+.2f} pp).",
     }
 
 
@@ -131,6 +173,7 @@ def _power() -> Row:
     }
 
 
+@cache
 def _omnibus() -> Row:
     tasks: dict[str, Row] = {}
     for task, runs in facts()["per_seed_accuracy"].items():
@@ -143,6 +186,48 @@ def _omnibus() -> Row:
         "tasks": tasks,
         "says": f"No task shows a difference among its replicated points (two-way ANOVA, point + seed): "
         f"{'; '.join(parts)}.",
+    }
+
+
+def _hate_range() -> Row:
+    """The range of the five grid points on hate, against that of five runs that differ by noise alone."""
+    printed, points = facts()["grid_range_pp"]["hate"]["value"], 5
+    sd = _omnibus()["tasks"]["hate"]["residual_sd"]
+    limit = sd * float(stats.studentized_range.ppf(0.95, points, math.inf))
+    p = float(stats.studentized_range.sf(printed / sd, points, math.inf))
+    return {
+        "range": printed,
+        "noise_sd": sd,
+        "noise_95": limit,
+        "p": p,
+        "says": f"Hate's range of {printed:.2f} pp over the grid, printed as 4 σ of test sampling, is within seed "
+        f"noise: {points} runs that differ by noise alone (SD {sd:.2f} pp, hate's residual SD) have a range above "
+        f"{limit:.1f} pp in 5 % of grids and one of at least {printed:.2f} pp in {100 * p:.0f} %.",
+    }
+
+
+def _seed_sds() -> Row:
+    """The ratio of the largest to the smallest SD of three seeds if all runs of a task have the same variance."""
+    rows, (low, high) = tables.seed_sds(), facts()["other"]["across_seed_sd_range_pp"]["value"]
+    sds = [row["recomputed"] for row in rows]
+    within = {
+        task: math.sqrt(statistics.fmean(row["recomputed"] ** 2 for row in rows if row["task"] == task))
+        for task in facts()["per_seed_accuracy"]
+    }
+    df = len(SEEDS) - 1
+    generator = np.random.default_rng(stream(0, "paper", "SDs of equal variances"))
+    drawn = np.sqrt(generator.chisquare(df, (SIMULATIONS, len(rows))) / df) * [within[row["task"]] for row in rows]
+    ratios, ratio = drawn.max(axis=1) / drawn.min(axis=1), max(sds) / min(sds)
+    median, share = float(np.median(ratios)), float((ratios >= ratio).mean())
+    return {
+        "ratio": ratio,
+        "median_ratio_of_equal_variances": median,
+        "p": share,
+        "within_sd": within,
+        "simulations": SIMULATIONS,
+        "says": f"SDs across seeds of {low:.2f} to {high:.2f} pp, called an order of magnitude apart, are as far apart "
+        f"as equal variances make them: {len(sds)} SDs of three seeds each, with one variance per task, have a median "
+        f"ratio of largest to smallest of {median:.0f}; here it is {ratio:.1f}.",
     }
 
 
@@ -193,6 +278,25 @@ def _shared() -> Row:
         f"independent cells. Independent cells would give {found.wins} of {found.cells} a p of {found.naive_p:.0e}, "
         f"runs that are shared as they are {found.correlated_p:.0e}. Both take the published count as it is, and speak "
         "of the runs of one seed, not of other seeds.",
+    }
+
+
+def _adding_d() -> Row:
+    """8 of 8 on G2 and 0 of 4 on hate's G4, if every order of the runs of a task is equally likely."""
+    on_g2, on_g4 = facts()["counts"]["d_on_G2"]["value"][1], facts()["counts"]["HG4_vs_G4_positive"]["value"][1]
+    tasks, grid = 2, 5
+    each = on_g2 // tasks
+    p_g2 = 2 * (1 / (each + 1)) ** tasks
+    lowest = (grid / (grid + each)) ** tasks
+    p_g4 = grid / (grid + on_g4)
+    return {
+        "on_g2": {"positive": on_g2, "of": on_g2, "p": p_g2, "p_if_g2_is_the_lowest_of_its_grid": lowest},
+        "on_hate_g4": {"positive": 0, "of": on_g4, "p": p_g4},
+        "says": f"Adding d to G2 improves {on_g2} of {on_g2} cells, but the {each} of a task share one run of G2: if d "
+        f"does nothing, all {on_g2} have the same sign with p = {p_g2:.2f} (and the lowest of the {grid} grid points, "
+        f"as G2 is on both tasks, is below all {on_g2} with p = {lowest:.2f}). Adding d to hate's G4 improves 0 of "
+        f"{on_g4}: G4 was chosen as the best of {grid}, and the best of {grid} is above {on_g4} further runs with "
+        f"p = {p_g4:.2f}. Neither shows that d helps or that granularities clash.",
     }
 
 
@@ -253,4 +357,14 @@ def _band() -> Row:
         "says": f"The reference band changes: 0.56 pp on emotion is called 0.5 σ in one place (SE of one model, here "
         f"{one:.2f}) and {printed['sigma_printed']} σ in another (SE of a difference of two, {two:.2f}). Neither knows "
         "that both models see the same examples, nor anything of seeds.",
+    }
+
+
+def _survives() -> Row:
+    wins, cells = facts()["counts"]["wins"]["value"], facts()["counts"]["comparable"]["value"]
+    return {
+        "says": "What survives: the parameterization, with direction-aligned proxies of EOPD and ToDi as points of it, "
+        f"and a lead over matched restrictions in {wins} of {cells} cells at one seed, which chance alone hardly gives "
+        "but a different mean of λ may; no effect size, no single comparison, no ranking of points and no benefit of "
+        "varying λ over tokens is shown.",
     }

@@ -43,8 +43,9 @@ def paper(as_json: options.AsJson = False) -> None:
     Shows every printed figure next to the computed one; a dash means that
     nothing else in the paper determines it. Also shows what can and cannot
     be derived from the published win counts, and an audit: fresh seeds,
-    power, ANOVA, majority class, duplicates, shared comparators, an
-    infeasible aggregate, and the mean of λ.
+    what chance alone would give, power, ANOVA, majority class, duplicates,
+    shared comparators, an infeasible aggregate, the mean of λ, and what of
+    the paper survives.
 
     \b
     gatespace paper

@@ -1,7 +1,8 @@
 """The model card of a run: how a model was trained and how good it is. The text is in card.md.j2, the values are here.
 
 A card is public, so it contains no paths or addresses of the original machine. Equal runs have equal cards. Does not
-import torch, unless the objective is a published method, whose class has its formula and citation.
+import torch, unless the objective is a published method, whose class has its formula and citation, or the gate has a
+further signal.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gatespace.config import TaskConfig, TeachConfig, TrainConfig, load_config
+from gatespace.config import TaskConfig, TeachConfig, TrainConfig, dump_config, load_config
 from gatespace.config.address import is_address
 from gatespace.errors import UsageError
 from gatespace.evaluation.metrics import Metrics
@@ -28,7 +29,7 @@ from gatespace.tasks.tweeteval_labels import KNOWN, Labels
 if TYPE_CHECKING:
     import jinja2
 
-__all__ = ["Evidence", "model_card"]
+__all__ = ["Evidence", "model_card", "public_task"]
 
 _SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _HUB_NAME = re.compile(r"(?:hub:)?([\w-][\w.-]*/[\w.-]+)")
@@ -91,6 +92,24 @@ def model_card(
     )
 
 
+def public_task(run: RunFolder) -> dict[str, Any]:
+    """The `task` section of a run, with all labels and without paths of this machine."""
+    found = _read(run)
+    section = dump_config(found.config.task) | {"root": None}
+    task = _task(found.config.task, found.labels)
+    family, _, name = (found.config.task.name or "").partition("/")
+    elsewhere = "(not part of the export)"
+    if family == "tweeteval" and task and task.labels != tuple(KNOWN.get(name, Labels("", {})).definitions):
+        # A folder of TweetEval's files may have labels of its own, or in another order.
+        own = {"labels": list(task.labels), "definitions": dict(task.definitions), "question": task.question}
+        section |= {"name": None, "table": {"source": elsewhere, **own}}
+    elif found.hub_data is None:
+        for kind in ("table", "text"):
+            if section[kind] is not None:
+                section[kind]["source"] = elsewhere
+    return section
+
+
 @cache
 def _template() -> jinja2.Template:
     import jinja2
@@ -111,7 +130,7 @@ def _template() -> jinja2.Template:
         "short": lambda text: _code(str(text)[:_SHORT]) if text else "unknown",
         "shown_name": shown_name,
     }
-    environment.tests["partial"] = _is_partial
+    environment.tests |= {"differentiable": _is_differentiable, "partial": _is_partial}
     return environment.get_template("card.md.j2")
 
 
@@ -284,7 +303,13 @@ def _chat_template(model: Path) -> str | None:
 
 
 def _prompt(task: TaskConfig, labels: Sequence[str]) -> Prompt | None:
-    """The prompt of a task without its rows, or None if unknown.
+    """The prompt of a label task, or None if unknown; arguments as in `_task`."""
+    found = _task(task, labels)
+    return None if found is None else Prompt.of(found, task.prefill, brief=task.brief)
+
+
+def _task(task: TaskConfig, labels: Sequence[str]) -> Task | None:
+    """A label task without its rows, or None if unknown.
 
     Args:
         task: The `task` section.
@@ -292,7 +317,7 @@ def _prompt(task: TaskConfig, labels: Sequence[str]) -> Prompt | None:
     """
     table, (family, _, name) = task.table, (task.name or "").partition("/")
     if task.name == "synthetic":
-        return Prompt.of(synthetic_task(size=6), task.prefill, brief=task.brief)
+        return synthetic_task(size=6)
     if table is not None:
         labels, about = table.labels, Labels(table.question, dict(table.definitions))
     elif family == "tweeteval":
@@ -305,8 +330,7 @@ def _prompt(task: TaskConfig, labels: Sequence[str]) -> Prompt | None:
     if not labels:
         return None
     rows = [Example("-", labels[0])]
-    found = Task(task.name or "table", tuple(labels), about.definitions, rows, [], [], question=about.question)
-    return Prompt.of(found, task.prefill, brief=task.brief)
+    return Task(task.name or "table", tuple(labels), about.definitions, rows, [], [], question=about.question)
 
 
 def _metadata(run: _Run, license: str | None) -> str:
@@ -381,9 +405,28 @@ def _is_partial(found: Mapping[str, Any]) -> bool:
     return bool(found["metrics"]["count"] < found["available"])
 
 
+def _is_differentiable(gate: Gate) -> bool:
+    """Whether λ depends on the student: by gap, or by a further signal that carries gradient."""
+    if gate.d != 0 or not gate.extra:
+        return gate.d != 0
+    import torch
+
+    from gatespace.gating.inputs import Batch, LossInputs
+    from gatespace.gating.objectives import Gated
+    from gatespace.gating.tokens import LogitsTeacher, PlainTokens
+
+    shape, size = torch.Size((1, 4)), 64
+    batch = Batch.of(shape, torch.device("cpu"), size, LossInputs(sampled=torch.zeros(shape, dtype=torch.long)))
+    student, teacher = torch.zeros(4, size, requires_grad=True), torch.zeros(4, size)
+    try:
+        return Gated(gate).lam(PlainTokens(student, LogitsTeacher(teacher), batch)).requires_grad
+    except Exception:  # a plugin's signal: not imported in this process, or not made for tokens like these
+        return False
+
+
 def _inline(text: str) -> str:
-    """Escape untrusted text so that it stays within its line or cell."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    """Escape untrusted text so that it stays text: no Markdown or HTML in it has an effect."""
+    return re.sub(r"([\\`*_\[\]!#|~])", r"\\\1", " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;"))
 
 
 def _code(text: str) -> str:

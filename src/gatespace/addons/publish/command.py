@@ -111,7 +111,7 @@ def export(
     if url is not None:
         out.print(f"at    {url}", soft_wrap=True)
     else:
-        out.print(f"next  {_next(folder, written.folder)}", soft_wrap=True)
+        out.print(f"next  {shlex.join(['gatespace', 'predict', str(written.folder)])} < texts.txt", soft_wrap=True)
 
 
 def _evidence(run: RunFolder, study: Path | None) -> Evidence | None:
@@ -128,9 +128,3 @@ def _evidence(run: RunFolder, study: Path | None) -> Evidence | None:
     except ModuleNotFoundError as error:
         raise missing_extra("the evidence of a study", module=error.name or "numpy", extra="study") from None
     return evidence_of(run, study.expanduser())
-
-
-def _next(run: RunFolder, output: Path) -> str:
-    """The command to try next."""
-    words = ["gatespace", "predict", str(output), "--config", str(run.config_file)]
-    return f"{shlex.join(words)} < texts.txt"

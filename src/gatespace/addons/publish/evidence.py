@@ -11,7 +11,7 @@ from gatespace.errors import UsageError
 from gatespace.evidence.analysis import analyse
 from gatespace.evidence.records import ComparisonEvidence
 from gatespace.gating.coefficients import NotApplicable
-from gatespace.report.findings import VERDICTS, find
+from gatespace.report.findings import find
 from gatespace.report.table import shown
 from gatespace.report.view import View, sd_of
 from gatespace.runs import RunFolder
@@ -68,7 +68,7 @@ def point_evidence(results: StudyResults, run: RunResult) -> Evidence:
     about = {(found.axis, found.restriction) for found in compared}
     axes = {axis for axis, _ in about}
     groups = [
-        f"{claim.about}: {VERDICTS[claim.verdict]}. {claim.text}"
+        f"{claim.about}: {claim.verdict_text}. {claim.text}"
         for claim in findings.claims
         if (claim.axis, claim.restriction) in about or (claim.restriction is None and claim.axis in axes)
     ]

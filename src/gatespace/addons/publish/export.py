@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +13,10 @@ from typing import Any
 import torch
 
 from gatespace.addons.publish import CARD
-from gatespace.addons.publish.card import Evidence, model_card
+from gatespace.addons.publish.card import Evidence, model_card, public_task
 from gatespace.errors import GatespaceError, RunError, UsageError, missing_extra, unknown_name
 from gatespace.files import atomic_write
-from gatespace.models.cache_root import RECORD, new_folder, read_record, write_record
+from gatespace.models.cache_root import RECORD, read_record, refuse_foreign, write_record
 from gatespace.models.hub import first_line, hub_reachable, without_progress_bars
 from gatespace.models.load import load_model
 from gatespace.runs import RunFolder
@@ -23,7 +25,7 @@ __all__ = ["DTYPES", "Exported", "check_export", "check_push", "export_model", "
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _MARK = "export"
-"""Key in the record of a folder that is an export, and so may be replaced by another one."""
+"""Key in the record of a folder that is an export, whose files another export may replace."""
 _REPLACED = ["*.safetensors", "*.safetensors.index.json"]
 """Leftovers of an earlier push to delete: a loader would take them for this model's."""
 
@@ -81,6 +83,7 @@ def check_export(run: RunFolder, output: Path, *, dtype: str = "fp32") -> None:
             got=str(output),
             instead="name a new folder",
         )
+    refuse_foreign(place)
 
 
 def export_model(
@@ -93,9 +96,10 @@ def export_model(
     license: str | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Exported:
-    """Write the model of a run with its card to `output` atomically, replacing an earlier export.
+    """Write the model of a run with its card to `output`, replacing the files of an earlier export and no others.
 
-    The weights must be those that the run evaluated, by their fingerprint.
+    The weights must be those that the run evaluated, by their fingerprint. The record has the settings that
+    `gatespace predict` needs, without paths of this machine.
 
     Args:
         run: A finished run.
@@ -115,15 +119,53 @@ def export_model(
     network: Any = model.network
     network.to(DTYPES[dtype])
     identity, fingerprint = run.identity()["identity"], model.fingerprint()
-    with new_folder(output) as fresh:
+    record = {_MARK: 1, "run": identity, "fingerprint": fingerprint, "dtype": dtype, "settings": _settings(run)}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.new-", dir=output.parent) as scratch:
+        fresh = Path(scratch)
         with without_progress_bars():
             network.save_pretrained(fresh)
             model.tokenizer.save_pretrained(fresh)
         atomic_write(fresh / CARD, card)
-        write_record(fresh, {_MARK: 1, "run": identity, "fingerprint": fingerprint, "dtype": dtype})
-    files = sorted(path for path in output.rglob("*") if path.is_file())
-    names = tuple(path.relative_to(output).as_posix() for path in files)
-    return Exported(output, identity, fingerprint, names, sum(path.stat().st_size for path in files))
+        names = tuple(sorted({RECORD, *_files(fresh)}))
+        write_record(fresh, {**record, "files": names})
+        _replace_files(output, fresh, names)
+    return Exported(output, identity, fingerprint, names, sum((output / name).stat().st_size for name in names))
+
+
+def _settings(run: RunFolder) -> dict[str, Any]:
+    """What `gatespace predict` needs of a run's settings."""
+    settings = run.settings()
+    evaluation = {key: settings["evaluation"][key] for key in ("max_new_tokens", "batch_size")}
+    engine, plugins = {"precision": settings["engine"]["precision"]}, [Path(one).name for one in settings["plugins"]]
+    return {"task": public_task(run), "evaluation": evaluation, "engine": engine, "plugins": plugins}
+
+
+def _files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() or path.is_symlink()}
+
+
+def _replace_files(output: Path, fresh: Path, names: Sequence[str]) -> None:
+    """Move the files `names` of `fresh` to `output`, in place of what an earlier export wrote and of nothing else."""
+    listed = read_record(output).get("files")
+    present = _files(output) if output.is_dir() else set()
+    earlier = {name for name in present if name == RECORD or (isinstance(listed, list) and name in listed)}
+    if foreign := sorted(present.intersection(names) - earlier):
+        raise UsageError(
+            "refusing to overwrite a file that no export wrote",
+            got=", ".join(str(output / name) for name in foreign),
+            instead="move it elsewhere, or name a new folder",
+        )
+    output.mkdir(exist_ok=True)
+    # A killed export leaves a record of all its files, and no config.json, without which no model is loaded.
+    write_record(output, {_MARK: 1, "files": sorted(earlier.union(names))})
+    for name in earlier - {RECORD}:
+        (output / name).unlink()
+    for name in sorted(names, key="config.json".__eq__):
+        (output / name).parent.mkdir(exist_ok=True)
+        # safetensors writes files that only their owner can read; the folder's mode follows the umask.
+        (fresh / name).chmod(output.stat().st_mode & 0o666)
+        os.replace(fresh / name, output / name)
 
 
 def _check_weights(run: RunFolder, fingerprint: str) -> None:
@@ -175,10 +217,10 @@ def check_push(repo: str, *, private: bool = False) -> None:
 
 
 def push(folder: Path, repo: str, *, private: bool = False, bars: bool = False) -> str:
-    """Upload all files of `folder` in one commit, and return its URL. Weights of an earlier push are replaced.
+    """Upload an export in one commit, and return its URL. Weights of an earlier push are replaced.
 
     Args:
-        folder: A model folder.
+        folder: The export. Only files that the export wrote are uploaded.
         repo: ``owner/name``; created if it does not exist.
         private: Make it private; raises if it exists and is public.
         bars: Show the Hub client's progress bars.
@@ -188,7 +230,13 @@ def push(folder: Path, repo: str, *, private: bool = False, bars: bool = False) 
         # None: the owner's default visibility.
         where = api.create_repo(repo, private=True if private else None, exist_ok=True)
         _check_private(api, repo, private)
-        api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload a model", delete_patterns=_REPLACED)
+        api.upload_folder(
+            repo_id=repo,
+            folder_path=folder,
+            commit_message="Upload a model",
+            allow_patterns=read_record(folder)["files"],
+            delete_patterns=_REPLACED,
+        )
     return str(where)
 
 

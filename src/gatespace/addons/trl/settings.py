@@ -54,7 +54,7 @@ class GatedDistillationConfig(DistillationConfig):  # type: ignore[misc]  # TRL 
     support: str = field(
         default="full",
         metadata={
-            "help": "What both KLs sum over: full; bucket, hybrid, renorm, recipe on the teacher's top-K; or "
+            "help": "What both KLs sum over: full; bucket, hybrid, renorm on the teacher's top-K; or "
             "student, on its own."
         },
     )

@@ -143,6 +143,8 @@ class Telemetry:
         found: dict[str, float] = {}
         if self.mixes:
             found = {"lam_mean": mean.pop("lam"), "lam_saturated": mean.pop("saturated")}
+            if 0 < mean["reverse_kl"] < math.inf:
+                found["lam_rkl_mean"] = mean["lam_rkl"] / mean["reverse_kl"]
             del mean["lam_rkl"]
         found |= mean
         found |= {f"{name}_sd": math.sqrt(squares[name] / tally.count) for name in _SPREAD if name in squares}
@@ -154,9 +156,7 @@ class Telemetry:
         run = self.empty() if self.run is None else self.run
         found: dict[str, float | None] = {"tokens": run.count}
         if self.mixes:
-            names = ("lam_mean", "lam_sd", "lam_saturated")
+            names = ("lam_mean", "lam_sd", "lam_saturated", "lam_rkl_mean")
             means = self.means(run) if run.count else {}
             found |= {name: means.get(name) for name in names}
-            weighed, rkl = (run.mean[self.names.index(name)] for name in ("lam_rkl", "reverse_kl"))
-            found["lam_rkl_mean"] = weighed / rkl if 0 < rkl < math.inf else None
         return found

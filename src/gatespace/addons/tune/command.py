@@ -51,7 +51,8 @@ def tune(
     address: engines.Address = None,
     sets: study_file.Sets = None,
     plugins: options.Plugins = None,
-    trust_plugins: study_file.TrustPlugins = False,
+    trust_plugins: options.TrustPlugins = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -59,17 +60,18 @@ def tune(
 
     Constant λ, named gates, published methods and gates that Optuna
     proposes compete by successive halving. The best gate is then trained
-    at seeds that had no part in the choice, along with its static twin,
-    λ = 0.5, the best constant and the best published method, and compared
-    on test, which nothing else reads. A search that was stopped or killed
-    resumes with the same command, and ends with the same verdict.
+    at seeds that had no part in the choice, along with its two static
+    twins, λ = 0.5, the best constant and the best published method, and
+    compared on test, which nothing else reads. The verdict says what to
+    use: the simplest candidate that nothing was shown to beat. A search
+    that was stopped or killed resumes with the same command.
 
     \b
     gatespace tune demo --dry-run
     gatespace tune demo --budget 10min
     gatespace tune my.yaml --set tune.proposals=40 --workers 2
 
-    Exit code 0: there is a verdict; 1: runs failed; 2: a mistake in the call.
+    Exit code 0: there is a verdict; 1: runs failed; 2: invalid arguments.
     """
     from gatespace.addons.tune.folder import TuneFolder
     from gatespace.addons.tune.plan import Spec
@@ -80,7 +82,7 @@ def tune(
     engines.engine_opener(engine, address)  # raises if there is none
     limit = None if budget is None else parse_budget(budget)
     require_optuna()
-    config = _load(study, sets or [], plugins, trust_plugins)
+    config = _load(study, sets or [], plugins, trust_plugins, trust_remote_code)
     folder = TuneFolder(output or config.output or Path("tunes") / config.name)
     tuned = parse_config(TuneConfig, config.tune, where=f"{config.name}: tune")
     spec = Spec.of(config, tuned, folder, workers=workers or config.workers, budget=limit, threads=threads)
@@ -92,6 +94,7 @@ def tune(
     except KeyboardInterrupt as interrupt:
         raise typer.Exit(stopped(interrupt, "; the same command resumes")) from None
     from gatespace.addons.tune import page
+    from gatespace.config.text import write_yaml
     from gatespace.files import atomic_write
 
     page.write_page(search, verdict)
@@ -102,11 +105,14 @@ def tune(
         return
     out = console()
     out.print(verdict.sentence, style="bold", soft_wrap=True)
-    for line in (*page.notes(search, verdict), *page.paste(verdict).splitlines(), f"page: {folder.page}"):
+    lines = (verdict.why, *page.notes(search, verdict), *write_yaml(verdict.settings).splitlines())
+    for line in (*lines, f"page: {folder.page}"):
         out.print(line, soft_wrap=True)
 
 
-def _load(study: str, sets: list[str], plugins: list[str] | None, trust_plugins: bool) -> StudyConfig:
+def _load(
+    study: str, sets: list[str], plugins: list[str] | None, trust_plugins: bool, trust_remote_code: bool
+) -> StudyConfig:
     """Load the study: shipped, a file, or built from a file for `gatespace train`."""
     from gatespace.addons.tune.settings import study_of_train_file
     from gatespace.config.text import read_yaml
@@ -116,8 +122,10 @@ def _load(study: str, sets: list[str], plugins: list[str] | None, trust_plugins:
         found = read_yaml(path.read_text(encoding="utf-8-sig"), where=study)
     if isinstance(found, dict) and "tasks" not in found and {"pair", "task", "objective"} & found.keys():
         config = study_of_train_file(path, sets)
-        return study_file.finished(config, path.parent, plugins=plugins, trust_plugins=trust_plugins)
-    return study_file.load_study(study, sets, plugins=plugins, trust_plugins=trust_plugins)
+        return study_file.finished(config, path.parent, plugins, trust_plugins, trust_remote_code)
+    return study_file.load_study(
+        study, sets, plugins=plugins, trust_plugins=trust_plugins, trust_remote_code=trust_remote_code
+    )
 
 
 def _run(spec: Spec, engine: str, address: str | None, *, quiet: bool) -> tuple[Search, Verdict]:
@@ -126,8 +134,7 @@ def _run(spec: Spec, engine: str, address: str | None, *, quiet: bool) -> tuple[
 
     from gatespace.addons.tune.jobs import perform
     from gatespace.addons.tune.search import Search
-    from gatespace.addons.tune.verdict import check_looks, judge, verdict_study, without_gate
-    from gatespace.cli.progress import duration
+    from gatespace.addons.tune.verdict import check_looks, judge, power_text, verdict_study, without_gate
     from gatespace.cli.study_view import StudyView
     from gatespace.files import atomic_write
     from gatespace.report.page import build_report
@@ -140,19 +147,16 @@ def _run(spec: Spec, engine: str, address: str | None, *, quiet: bool) -> tuple[
     usual = engines.usual_threads(study, address)
     threads = folder.threads_of_runs(study, workers=count, threads=spec.threads, usual=usual)
     with StudyView(count, quiet=quiet) as view:
-
-        def watch(title: str, left: float | None) -> None:
-            view.say(title if left is None else f"{title} · at most {duration(left)} left")
-
         wanted = EngineSpec(study, folder, count, threads, address, perform, view.note)
         with closing(engines.engine_opener(engine, address)(wanted)) as opened:
             with folder.claim():
                 atomic_write(folder.store_file, json.dumps({"threads": threads, "workers": count}) + "\n")
                 if not folder.records_file.exists():
                     engines.check_study(opened, folder, study, view.note)
-                search = Search(replace(spec, threads=threads), opened, watch=watch, note=view.note).go()
+                search = Search(replace(spec, threads=threads), opened, watch=view.say, note=view.note).go()
             if search.winner is None:
                 return search, without_gate(search)
+            view.note(power_text(search))
             folder.begin(verdict_study(search), workers=count, threads=threads)
             outlook = run_study(
                 folder.config(), folder, opened, threads=threads, retry=True, watch=view.update, note=view.note
@@ -189,9 +193,6 @@ def _dry_run(spec: Spec, *, as_json: bool) -> None:
         f"and {rung['steps_at_most']} further training steps"
         for place, rung in enumerate(rungs, start=1)
     ]
-    lines.append(
-        f"verdict: {check.candidates} arms × {len(spec.config.fresh)} fresh seeds: {check.steps} training steps"
-    )
-    lines.append(f"in all at most {most} training steps; a full grid with the same verdict takes {grid}")
-    for line in lines:
+    arms = f"verdict: {check.candidates} arms × {len(spec.config.fresh)} fresh seeds: {check.steps} training steps"
+    for line in (*lines, arms, f"in all at most {most} training steps; a full grid with the same verdict takes {grid}"):
         out.print(line, soft_wrap=True)

@@ -24,8 +24,11 @@ from gatespace.gating.coefficients import COEFFICIENTS, Gate
 
 _COEFFICIENT = {"h": "a", "u": "b", "gap": "d"}
 """Channel → its coefficient; any other signal's coefficient has the signal's name."""
+LARGEST = 50.0
+"""Bound of a proposal's coefficients: the signals lie within [0, 1], where a logit of 50 is a step already."""
+LEAST_SD = 0.01
+"""A signal with a smaller standard deviation is no channel: it would need a coefficient above `LARGEST`."""
 _CONSTANT = 1e-6
-"""A signal with a smaller standard deviation counts as constant: no gate can depend on it."""
 _SAME = 0.999
 """Two signals with a higher correlation count as one channel."""
 
@@ -44,7 +47,7 @@ class Signals:
 
     Args:
         values: Channel → (N,).
-        weights: (N,) token weights: 1, or their probabilities for expected rollouts.
+        weights: (N,) token weights: how many samples have this token.
     """
 
     values: Mapping[str, np.ndarray]
@@ -68,7 +71,7 @@ class Signals:
         """The channels that vary over tokens, without duplicates."""
         found: list[str] = []
         for name, column in self.values.items():
-            if self.sd(column) > _CONSTANT and not any(self._alike(name, other) for other in found):
+            if self.sd(column) >= LEAST_SD and not any(self._alike(name, other) for other in found):
                 found.append(name)
         return tuple(found)
 
@@ -80,18 +83,19 @@ class Signals:
         return (column - self.mean(column)) / self.sd(column)
 
     def solve(self, place: Place) -> Gate:
-        """The gate at a place: over these tokens its λ has that mean and its logit that spread."""
+        """The gate at a place: its λ has that mean over these tokens, its logit that spread, or the largest allowed."""
         weights = {name: place.direction.get(name, 0.0) for name in self.channels}
         z = sum((weight * self._standard(name) for name, weight in weights.items()), np.zeros(len(self.weights)))
         if not self.channels or self.sd(z) <= _CONSTANT:
             raise UsageError(
                 "no gate depends on these channels",
                 got=", ".join(self.values),
-                why="their signals are constant over the warm-up's tokens",
-                instead="other tune.channels, or more tune.warm_up batches",
+                why=f"over the warm-up's tokens every signal has a standard deviation below {LEAST_SD}",
+                instead="other tune.channels, or more tune.warm_up batches; tune.proposals: 0 compares the others",
             )
-        scale = place.spread / self.sd(z)
-        found = {name: _rounded(scale * weight / self.sd(self.values[name])) for name, weight in weights.items()}
+        slopes = {name: weight / self.sd(self.values[name]) for name, weight in weights.items()}
+        scale = min(place.spread / self.sd(z), LARGEST / max(map(abs, slopes.values())))
+        found = {name: _rounded(scale * slope) for name, slope in slopes.items()}
         free = sum(value * self.values[name] for name, value in found.items())
         far = float(np.abs(free).max()) + 60
         c = brentq(lambda c: self.mean(_sigmoid(free + c)) - place.lam, -far, far, xtol=1e-12)
@@ -109,7 +113,7 @@ class Signals:
         parts = [weights[key] * self.values[name] for name, key in keys.items() if key in weights]
         logit = sum(parts, np.full(len(self.weights), gate.c))
         lam, spread = self.mean(_sigmoid(logit)), self.sd(logit)
-        if spread <= _CONSTANT:
+        if spread <= _CONSTANT or not self.channels:
             return Place(lam, 0.0, {})
         columns = np.stack([self._standard(name) for name in self.channels], 1) * np.sqrt(self.weights)[:, None]
         wanted = (logit - self.mean(logit)) * np.sqrt(self.weights)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from gatespace.addons.tune.folder import Record, TuneFolder
 from gatespace.addons.tune.gates import Place, Signals
-from gatespace.addons.tune.settings import HALF, Budget, Rung, TuneConfig
+from gatespace.addons.tune.settings import EDGES, HALF, Budget, Rung, TuneConfig
 from gatespace.config import StudyConfig, TrainConfig, dump_config, in_setting, parse_config
 from gatespace.config.study import AxesConfig, PublishedConfig
 from gatespace.errors import UsageError, unknown_name
@@ -55,6 +55,21 @@ class Candidate:
             known["method"] = dump_config(parse_config(PublishedConfig, known["method"]))
         return cls(**known)
 
+    @classmethod
+    def gated(cls, number: int, kind: str, gate: Gate, lr: float | None, signals: Signals | None) -> Candidate:
+        """A candidate with this gate."""
+        place = None if signals is None else signals.place(gate)
+        known = None if place is None else place._asdict()
+        return cls(f"c{number:03d}", kind, with_lr(gate.label, lr), str(gate), None, lr, known)
+
+    @property
+    def complexity(self) -> tuple[int, int]:
+        """Constants come before published methods and these before gates, which come by their number of channels."""
+        if not self.is_gate:
+            return int(self.kind == "published"), 0
+        gate = Gate.parse(str(self.gate))
+        return 2, sum(map(bool, (gate.a, gate.b, gate.d, *gate.extra.values())))
+
     @property
     def is_gate(self) -> bool:
         """Whether its λ depends on the token."""
@@ -66,6 +81,12 @@ class Candidate:
         if self.method is not None:
             return {"method": self.method["method"], "params": self.method["params"]}
         return {"method": "gated", "gate": self.gate}
+
+
+CONSTANTS = 5
+"""Constants trained to the last rung in addition to those that come so far by their scores, at most."""
+LEAST_CONSTANT = 0.004
+"""The grid of constants is not extended from a constant nearer to 0 or 1 than this."""
 
 
 class Cost(NamedTuple):
@@ -142,7 +163,7 @@ class Spec:
             own = self.run_config(candidate, self.config.seeds[0])
             with in_setting(candidate.label):
                 sources = own.rollout.source.shares()
-                build_objective(own.objective, expected=own.rollout.expected is not None, sources=sources)
+                build_objective(own.objective, sources=sources)
 
     @cached_property
     def base(self) -> TrainConfig:
@@ -182,7 +203,7 @@ class Spec:
 
     def fixed(self, signals: Signals | None = None) -> list[Candidate]:
         """Candidates that are always included: constants, points of the family, published methods."""
-        gates = {Gate.static(lam): "static" for lam in sorted({*self.config.lam, HALF})}
+        gates = {Gate.static(lam): "static" for lam in sorted({*self.config.lam, HALF, *EDGES})}
         for text in self.config.points:
             with in_setting("tune.points"):
                 gate = Gate.parse(text)
@@ -190,27 +211,25 @@ class Spec:
         found: list[Candidate] = []
         for lr in self.config.lr or (None,):
             for gate, kind in gates.items():
-                place = None if signals is None else signals.place(gate)
-                known = None if place is None else place._asdict()
-                label = with_lr(gate.label, lr)
-                found.append(Candidate(f"c{len(found):03d}", kind, label, str(gate), None, lr, known))
+                found.append(Candidate.gated(len(found), kind, gate, lr, signals))
             for method in self.study.axes.published:
                 label = with_lr(method.point, lr)
                 found.append(Candidate(f"c{len(found):03d}", "published", label, None, dump_config(method), lr))
         return found
 
-    def costs(self, count: int, place: int = 0) -> list[Cost]:
-        """Maximum cost of the rung at `place` with `count` candidates, and of each rung after it."""
+    def costs(self, count: int) -> list[Cost]:
+        """Maximum cost of every rung, with `count` candidates at the first."""
         wholes = [0, *(rung.steps * rung.seeds for rung in self.rungs)]
         found = []
-        for rung, (done, whole) in [*zip(self.rungs, pairwise(wholes), strict=True)][place:]:
-            found.append(Cost(count, count * rung.seeds, count * (whole - done)))
+        for rung, (done, whole) in zip(self.rungs, pairwise(wholes), strict=True):
+            more = CONSTANTS * (rung == self.rungs[-1])
+            found.append(Cost(count + more, (count + more) * rung.seeds, count * (whole - done) + more * whole))
             count = min(count, math.ceil(self.config.keep * count) + 1)  # plus the best gate
         return found
 
     def verdict_cost(self) -> Cost:
-        """Maximum cost of the verdict: winner, twin, λ = 0.5, best constant, best published method."""
-        arms = 4 + bool(self.study.axes.published)
+        """Maximum cost of the verdict: winner, two twins, λ = 0.5, best constant, best published method."""
+        arms = 5 + bool(self.study.axes.published)
         runs = arms * len(self.config.fresh)
         return Cost(arms, runs, runs * self.rungs[-1].steps)
 

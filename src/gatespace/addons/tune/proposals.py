@@ -12,6 +12,9 @@ from gatespace.addons.tune.settings import TuneConfig
 from gatespace.errors import missing_extra
 from gatespace.seeding import stream
 
+_SMALL = 0.25
+"""A channel with a smaller share of the largest is left out of a proposal, so that some have fewer channels."""
+
 
 class Proposal(NamedTuple):
     """A place in the search space, and a learning rate; None: the study's."""
@@ -80,9 +83,10 @@ def _values(proposal: Proposal, channels: Sequence[str]) -> dict[str, float]:
 
 def _proposal(values: Mapping[str, float], config: TuneConfig, channels: Sequence[str]) -> Proposal:
     weights = {name: values[f"to {name}"] for name in channels}
-    length = math.sqrt(math.fsum(weight**2 for weight in weights.values()))
-    if length == 0:
-        weights, length = {channels[0]: 1.0}, 1.0
+    if not (most := max(map(abs, weights.values()))):
+        weights, most = {channels[0]: 1.0}, 1.0
+    weights = {name: w if abs(w) > _SMALL * most else 0.0 for name, w in weights.items()}
+    length = math.hypot(*weights.values())
     lam = min(config.lam, key=lambda level: abs(level - values.get("lam", level)))
     lr = None
     if config.lr:

@@ -1,4 +1,4 @@
-"""Which candidates advance from a rung: paired differences to the incumbent, and the gain from pairing.
+"""Which candidates advance from a rung, by paired differences to the incumbent.
 
 All candidates have the same prompts in the same order, the same random streams and the same validation rows, so they
 are compared row by row and seed by seed. The incumbent is the best of many and looks better than it is: a decision here
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, variance
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,13 +71,12 @@ def decide(found: Mapping[str, Rows], *, gates: set[str], keep: float, level: fl
         level: Significance level for one candidate at this rung, corrected for the number of rungs.
 
     Returns:
-        The record of the decision: incumbent, kept (best first), differences to the incumbent, pairing, score.
+        The record of the decision: incumbent, kept (best first), differences to the incumbent, score.
     """
     order = sorted(found, key=lambda name: -score(found[name]))  # stable: ties keep their order
     best = order[0]
     differences = {name: difference(found[name], found[best]) for name in order[1:]}
-    several = len(found[best]) > 1
-    alive = [name for name in order if name == best or not several or differences[name].p >= level]
+    alive = [name for name in order if name == best or len(found[best]) == 1 or differences[name].p >= level]
     most = math.ceil(keep * len(order))
     kept = alive[:most]
     if not gates.intersection(kept):
@@ -86,25 +85,5 @@ def decide(found: Mapping[str, Rows], *, gates: set[str], keep: float, level: fl
         "incumbent": best,
         "kept": kept,
         "differences": {name: one._asdict() for name, one in differences.items()},
-        "pairing": pairing(found, best),
         "score": {name: score(rows) for name, rows in found.items()},
-    }
-
-
-def pairing(found: Mapping[str, Rows], incumbent: str) -> dict[str, float | None]:
-    """Variance of a paired difference / that of an unpaired one, over seeds and over rows; None if undefined.
-
-    Independent runs would have 1; 0.1 means that ten times as many unpaired runs would be needed.
-    """
-
-    def ratio(column: Any) -> float | None:
-        pairs = [(column(rows), column(found[incumbent])) for name, rows in found.items() if name != incumbent]
-        pairs = [(one, other) for one, other in pairs if len(one) > 1]
-        apart = sum(variance(one) + variance(other) for one, other in pairs)
-        paired = sum(variance([a - b for a, b in zip(one, other, strict=True)]) for one, other in pairs)
-        return paired / apart if apart > 0 else None
-
-    return {
-        "seeds": ratio(lambda rows: [fmean(values) for values in rows.values()]),
-        "rows": ratio(lambda rows: [fmean(column) for column in zip(*rows.values(), strict=True)]),
     }

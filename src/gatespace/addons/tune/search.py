@@ -18,7 +18,7 @@ from typing import Any
 from gatespace.addons.tune.folder import Ledger, Record
 from gatespace.addons.tune.gates import Place, Signals
 from gatespace.addons.tune.jobs import reached, read_rows
-from gatespace.addons.tune.plan import Candidate, Cost, Spec, steps_of, with_lr
+from gatespace.addons.tune.plan import CONSTANTS, LEAST_CONSTANT, Candidate, Cost, Spec, steps_of, with_lr
 from gatespace.addons.tune.proposals import Proposal, propose
 from gatespace.addons.tune.race import decide, score
 from gatespace.addons.tune.settings import HALF
@@ -38,17 +38,12 @@ class Search:
     Args:
         spec: The search specification.
         engine: Runs the jobs.
-        watch: Called with a line about each ended job, and the maximum number of seconds left, None if unknown.
+        watch: Called with a line about each ended job.
         note: Called with messages for the user.
     """
 
     def __init__(
-        self,
-        spec: Spec,
-        engine: Engine,
-        *,
-        watch: Callable[[str, float | None], None],
-        note: Callable[[str], None],
+        self, spec: Spec, engine: Engine, *, watch: Callable[[str], None], note: Callable[[str], None]
     ) -> None:
         self.spec = spec
         self.warm_up: Record = {}
@@ -56,17 +51,18 @@ class Search:
         self.candidates: dict[str, Candidate] = {}
         self.scores: dict[str, list[float]] = {}
         """Candidate → its score at every rung reached."""
+        self.by_seed: dict[str, dict[str, float]] = {}
+        """Candidate → its score by seed at the last rung reached."""
         self.errors: dict[str, str] = {}
         """Candidate → why it failed."""
         self.decisions: list[Record] = []
         """One per rung."""
         self.winner: Candidate | None = None
-        """The best gate of the last rung; None if all gates were significantly worse than another candidate."""
+        """The gate with the fewest channels within one standard error of the best gate of the last rung; None if all
+        gates were significantly worse than another candidate."""
         self._engine, self._watch, self._note = engine, watch, note
         self._ledger = Ledger(spec.folder.records_file)
-        self._began = self._clock = time.monotonic()
-        self._done = self._left = 0
-        """Training steps done by this process, and the maximum number left."""
+        self._began = time.monotonic()
 
     @property
     def leader(self) -> Candidate:
@@ -95,22 +91,27 @@ class Search:
         self.warm_up = ledger.once("warm-up", lambda: _described(signals, measured))
         plan = ledger.once("plan", lambda: {"proposals": self._affordable(measured["seconds"], signals)})
         always, count, batch = spec.fixed(signals), int(plan["proposals"]), spec.config.batch
-        self._add(len(always), lambda: always, further=count)
+        self._add(always)
         for first in range(0, count, batch):
-            some = min(batch, count - first)
-            self._add(some, partial(self._propose, some, signals, first), further=count - first - some)
-        alive = [*self.scores]
-        for place in range(len(spec.rungs)):
+            self._add(self._propose(min(batch, count - first), signals, first))
+        alive, last = list[str](), len(spec.rungs) - 1
+        for place in range(last + 1):
             if place:
                 self._score(alive, place)
-                alive = [name for name in alive if len(self.scores[name]) == place + 1]
+            if place == last:
+                self._bracket(signals, last)
+            alive = [name for name, known in self.scores.items() if len(known) == place + 1]
             self.decisions.append(ledger.once("decision", partial(self._decide, alive, place), rung=place))
             alive = self.decisions[-1]["kept"]
             dropped = [one for name, one in self.candidates.items() if name not in alive]
             for one, seed in product(dropped, spec.config.seeds):  # each is larger than two students' weights
-                shutil.rmtree(self._run(one, seed).checkpoints, ignore_errors=True)
+                if place == last or one.kind != "static":  # `_bracket` may resume a constant
+                    shutil.rmtree(self._run(one, seed).checkpoints, ignore_errors=True)
         ledger.close()
-        self.winner = next((one for name in alive if (one := self.candidates[name]).is_gate), None)
+        gates = [self.candidates[name] for name in alive if self.candidates[name].is_gate]  # best first
+        apart, scores = self.decisions[-1]["differences"], self.decisions[-1]["score"]
+        near = [g for g in gates if g == gates[0] or scores[gates[0].id] - scores[g.id] <= apart[g.id]["se"]]
+        self.winner = min(near, key=lambda one: one.complexity, default=None)
         if self.winner is None:
             self._check_that_gates_were_judged()
         return self
@@ -139,7 +140,7 @@ class Search:
         names = {model_name(spec.study, spec.task, role) for role in ROLES}
         _, work = outline(spec.folder, spec.study, spec.threads)
         jobs = {one.name: one.job() for one in work if one.name in names and not one.folder.is_done}
-        errors = self._do({name: (job, name, 0) for name, job in jobs.items() if job is not None})
+        errors = self._do({name: (job, name) for name, job in jobs.items() if job is not None})
         for name, error in errors.items():
             raise RunError(f"a model could not be made: {name}", got=error)
 
@@ -151,7 +152,7 @@ class Search:
         settings = dump_config(spec.run_config(probe, seed, RunFolder(spec.folder.warm_up.parent)))
         job: Job = {"do": "warm-up", "config": settings, "channels": list(config.channels)}
         job |= {"batches": config.warm_up, "file": str(spec.folder.warm_up)}
-        if errors := self._do({"warm-up": (job, "warm-up: signals measured", 0)}):
+        if errors := self._do({"warm-up": (job, "warm-up: signals measured")}):
             raise RunError("the signals could not be measured", got=errors["warm-up"])
 
     def _affordable(self, seconds: Mapping[str, float], signals: Signals) -> int:
@@ -182,44 +183,36 @@ class Search:
         found: list[Candidate] = []
         for place, lr in propose(count, self.spec.config, signals.channels, known, first=first):
             gate, number = signals.solve(place), len(self.candidates) + len(found)
+            if (actual := signals.place(gate)) is not None:
+                place = place._replace(spread=actual.spread)  # coefficients are bounded
             label = with_lr(",".join(f"{value:.3g}" for value in gate.abcd), lr)
             label += "".join(f",{name}={value:.3g}" for name, value in gate.extra.items())
             found.append(Candidate(f"c{number:03d}", "proposal", label, str(gate), None, lr, place._asdict()))
         return found
 
-    def _add(self, count: int, make: Callable[[], list[Candidate]], *, further: int) -> None:
-        """Record `count` candidates and score them at the first rung. `make` is called unless all are recorded."""
-        made: list[Record] = [{}] * count
-        if self._ledger.peek(count - 1) is None:
-            made = [vars(one) for one in make()]
-        names = [f"c{len(self.candidates) + place:03d}" for place in range(count)]
-        for name, one in zip(names, made, strict=True):
-            self.candidates[name] = Candidate.of(self._ledger.once("candidate", partial(dict, one), id=name))
-        self._score(names, 0, further=further)
+    def _add(self, some: Sequence[Candidate]) -> None:
+        """Record candidates and score them at the first rung."""
+        for one in some:
+            self.candidates[one.id] = Candidate.of(self._ledger.once("candidate", partial(vars, one), id=one.id))
+        self._score([one.id for one in some], 0)
 
-    def _score(self, names: Sequence[str], place: int, *, further: int = 0) -> None:
-        """Train candidates up to a rung and record their scores. `further` more will be proposed after them."""
+    def _score(self, names: Sequence[str], place: int) -> None:
+        """Train candidates up to a rung and record their scores."""
         rung = self.spec.rungs[place]
         some = [self.candidates[name] for name in names]
-        jobs: dict[str, tuple[Job, str, int]] = {}
+        jobs: dict[str, tuple[Job, str]] = {}
         recorded = sum(self._ledger.peek(ahead) is not None for ahead in range(len(some)))
         for one in some[recorded:]:
             for seed, run in self._runs(one, place).items():
                 if reached(run, rung.steps) is None:
                     job = {"do": "rung", "config": dump_config(self.spec.run_config(one, seed, run))}
                     title = f"rung {place + 1}/{len(self.spec.rungs)}: {one.label} seed {seed}"
-                    jobs[run.path.name] = (job | {"until": rung.steps}, title, rung.steps - run.last_step())
-        later = self.spec.costs(len(some) if place else len(self.candidates) + further, place)[1:]
-        self._left = further * rung.steps * rung.seeds + sum(steps for _, _, steps in jobs.values())
-        self._left += sum(cost.steps for cost in later) + self.spec.verdict_cost().steps
+                    jobs[run.path.name] = (job | {"until": rung.steps}, title)
         failed = self._do(jobs)
-        errors = {
-            one.id: failed[run.path.name]
-            for one in some
-            for run in self._runs(one, place).values()
-            if run.path.name in failed
-        }
-        if errors and len(errors) == len(some) and (place or len(some) > 1 or not self.scores):
+        runs = {run.path.name: one.id for one in some for run in self._runs(one, place).values()}
+        errors = {runs[name]: failed[name] for name in runs if name in failed}
+        first = all(len(known) <= place for known in self.scores.values())  # none has come so far yet
+        if errors and len(errors) == len(some) and (first or len(some) > 1):
             why = "where all fail, the cause is seldom the candidates: none of it is recorded"
             error = next(iter(errors.values()))
             raise RunError("no candidate could be trained", got=error, why=why, instead="the same command tries again")
@@ -230,6 +223,32 @@ class Search:
                 self.errors[one.id] = record["error"]
             else:
                 self.scores.setdefault(one.id, []).append(record["score"])
+                self.by_seed[one.id] = record["seeds"]
+
+    def _bracket(self, signals: Signals, last: int) -> None:
+        """Train the best constant and its neighbours to the last rung, until the best is between two others there.
+
+        The neighbour of the smallest or largest constant is a new candidate, four times as near to 0 or 1.
+        """
+        for _ in range(CONSTANTS):
+            if (best := self.best("static")) is None:
+                return
+            grid = [one for one in self.candidates.values() if (one.kind, one.lr) == ("static", best.lr)]
+            grid.sort(key=lambda one: Gate.parse(str(one.gate)).c)
+            middle, lam = grid.index(best), Gate.parse(str(best.gate)).lam()
+            near = [best, *grid[max(middle - 1, 0) : middle], *grid[middle + 1 : middle + 2]]
+            behind = [one for one in near if one.id not in self.errors and len(self.scores[one.id]) <= last]
+            if behind:
+                name = behind[0].id
+            elif len(near) < 3 and min(lam, 1 - lam) > LEAST_CONSTANT:
+                further = lam / 4 if middle == 0 else 1 - (1 - lam) / 4
+                one = Candidate.gated(len(self.candidates), "static", Gate.static(round(further, 6)), best.lr, signals)
+                self._add([one])
+                name = one.id
+            else:
+                return
+            while name not in self.errors and len(self.scores[name]) <= last:
+                self._score([name], len(self.scores[name]))
 
     def _scored(self, candidate: Candidate, place: int, error: str | None) -> dict[str, Any]:
         rows = None if error else read_rows(self._runs(candidate, place), self.spec.rungs[place].steps)
@@ -241,11 +260,8 @@ class Search:
 
     def _decide(self, alive: Sequence[str], place: int) -> dict[str, Any]:
         config, rungs = self.spec.config, self.spec.rungs
-        found = {}
-        for name in alive:
-            rows = read_rows(self._runs(self.candidates[name], place), rungs[place].steps)
-            assert rows is not None, "it has a score at this rung"
-            found[name] = rows
+        rows = {name: read_rows(self._runs(self.candidates[name], place), rungs[place].steps) for name in alive}
+        found = {name: known for name, known in rows.items() if known is not None}  # all: each has a score here
         gates = {name for name in alive if self.candidates[name].is_gate}
         keep = 1.0 if place == len(rungs) - 1 else config.keep
         return decide(found, gates=gates, keep=keep, level=config.alpha / len(rungs))
@@ -271,8 +287,8 @@ class Search:
         seeds = self.spec.config.seeds[: self.spec.rungs[place].seeds]
         return {seed: self._run(candidate, seed) for seed in seeds}
 
-    def _do(self, jobs: Mapping[str, tuple[Job, str, int]]) -> dict[str, str]:
-        """Run name → (job, title, steps) with as many at once as the engine has slots; return name → error."""
+    def _do(self, jobs: Mapping[str, tuple[Job, str]]) -> dict[str, str]:
+        """Run name → (job, title) with as many at once as the engine has slots; return name → error."""
         waiting, running, errors = [*jobs], set[str](), dict[str, str]()
         while waiting or running:
             self.spec.folder.check_claim()
@@ -281,16 +297,12 @@ class Search:
                 self._engine.start(name, jobs[name][0])
             for name, outcome in self._engine.wait(0.5):
                 running.discard(name)
-                _, title, steps = jobs[name]
-                self._left, self._done = self._left - steps, self._done + steps
-                if not self._done:
-                    self._clock = time.monotonic()  # models and warm-up do not count towards the time per step
+                title = jobs[name][1]
                 if outcome["state"] == "failed":
                     errors[name] = outcome["error"]
                     self._note(f"{title} failed: {outcome['error'].splitlines()[0]}")
                 else:
-                    rate = (time.monotonic() - self._clock) / self._done if self._done else None
-                    self._watch(title, None if rate is None else rate * max(self._left, 0))
+                    self._watch(title)
         return errors
 
 

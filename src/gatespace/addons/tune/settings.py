@@ -19,6 +19,8 @@ from gatespace.gating.coefficients import Gate
 _UNITS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
 HALF = 0.5
 """The constant λ that every gate must beat."""
+EDGES = (0.02, 0.98)
+"""Constants that always compete, since the best one may be near 0 or 1."""
 Inner = Annotated[float, Strict(), AllowInfNan(False), Field(gt=0, lt=1)]
 
 

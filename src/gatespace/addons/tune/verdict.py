@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
+from functools import lru_cache
+from itertools import product
+from statistics import fmean, variance
 from typing import Any, Literal
+
+import numpy as np
+from scipy import stats  # type: ignore[import-untyped]
 
 from gatespace.addons.tune.plan import Candidate, Spec
 from gatespace.addons.tune.search import Search
@@ -13,10 +19,10 @@ from gatespace.addons.tune.settings import HALF
 from gatespace.config import StudyConfig, dump_config, parse_config
 from gatespace.config.study import PublishedConfig
 from gatespace.errors import UsageError
-from gatespace.evidence.paired import paired, seeds_needed
+from gatespace.evidence.paired import POWER, paired, seeds_needed
 from gatespace.evidence.reach import ALPHA, least_differences
 from gatespace.gating.coefficients import Gate, NotApplicable
-from gatespace.report.findings import looks_text
+from gatespace.seeding import stream
 from gatespace.study.records import RunResult, StudyResults
 
 TUNED = "tuned"
@@ -52,19 +58,27 @@ class Verdict:
     """The result of a search."""
 
     state: State
-    """Better than all references, no better than one of them, or undecided."""
-    sentence: str
+    """Whether the tuned gate is better than all references, no better than one of them, or neither is shown."""
+    use: str
+    """The simplest candidate that nothing was shown to beat: constants, then published methods, then the gate."""
+    settings: Mapping[str, Any]
+    why: str
     unit: str
-    """Unit of the differences."""
     gate: str | None
-    """The winner's coefficients; None if no gate was left."""
+    """The tuned gate's coefficients; None if no gate was left."""
     against: tuple[Against, ...] = ()
     more: int = 0
-    """Further fresh seeds that would decide it."""
     curse: Mapping[str, float] | None = None
     """Validation score of the winner at the seeds of the search, at fresh seeds, and the first minus the second."""
     lr: float | None = None
     """The learning rate of all sides, if that was searched over."""
+    power: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """The advice, in one sentence."""
+        kind = " (a constant λ)" * self.use.startswith("static:")
+        return f"Use {self.use}{kind}: the simplest candidate that nothing was shown to beat."
 
 
 def check_looks(spec: Spec) -> None:
@@ -79,12 +93,13 @@ def check_looks(spec: Spec) -> None:
 
 
 def references(search: Search) -> dict[str, str]:
-    """Label in the verdict's study → description: twin, λ = 0.5, and the best constant and published method found."""
-    known = {f"twin({TUNED})": "the constant λ that it had on average", Gate.static(HALF).label: "λ = 0.5"}
-    for kind, about in (("static", "the best constant λ of the search"), ("published", "the best published method")):
-        if (best := search.best(kind)) is not None:
-            known.setdefault(_label(best), about)
-    return known
+    """Label in the verdict's study → description, simplest first: constants, then a published method."""
+    best, published = search.best("static"), search.best("published")
+    known = {} if best is None else {_label(best): "the best constant λ of the search"}
+    known.setdefault(Gate.static(HALF).label, "λ = 0.5")
+    known[f"twin-rkl({TUNED})"] = "the constant λ that it had on average over reverse KL"
+    known[f"twin({TUNED})"] = "the constant λ that it had on average over tokens"
+    return known if published is None else known | {_label(published): "the best published method of the search"}
 
 
 def _label(candidate: Candidate) -> str:
@@ -121,36 +136,54 @@ def verdict_study(search: Search) -> StudyConfig:
 
 def without_gate(search: Search) -> Verdict:
     """The verdict if every gate was significantly worse than another candidate on validation."""
-    sentence = (
-        f"No better: on validation every gate was worse than {search.leader.label} by the paired test, so that no gate "
-        "was taken to fresh seeds, and test was not read."
+    kept = [search.candidates[name] for name in search.decisions[-1]["kept"]]
+    use = min(kept, key=lambda one: one.complexity)  # the best of them comes first
+    why = (
+        f"On validation every gate was worse than {search.leader.label} by the paired test, so that no gate was taken "
+        "to fresh seeds, and test was not read."
     )
-    return Verdict("no better", sentence, _unit(search), None)
+    return Verdict("no better", use.label, _settings(use, use.lr), why, _unit(search), None, lr=use.lr)
 
 
 def judge(search: Search, results: StudyResults) -> Verdict:
     """The verdict from the results of its study."""
-    winner = search.winner
+    winner, known, looks = search.winner, references(search), max(1, len(results.looks))
     assert winner is not None
 
     def scores(label: str, split: str) -> dict[int, float]:
         return {run.spec.seed: _score(run, split) for run in results.done if run.spec.point == label}
 
-    against = []
-    for label, about in references(search).items():
-        test = paired(scores(TUNED, "test"), scores(label, "test"))
+    def against(left: str, right: str) -> Against:
+        test = paired(scores(left, "test"), scores(right, "test"), confidence=1 - ALPHA / looks)
         assert not isinstance(test, NotApplicable), "all runs of the study are done"
-        against.append(compare(label, about, test, search.spec.config.margin))
-    state: State = "undecided"
-    if all(one.state == "better" for one in against):
-        state = "better"
-    elif any(one.state == "no better" for one in against):
-        state = "no better"
-    more = max(one.more for one in against) if state == "undecided" else 0
+        return compare(right, known.get(right, ""), test, search.spec.config.margin)
+
+    pairs = tuple(against(TUNED, label) for label in known)
+    states = {pair.state for pair in pairs}
+    state: State = "better" if states == {"better"} else "no better" if "no better" in states else "undecided"
+    more = max(pair.more for pair in pairs) if state == "undecided" else 0
+    arms = [*known, TUNED]
+    use = next(arm for arm in arms if all(against(other, arm).state != "better" for other in arms if other != arm))
+    simplest = next((one for one in search.candidates.values() if _label(one) == use), winner)
+    if use.startswith("twin"):
+        use = Gate.static(round(fmean(run.lam or 0.0 for run in results.done if run.spec.point == use), 4)).label
+        simplest = replace(simplest, gate=use)
     chosen, fresh = search.scores[winner.id][-1], fmean(scores(TUNED, "val").values())
-    curse = {"search": chosen, "fresh": fresh, "difference": chosen - fresh}
-    made = Verdict(state, "", _unit(search), winner.gate, tuple(against), more, curse, winner.lr)
-    return replace(made, sentence=" ".join(filter(None, [in_words(made), looks_text(results)])))
+    curse, unit = {"search": chosen, "fresh": fresh, "difference": chosen - fresh}, _unit(search)
+    why = in_words(state, pairs, unit)
+    if looks > 1:
+        why += f" This is look {looks} at these test results: intervals are adjusted for it (level .05 / {looks})."
+    use, lr = f"the gate {winner.label}" if use == TUNED else use, winner.lr
+    settings, power = _settings(simplest, lr), power_text(search)
+    return Verdict(state, use, settings, why, unit, winner.gate, pairs, more, curse, lr, power)
+
+
+def _settings(candidate: Candidate, lr: float | None) -> dict[str, Any]:
+    """What to paste into a file for `gatespace train`."""
+    method, gate = candidate.method, candidate.gate
+    found: dict[str, Any] = {"objective": candidate.objective if gate is None else {"gate": Gate.parse(gate).label}}
+    found |= {"rollout": method["rollout"]} if method is not None and method["rollout"] else {}
+    return found if lr is None else found | {"optimizer": {"lr": lr}}
 
 
 def _score(run: RunResult, split: str) -> float:
@@ -180,21 +213,62 @@ def compare(label: str, about: str, test: Any, margin: float) -> Against:
     return Against(label, about, state, test.mean, test.low, test.high, test.sign_flip_p, test.n, more)
 
 
-def in_words(verdict: Verdict) -> str:
-    """The verdict in one sentence."""
-    least = min(verdict.against, key=lambda one: one.mean)
-    where = f"on test at {least.seeds} fresh seeds"
-    if verdict.state == "better":
-        return (
-            f"Better by {least.mean:.4f} {least.interval} {verdict.unit} {where} than {least.reference}, the "
-            f"strongest of {len(verdict.against)} references, and better than the others."
-        )
-    if verdict.state == "no better":
-        worst = min((one for one in verdict.against if one.state == "no better"), key=lambda one: one.mean)
-        found = f"{worst.mean:+.4f} {worst.interval} {verdict.unit} {where}"
-        return f"No better than {worst.reference} ({worst.about}): {found}."
-    unsure = max(verdict.against, key=lambda one: one.more)
+def in_words(state: State, against: Sequence[Against], unit: str) -> str:
+    """Why: the reference that decides, or that leaves it open."""
+    least = min(against, key=lambda pair: pair.mean)
+    if state == "no better":
+        least = min((pair for pair in against if pair.state == "no better"), key=lambda pair: pair.mean)
+    elif state == "undecided":
+        least = max(against, key=lambda pair: pair.more)
+    name = f"{least.reference} ({least.about})"
+    said = {
+        "better": f"The tuned gate is better than all {len(against)} references; least so than {name}",
+        "no better": f"The tuned gate is no better than {name}",
+        "undecided": f"Whether the tuned gate is better than {name} is undecided",
+    }[state]
+    more = f" About {least.more} more seeds would decide." if state == "undecided" else ""
     return (
-        f"Undecided: {unsure.mean:+.4f} {unsure.interval} {verdict.unit} {where} against {unsure.reference}; "
-        f"about {verdict.more} more seeds would decide (power .8, if these are typical)."
+        f"{said}: {least.mean:+.4f} {least.interval} {unit} on test at {least.seeds} fresh seeds, "
+        f"where positive means that the gate is better.{more}"
     )
+
+
+# ---------------------------------------------------------------------------------------------------- power
+
+
+def power_text(search: Search) -> str:
+    """What the verdict can be expected to show, by the SD of paired differences in the search; "" if unknown."""
+    n, known = len(search.spec.config.fresh), search.decisions[-1]["score"]
+    assert search.winner is not None
+    own, others = search.by_seed[search.winner.id], [name for name in known if not search.candidates[name].is_gate]
+    if len(own) < 2 or not others:
+        return ""
+    sd = math.sqrt(fmean(variance([own[seed] - search.by_seed[name][seed] for seed in own]) for name in others))
+    if (least := detectable(n, len(references(search)))) is None:
+        return f"{n} fresh seeds cannot show that a gate is better: that needs at least {least_differences()}."
+    return f"{n} fresh seeds will show a gain of about {sd * least:.1g} {_unit(search)} here (power .8)."
+
+
+@lru_cache
+def detectable(seeds: int, references: int, draws: int = 2000) -> float | None:
+    """The gain over every reference, in SDs of a paired difference, that is called better with probability .8.
+
+    Simulated with the rule of `compare`. Differences to several references share the gate's runs: they correlate by .5.
+    From nine seeds on the sign-flip test is taken to agree with t.
+    """
+    if seeds < least_differences():
+        return None
+    rng = np.random.default_rng(stream(0, "tune", "power", seeds, references))
+    noise = rng.standard_normal((draws, 1, seeds)) + rng.standard_normal((draws, references, seeds))
+    signs = np.array([*product((-1, 1), repeat=seeds)]) if seeds < 9 else np.empty((0, seeds))
+
+    def power(gain: float) -> float:
+        cells = noise / math.sqrt(2) + gain
+        means = cells.mean(-1)
+        better = means > stats.t.ppf(1 - ALPHA / 2, seeds - 1) * cells.std(-1, ddof=1) / math.sqrt(seeds)
+        if len(signs):
+            flipped = np.abs(cells @ signs.T) / seeds
+            better &= (flipped >= np.abs(means)[..., None] - 1e-12).mean(-1) < ALPHA
+        return float(better.all(-1).mean())
+
+    return next((gain for gain in np.arange(0.5, 6, 0.05).tolist() if power(gain) >= POWER), None)

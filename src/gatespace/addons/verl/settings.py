@@ -14,7 +14,7 @@ from gatespace.gating.objectives import Gated
 
 LOSS_MODE = "gated_kl_topk"
 """The name of the loss in verl's registry."""
-SUPPORTS = ("bucket", "renorm", "recipe")
+SUPPORTS = ("bucket", "renorm")
 ENTROPIES = ("top_k", "bucket")
 
 
@@ -41,7 +41,7 @@ class GatedLossConfig(seam.DistillationLossConfig):  # type: ignore[misc]
     entropy: str = "top_k"
     """How h and u are normalised: top_k (over log K), or bucket (with the tail, over log (K + 1))."""
     support: str = "bucket"
-    """What both KLs sum over: bucket is a valid KL; renorm and recipe exist to reproduce others' results."""
+    """What both KLs sum over: bucket is a valid KL; renorm exists to reproduce others' results."""
     support_k: int | None = None
     """K of the support; null: all tokens the teacher sends."""
     stop_gradient: bool = False

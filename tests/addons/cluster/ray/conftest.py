@@ -36,7 +36,7 @@ DEADLINE = 300.0
 def study(**changes: Any) -> StudyConfig:
     """Two dynamic runs and their twins, long enough to be interrupted, and the models that they begin with."""
     common = small()
-    axes = {"restrictions": False, "static": [], "isolation": {}}
+    axes = {"restrictions": False, "static": [], "isolation": {"match": ["lam"]}}
     wanted = {"points": ["G5"], "axes": axes, "train": {**common["train"], "steps": 24}, "name": "cluster"}
     return parsed(**(wanted | changes))
 
