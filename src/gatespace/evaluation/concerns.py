@@ -100,7 +100,8 @@ def concerns(
         for concern in _responses(split, metrics) if isinstance(metrics, TextMetrics) else _evaluation(split, metrics):
             found.setdefault(concern.kind, concern)
         if (auc := aucs.get(split)) is not None and auc < PRIOR_ONLY:
-            found.setdefault("label prior only", _prior_only(split, auc))
+            seen = f"Macro AUC on {split} is {_percent(auc)}, and 50 % is chance."
+            found.setdefault("label prior only", Concern("label prior only", seen, _PRIOR))
         if (before := (start or {}).get(split)) is not None:
             gained |= metrics.score > before.accuracy + SAME
             moved |= not Answers.of(metrics).same(before)
@@ -110,6 +111,9 @@ def concerns(
         found.setdefault(concern.kind, concern)
     if "diverged" in found:  # its advice is the opposite, and it explains the others
         found.pop("nothing learned", None)
+    if "label prior only" in found:  # the cause of both
+        found.pop("one label", None)
+        found.pop("below the best constant", None)
     return sorted(found.values(), key=lambda concern: concern.kind != "diverged")
 
 
@@ -176,16 +180,6 @@ def _evaluation(split: str, metrics: Metrics) -> Iterator[Concern]:
         )
 
 
-def _prior_only(split: str, auc: float) -> Concern:
-    return Concern(
-        "label prior only",
-        f"Macro AUC on {split} is {_percent(auc)}, and 50 % is chance: the model has learned how frequent labels are, "
-        "not which text has which.",
-        "Differences in accuracy at this point are changes of the label prior: train longer, or use more prompts or "
-        "another learning rate.",
-    )
-
-
 def _responses(split: str, metrics: TextMetrics) -> Iterator[Concern]:
     if metrics.truncated >= CUT_OFF:
         yield Concern(
@@ -246,6 +240,10 @@ def _stands_still(first: Sequence[float], last: Sequence[float]) -> bool:
     return moved <= 2 * error and moved <= 0.1 * abs(fmean(first))
 
 
+_PRIOR = (
+    "The model has learned the label prior only: how frequent labels are, not which text has which. Differences in "
+    "accuracy are changes of that prior. Train longer, or use more prompts or another learning rate."
+)
 _TOO_SMALL = "Usually the learning rate is too small: try ten times as much with --lr, or more steps."
 _TOO_LARGE = "Usually the learning rate is too large: try a tenth of it with --lr, or warm-up steps."
 
