@@ -56,8 +56,9 @@ def test_one_label_for_texts_of_one_label_is_none() -> None:
 def test_a_model_that_knows_the_label_prior_alone(auc: float | None, noticed: bool) -> None:
     found = kinds({"test": RIGHT, "val": RIGHT}, aucs={"test": auc, "val": auc})
     assert found == ["label prior only"] * noticed  # once, whatever the splits
-    causes = ["label prior only"] if noticed else ["one label", "below the best constant"]  # of which it is the cause
-    assert kinds({"val": COLLAPSED}, aucs={"val": auc}) == causes
+    both, start = {"val": COLLAPSED, "test": COLLAPSED}, {"val": Answers.of(COLLAPSED)}
+    cause = ["label prior only"] if noticed else ["one label", "below the best constant"]  # a report says the first
+    assert kinds(both, start=start, aucs={"test": auc}) == [*cause, "nothing learned"]
 
 
 def test_answers_without_a_label() -> None:
@@ -119,8 +120,7 @@ def test_a_learning_rate_that_is_too_large() -> None:
 
 def test_the_start_is_read_from_the_records_of_a_run() -> None:
     line = {"step": 0, "split": "val", "count": 200, "accuracy": 0.3, "predicted": {"a": 7, "b": 193, "c": 0}}
-    later = {**line, "step": 20}
-    known = start_of([json.loads(json.dumps(one)) for one in (line, later)])
+    known = start_of([json.loads(json.dumps(one)) for one in (line, {**line, "step": 20})])
     assert known["val"] == Answers.of(COLLAPSED)
     del line["predicted"]  # an earlier release
     assert not start_of([line])["val"].same(Answers.of(COLLAPSED))

@@ -114,7 +114,7 @@ def concerns(
     if "label prior only" in found:  # the cause of both
         found.pop("one label", None)
         found.pop("below the best constant", None)
-    return sorted(found.values(), key=lambda concern: concern.kind != "diverged")
+    return sorted(found.values(), key=lambda one: (one.kind != "diverged", one.kind != "label prior only"))
 
 
 def start_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Answers]:
