@@ -69,7 +69,7 @@ def test_a_ranking_goes_from_the_best_down(whole, charts):
     stats_of = [whole.results.run("hate", "H1", seed).lam_stats for seed in (42, 2, 3)]
     assert found["H1"]["lam_rkl"] == pytest.approx(fmean(one.rkl_mean for one in stats_of))
     kinds = [found[p]["kind"] for p in ("H1", "todi", "twin(H1)", "start", "teacher")]
-    assert kinds == ["family", "published method", "mean-matched twin", "untouched student", "teacher"]
+    assert kinds == ["family", "published method", "matched twin", "untouched student", "teacher"]
 
 
 def test_the_numbers_of_a_ranking_do_not_overlap(tmp_path):

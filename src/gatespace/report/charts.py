@@ -145,7 +145,7 @@ def _isolation(view: View, task: str) -> Chart:
     if se := view.sampling_se(task):
         about += f" The grey band is ±1 binomial SE of one model's accuracy ({se:.2f} pp): no error of a difference."
     return _differences(
-        view, f"isolation-{task}", f"{task}: dynamic λ minus its mean-matched constant", rows, about, task=task,
+        view, f"isolation-{task}", f"{task}: dynamic λ minus its matched constant", rows, about, task=task,
         band=se, sides=("dynamic", "constant"),
     )  # fmt: skip
 

@@ -112,7 +112,7 @@ KINDS: Mapping[str, str] = {
     "point": "family",
     "restriction": "restriction",
     "static": "constant λ",
-    "twin": "mean-matched twin",
+    "twin": "matched twin",
     "control": "shuffled-λ control",
     "published": "published method",
 }
