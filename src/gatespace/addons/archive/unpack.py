@@ -84,12 +84,12 @@ def _extract(tar: tarfile.TarFile, folder: Path) -> None:
     try:
         record = json.loads(content.read())
         form, files = record["format"], [(entry["path"], entry["bytes"]) for entry in record["files"]]
-        total = sum(size for _, size in files)
+        total = sum(abs(size) for _, size in files)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise tarfile.TarError(f"its {MANIFEST} is damaged: {type(error).__name__}") from None
     if form != FORMAT:
         raise tarfile.TarError(f"its format is {form!r:.50}, and this release reads {FORMAT!r}")
-    if len(files) > MOST_FILES or total > MOST_BYTES:
+    if len(files) > MOST_FILES or not total <= MOST_BYTES:  # nan too
         raise tarfile.TarError(f"it has more than {MOST_FILES} files or {MOST_BYTES >> 30} GiB")
     if total > (free := shutil.disk_usage(folder).free):
         raise RunError(
