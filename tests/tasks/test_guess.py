@@ -64,8 +64,8 @@ def test_free_text_and_its_metric(tmp_path: Path) -> None:
 def test_what_cannot_be_guessed(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="which columns"):
         guess_task(rows(tmp_path / "a.jsonl", {"a": "x", "b": "y", "c": "z"}))
-    with pytest.raises(UsageError, match="no such file"):
-        guess_task(str(tmp_path / "nothing.csv"))
+    with pytest.raises(UsageError, match="half of a character"):
+        guess_task(rows(tmp_path / "b.jsonl", *({"text": "x", "label": one} for one in ["a", "b\ud83d"] * 8)))
 
 
 def test_real_files(text_data: Path) -> None:

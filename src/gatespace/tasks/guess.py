@@ -9,6 +9,7 @@ from statistics import fmean, median
 from typing import Any
 
 from gatespace.errors import UsageError
+from gatespace.tasks.data import check_text
 from gatespace.tasks.scores import number_in
 from gatespace.tasks.table import place_of, read_source
 
@@ -94,6 +95,7 @@ def _labels(rows: Sequence[Mapping[str, object]], column: str) -> list[str]:
     """The labels of a column; none if its values are too many or too long to be labels."""
     cells = [str(row.get(column) if row.get(column) is not None else "").strip() for row in rows]
     labels = sorted({cell for cell in cells if cell})
+    check_text(repr(column), *labels)
     short = all(len(label) <= 40 and "\n" not in label for label in labels)
     return labels if 2 <= len(labels) <= min(_MOST_LABELS, len(rows) // _PER_LABEL) and short else []
 

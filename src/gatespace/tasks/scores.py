@@ -161,7 +161,7 @@ def _no_pattern(reference: str) -> str:
     package = _package("regex")
     try:
         package.compile(reference)
-    except (package.error, OverflowError, RecursionError) as error:
+    except (package.error, ValueError, OverflowError, RecursionError) as error:
         return f"it is not a regular expression: {error}"
     return ""
 

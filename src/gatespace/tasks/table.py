@@ -28,12 +28,10 @@ CARVED: Mapping[str, float] = MappingProxyType({"val": 0.1, "test": 0.2})
 
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[\w.-]+))?")
 
-
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _TRIED = 20
 """Rows by which the delimiter is found."""
-
 
 Rows = Iterator[tuple[str, Mapping[str, object] | None]]
 """Where a row is, and its cells; None if all of them are empty."""
