@@ -119,6 +119,7 @@ def test_a_task_of_a_plugin_needs_the_plugin_to_be_named(cli, taught, tmp_path, 
         (["{run}", "--config", "missing.yaml"], "error: missing.yaml cannot be read\n"),
         (["no-such", "--task", "synthetic"], "error: MODEL: no such model\n  got: 'no-such'\n"),
         (["smollm2"], "error: which task?\n"),
+        (["no/such/folder"], "error: no such model folder, "),
         (["{run}", "--sampler", "vllm=x", "--probabilities"], "error: --probabilities and --sampler do not go"),
     ],
 )

@@ -72,7 +72,8 @@ class ModelOptions:
 
 def task_section(name: str, options: ModelOptions) -> TaskConfig:
     """The `task` section of the model's run or of the given file, overridden by the options."""
-    return _task_section(_settings(model_folder(name), options), options)
+    folder = model_folder(name)
+    return _task_section(folder, _settings(folder, options), options)
 
 
 def _settings(folder: str, options: ModelOptions) -> dict[str, Any]:
@@ -96,7 +97,7 @@ def find(name: str, options: ModelOptions, *, report: Callable[[str], None], row
     load_plugins(options.plugins)
     folder = model_folder(name)
     settings = _settings(folder, options)
-    section = _task_section(settings, options)
+    section = _task_section(folder, settings, options)
     precision = options.precision or _section(settings, "engine").get("precision", "auto")
     placed = parse_config(TeachEngineConfig, {"device": options.device, "precision": precision})
     try:
@@ -128,12 +129,16 @@ def _section(settings: dict[str, Any], name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _task_section(settings: dict[str, Any], options: ModelOptions) -> TaskConfig:
+def _task_section(folder: str, settings: dict[str, Any], options: ModelOptions) -> TaskConfig:
     """The task of these settings, overridden by the options."""
     section, task = dict(_section(settings, "task")), options.task
     if task is None and not section:
+        from gatespace.models.load import SMOLLM2, TINY
+
+        known = folder in (SMOLLM2, *TINY) or Path(folder).expanduser().is_dir()
         raise UsageError(
-            "which task?",
+            "which task?" if known else "no such model folder, and which task if it is a model of the Hub?",
+            got=repr(folder),
             why="MODEL is neither in the folder of a run nor an export of one, which would name it",
             instead="--task tweeteval/emotion, or --config with a file that has a section task",
         )
