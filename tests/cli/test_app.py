@@ -57,17 +57,6 @@ def test_version_is_the_distributions(run, monkeypatch):
     assert run("--version").stdout == "gatespace 9.8.7\n"
 
 
-def test_help_teaches_with_examples(run):
-    root, gate, doctor = run("--help"), run("gate", "--help"), run("doctor", "--help")
-    assert root.exit_code == gate.exit_code == doctor.exit_code == 0
-    examples = re.findall(r"^ *gatespace (\w+) .*  \w", root.stdout, re.M)
-    assert "gate" in examples
-    assert set(examples) <= set(CORE)  # an add-on may be absent
-    assert "-4,0,0,0 entropy-only:4" in gate.stdout
-    assert '"gate": [a, b, c, d]' in gate.stdout
-    assert "[{name, installed, missing [requirement], command}]" in doctor.stdout
-
-
 def test_unknown_command_suggests_the_nearest(run):
     result = run("gat")
     assert result.exit_code == 2

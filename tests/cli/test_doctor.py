@@ -73,13 +73,6 @@ def test_doctor_passes_here_and_its_json_is_stable(gatespace):
     assert data["python"]["executable"] == sys.executable
 
 
-def test_text_report(run):
-    result = run("doctor")
-    assert result.exit_code == 0, result.output
-    for words in ("usable of", "GiB", "bf16 on CPU", "native", "loss self-check: ok", "The core is usable."):
-        assert words in result.stdout
-
-
 def test_without_torch_the_core_is_not_usable(python):
     script = "import sys; sys.modules['torch'] = None; sys.argv = ['gatespace', 'doctor', *sys.argv[1:]]\n"
     script += "from gatespace.cli.app import main; main()"

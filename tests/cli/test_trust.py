@@ -94,6 +94,20 @@ def test_a_file_that_asks_for_code_is_refused_with_a_list_of_it(cli, received, t
     assert not [*received.glob("studies"), *received.glob("runs")]
 
 
+@pytest.mark.parametrize("command", ["train", "train --dry-run", "plan", "run"])
+def test_an_interpreter_that_a_file_names_is_not_started(cli, received, command):
+    pytest.importorskip("gatespace.addons.vllm")
+    name, *words = command.split()
+    train = {"pair": {"student": "tiny", "teacher": "tiny"}}
+    train["rollout"] = {"engine": "vllm", "options": {"server": "theirs.sh"}}
+    content = {"task": {"name": "synthetic"}, **train} if name == "train" else yaml.safe_load(STUDY) | {"train": train}
+    (received / "file.yaml").write_text(yaml.safe_dump(content))
+    (received / "theirs.sh").write_text(f"#!/bin/sh\ntouch {received / 'ran'}\n")
+    (received / "theirs.sh").chmod(0o755)
+    refused = cli(name, "file.yaml", *words)
+    assert (refused.exit_code, "--trust-plugins" in refused.stderr, (received / "ran").exists()) == (2, True, False)
+
+
 @pytest.mark.parametrize("words", [["train", "file.yaml", "--dry-run"], ["plan", "file.yaml", "--no-estimate"]])
 def test_with_its_flag_the_code_runs(cli, received, taught, words):
     content = _files(str(taught.folder / "model"))["train" if words[0] == "train" else "study"]

@@ -86,7 +86,7 @@ Plugins = Annotated[
     ),
 ]
 TrustPlugins = Annotated[
-    bool, typer.Option("--trust-plugins", help="Import the Python that the file lists under plugins, without --plugin.")
+    bool, typer.Option("--trust-plugins", help="Run the code that the file names: plugins, and a server's interpreter.")
 ]
 TrustRemoteCode = Annotated[
     bool,
@@ -158,7 +158,7 @@ def with_code(config: Config, plugins: Sequence[str] | None, trust_plugins: bool
     Args:
         config: A run or a study, as its file has it.
         plugins: Files or modules that the user named: trusted, and added to those of the file. All are imported.
-        trust_plugins: Also import plugins that only the file names.
+        trust_plugins: Also import plugins that only the file names, and start the interpreter that it names.
         trust_remote_code: Allow ``trust_remote_code: true`` anywhere in the file.
     """
     from gatespace.config import dump_config
@@ -168,14 +168,15 @@ def with_code(config: Config, plugins: Sequence[str] | None, trust_plugins: bool
     listed = {plugin_hash(plugin): plugin for plugin in settings["plugins"]}
     added = {plugin_hash(plugin): plugin for plugin in plugins or ()}
     unnamed = [f"{plugin} (sha256 {digest})" for digest, plugin in listed.items() if digest not in added]
+    programs = _asked(settings, ".rollout.options.server")
     untrusted: dict[str, list[str]] = {}
-    if unnamed and not trust_plugins:
-        untrusted["--trust-plugins, or --plugin FILE for each"] = unnamed
-    if not trust_remote_code and (places := _remote_code(settings)):
+    if (unnamed or programs) and not trust_plugins:
+        untrusted["--trust-plugins" + ", or --plugin FILE for each" * (not programs)] = unnamed + programs
+    if not trust_remote_code and (places := _asked(settings, ".trust_remote_code")):
         untrusted["--trust-remote-code"] = places
     if untrusted:
         raise UsageError(
-            "this file asks for Python code that you have not named",
+            "this file asks for code that you have not named",
             got=", ".join(item for items in untrusted.values() for item in items),
             why="such code can do whatever you can do on this machine, so read it first",
             instead="; and ".join(untrusted),
@@ -185,12 +186,17 @@ def with_code(config: Config, plugins: Sequence[str] | None, trust_plugins: bool
     return config.model_copy(update={"plugins": tuple(names)})
 
 
-def _remote_code(settings: Any, path: str = "") -> list[str]:
-    """Where the settings let a model's own code run."""
-    if not isinstance(settings, dict):
-        return []
-    places = [f"{path}{key}: true" for key, value in settings.items() if key == "trust_remote_code" and value]
-    return places + [place for key, value in settings.items() for place in _remote_code(value, f"{path}{key}.")]
+def _asked(settings: dict[str, Any], setting: str, path: str = "") -> list[str]:
+    """Where the settings have this one, with a value that is neither false nor an address."""
+    from gatespace.config.address import is_address
+
+    places = []
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            places += _asked(value, setting, f"{path}.{key}")
+        elif f"{path}.{key}".endswith(setting) and value and not is_address(str(value)):
+            places.append(f"{path}.{key}: {json.dumps(value)}".removeprefix("."))
+    return places
 
 
 def task_flags(task: str | None, root: Path | None, brief: bool | None) -> list[Flag]:

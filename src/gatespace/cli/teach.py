@@ -92,20 +92,6 @@ def teach(
         Flag("--seed", "seed", seed),
         Flag("--output", "output", output),
     ]
-    chosen = options.load(
-        TeachConfig,
-        file,
-        flags,
-        sets or [],
-        plugins,
-        trust_plugins=trust_plugins,
-        trust_remote_code=trust_remote_code,
-    )
-    execute(
-        chosen,
-        dry_run=dry_run,
-        device_memory=device_memory,
-        quiet=quiet,
-        as_json=as_json,
-        processes=processes,
-    )
+    trusted = {"trust_plugins": trust_plugins, "trust_remote_code": trust_remote_code}
+    chosen = options.load(TeachConfig, file, flags, sets or [], plugins, **trusted)
+    execute(chosen, dry_run=dry_run, device_memory=device_memory, quiet=quiet, as_json=as_json, processes=processes)

@@ -59,7 +59,7 @@ class VllmProcess(Closing):
         port = _free_port()
         self.address = f"vllm://127.0.0.1:{port}"
         self.log = log
-        command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command = [os.path.abspath(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "model", "--dtype", dtype]
         command += ["--max-model-len", str(max_model_len), "--max-logprobs", str(max_logprobs), "--enforce-eager"]
         # Otherwise the model's generation_config.json sets the defaults of a request.
