@@ -190,7 +190,7 @@ def _asked(settings: dict[str, Any], setting: str, path: str = "") -> list[str]:
     """Where the settings have this one, with a value that is neither false nor an address."""
     from gatespace.config.address import is_address
 
-    places = []
+    places: list[str] = []
     for key, value in settings.items():
         if isinstance(value, dict):
             places += _asked(value, setting, f"{path}.{key}")
