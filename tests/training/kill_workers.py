@@ -18,11 +18,19 @@ from pathlib import Path
 
 import torch
 
+from gatespace.config import ObjectiveConfig, TraceConfig, parse_config
 from gatespace.files import JsonLines, Mark, atomic_write, claim
 from gatespace.gating import Gate, gated_kl
+from gatespace.gating.configured import build_objective
+from gatespace.rollout import Rollout
 from gatespace.seeding import stream
+from gatespace.tasks import Example
 from gatespace.training import checkpoint
-from gatespace.training.trace import Trace
+from gatespace.training.batches import Row
+from gatespace.training.clock import Clock
+from gatespace.training.metrics import StepMetrics, Texts
+from gatespace.training.optimizer import Update
+from gatespace.training.rollouts import MicroBatch
 
 COMPARED = ("metrics.jsonl", "tokens.jsonl", "evaluations.jsonl", "weights", "summary")
 _OPERATIONS = ("open", "os.", "shutil.")
@@ -36,7 +44,7 @@ def train(folder: Path, steps: int, every: int, ballast: int) -> None:
         weight = torch.nn.Parameter(torch.zeros(16, 8))
         teacher = torch.randn(16, 8, generator=_generator("teacher")) * 3
         optimizer = torch.optim.AdamW([weight], lr=0.1)
-        trace = Trace()
+        trace = _metrics(weight, teacher)
         metrics, tokens, evaluations = (JsonLines(folder / name) for name in COMPARED[:3])
         found = checkpoint.latest(folder / "checkpoints", report=lambda note: _fail(note))
         if found is not None:
@@ -72,22 +80,38 @@ def _step(
     weight: torch.Tensor,
     teacher: torch.Tensor,
     optimizer: torch.optim.Optimizer,
-    trace: Trace,
+    trace: StepMetrics,
     log: JsonLines,
 ) -> dict[str, object]:
     hidden = torch.randn(1, 6, 8, generator=_generator("batch", step))
-    trace.begin(step)
-    trace.rollout(lengths=[4, 2], ended=[True, step % 3 == 0], log_probs=[[-0.5] * 4, [-step / 7] * 2])
-    for span, rows in ((slice(0, 4), [0] * 4), (slice(4, 6), [1] * 2)):
-        batch = hidden[:, span]
-        out = gated_kl(batch @ weight.T, batch @ teacher.T, gate=Gate(4, 1, -1, 2), total_tokens=6)
+    trace.begin(step - 1)
+    for row, span in enumerate((slice(0, 4), slice(4, 6))):
+        part, ids = hidden[:, span], [*range(span.start, span.stop)]
+        rollout = Rollout([ids], [[-step / 7] * len(ids)], [(row + step) % 3 == 0])
+        batch = MicroBatch([Row(row, Example("text", "joy"), [0], [0])], [row], rollout=rollout, sources=["student"])
+        batch.hidden = part[0]
+        out = gated_kl(part @ weight.T, part @ teacher.T, gate=Gate(4, 1, -1, 2), total_tokens=6)
         out.loss.backward()
-        trace.add(out, rows=rows)
+        trace.add(batch, out)
     norm = float(weight.grad.norm())
     optimizer.step()
     optimizer.zero_grad()
-    log.append({"step": step, **trace.row(1)})
-    return trace.record(grad_norm=norm, lr=0.1)
+    lines = trace.record(Update(norm, 0.1), Clock())
+    for line in lines["tokens"]:
+        log.append(line)
+    return lines["metrics"][0]
+
+
+def _metrics(weight: torch.Tensor, teacher: torch.Tensor) -> StepMetrics:
+    settings = parse_config(ObjectiveConfig, {"gate": [4, 1, -1, 2]})
+    return StepMetrics(
+        objective=build_objective(settings),
+        settings=settings,
+        trace=TraceConfig(tokens_every=1),
+        vocab_size=16,
+        logits=lambda batch, span: (batch.hidden[span] @ weight.detach().T, batch.hidden[span] @ teacher.T),
+        texts=Texts(str, str, str, judged=False),
+    )
 
 
 def _generator(*names: str | int) -> torch.Generator:
@@ -167,21 +191,20 @@ def at_random(reference: Path, folder: Path, seed: str, kills: str) -> None:
 
 def while_saving(folder: Path) -> None:
     """Killed before the n-th file operation of a save, for every n: a whole checkpoint is there, and no damaged one."""
-    for step in (2, 1):  # after the one that is there, and in its place
-        for n in range(1, 1000):
-            place = folder / f"{step}-{n}"
-            checkpoint.save(place, 1, {"a": torch.ones(10)}, {"turn": 1})
-            save = functools.partial(checkpoint.save, place, step, {"a": torch.ones(10) * 2}, {"turn": 2}, keep=1)
-            killed, _ = life(save, kill_at=n)
-            found = checkpoint.latest(place, report=_fail)
-            assert found is not None, f"nothing left after operation {n}"
-            assert bool((found.tensors["a"] == found.state["turn"]).all())
-            assert found.state["turn"] == 2 or killed
-            if not killed:
-                print(n)
-                break
-            save()
-            assert [path.name for path in place.iterdir()] == [f"step-{step:06d}"], f"scrap after operation {n}"
+    for n in range(1, 1000):
+        place = folder / str(n)
+        checkpoint.save(place, 1, {"a": torch.ones(10)}, {"turn": 1})
+        save = functools.partial(checkpoint.save, place, 2, {"a": torch.ones(10) * 2}, {"turn": 2}, keep=1)
+        killed, _ = life(save, kill_at=n)
+        found = checkpoint.latest(place, report=_fail)
+        assert found is not None, f"nothing left after operation {n}"
+        assert bool((found.tensors["a"] == found.state["turn"]).all())
+        assert found.state["turn"] == 2 or killed
+        if not killed:
+            print(n)
+            break
+        save()
+        assert [path.name for path in place.iterdir()] == ["step-000002"], f"scrap after operation {n}"
 
 
 def save_for_ever(folder: Path) -> None:

@@ -20,8 +20,8 @@ from gatespace.gating.tokens import TeacherTopK
 from gatespace.models import TinyPair, load_model
 from gatespace.training import checkpoint
 from gatespace.training.alarms import CERTAIN, AlarmError, Alarms
+from gatespace.training.metrics import agreement, repeated
 from gatespace.training.progress import Silent
-from gatespace.training.trace import agreement, repeated
 from gatespace.training.train import train
 
 Make = Callable[..., TrainConfig]

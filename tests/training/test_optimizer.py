@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gatespace.config import OptimizerConfig, parse_config
-from gatespace.errors import MissingExtraError, RunError, UsageError
+from gatespace.errors import RunError, UsageError
 from gatespace.models import TinyPair, load_model
 from gatespace.training.optimizer import Optimizer, eight_bit, learning_rate
 from gatespace.training.processes import Processes
@@ -318,5 +318,5 @@ def test_states_of_8_bits_are_not_sharded_and_need_a_package(monkeypatch: pytest
     with pytest.raises(UsageError, match="do not go together"):
         eight_bit(type("Shards", (Processes,), {"sharded": True})())
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(MissingExtraError, match="torchao"):
+    with pytest.raises(UsageError, match="pip install torchao"):
         Optimizer(wide(), config(states="8bit"), steps=1, dtype=torch.float32)

@@ -112,24 +112,6 @@ def test_an_output_folder_that_is_gone_is_noticed_at_the_next_write(
     assert not any(config.output.glob("*"))
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/step-000002", "checkpoints/.step-000004.new"])
-def test_a_file_in_place_of_a_checkpoint_folder(
-    name: str, train_config: Callable[..., TrainConfig], tmp_path: Path
-) -> None:
-    config = train_config(steps=4, evaluation={"final": []})
-    with pytest.raises(_Stopped):
-        train(config, At(3, stop))
-    place = config.output / name
-    shutil.rmtree(place, ignore_errors=True)
-    place.write_text("not a folder")
-    if name == "checkpoints":
-        with pytest.raises(RunError, match="a file where the folder of the checkpoints belongs"):
-            train(config)
-        place.unlink()
-    assert train(config)["steps"] == 4
-    assert not (config.output / "checkpoints").exists()
-
-
 @pytest.mark.parametrize("content", ["", '{"identity": "12', "{}", "[]", "null", "\0\0"])
 @pytest.mark.parametrize("name", ["identity.json", "summary.json"])
 def test_a_damaged_file_is_named(

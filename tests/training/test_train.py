@@ -20,8 +20,8 @@ from gatespace.models import Model, TinyPair, load_model
 from gatespace.models.encode import Encoder
 from gatespace.tasks import Prompt, Task
 from gatespace.training import checkpoint
+from gatespace.training.distill import Distillation
 from gatespace.training.progress import Silent
-from gatespace.training.telemetry import DistillationTrace
 from gatespace.training.train import teach, train
 from tests.models.architectures import WINDOWS, made
 
@@ -364,17 +364,17 @@ def test_records_of_tokens_look_at_few_logits_at_a_time(
     train_config: Make, student: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At a vocabulary of 152k the logits of all tokens, and what is made of them, would take 25 GB."""
-    found, most, logits = [], [], DistillationTrace._logits
+    found, most, logits = [], [], Distillation.logits
 
     def counted(*args: Any) -> Any:
         both = logits(*args)
         most.append(len(both[0]))
         return both
 
-    monkeypatch.setattr(DistillationTrace, "_logits", counted)
+    monkeypatch.setattr(Distillation, "logits", counted)
     for name, tokens in (("all", 1000), ("few", 2)):
         config = train_config(steps=1, output=str(tmp_path / name), evaluation={"final": []})
-        monkeypatch.setattr("gatespace.training.telemetry.TELEMETRY", 4 * tokens * student.vocab_size)
+        monkeypatch.setattr("gatespace.training.metrics.LOGITS_BYTES", 4 * tokens * student.vocab_size)
         train(config)
         found.append((read(config.output / "metrics.jsonl"), read(config.output / "tokens.jsonl")))
     assert most[0] > 2 == max(most[1:])

@@ -119,7 +119,7 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise missing_extra("a LoRA student", module="peft", extra="train") from error
+        raise missing_extra("a LoRA student", module="peft", extra="lora") from error
     return peft
 
 

@@ -18,6 +18,7 @@ from gatespace.errors import RunError, UsageError
 from gatespace.gating.configured import build_gate, build_objective
 from gatespace.gating.fused import fused_distillation_loss
 from gatespace.gating.loss import LossInputs, LossOutput, distillation_loss
+from gatespace.gating.tokens import TeacherTopK
 from gatespace.models import Model
 from gatespace.models.body import response_states
 from gatespace.models.cache_root import cache_root
@@ -35,18 +36,18 @@ from gatespace.training.clock import Clock
 from gatespace.training.fit import check_models, check_teachers
 from gatespace.training.job import Job
 from gatespace.training.memory import chunk_mb, micro_tokens
+from gatespace.training.metrics import StepMetrics, Texts
 from gatespace.training.processes import Processes
 from gatespace.training.progress import Progress
 from gatespace.training.rollouts import Ahead, MicroBatch, OnPolicy
 from gatespace.training.setup import encoder_for, material, open_member, teacher_encoder_for, usable
-from gatespace.training.telemetry import DistillationTrace
 
 
 class Distillation(Job):
     """The job of `gatespace train`."""
 
     config: TrainConfig
-    trace: DistillationTrace
+    trace: StepMetrics
 
     def __init__(
         self, config: TrainConfig, run: RunFolder, processes: Processes, progress: Progress, stack: ExitStack
@@ -242,7 +243,16 @@ class Distillation(Job):
             "merge": not (config.objective.shuffle or self.objective.selects()),
         }
         self.rollouts = self.open_rollouts(**options)
-        self.trace = DistillationTrace(self)
+        self.trace = StepMetrics(
+            objective=self.objective,
+            settings=config.objective,
+            trace=config.trace,
+            vocab_size=self.vocab_size,
+            logits=self.logits,
+            texts=self.texts(),
+            counts=self._counts,
+            processes=self.processes,
+        )
         every = self.teacher.teachers.values() if isinstance(self.teacher, Teachers) else [self.teacher]
         self.optimizer.followers = list({id(one): one for one in every if isinstance(one, AverageTeacher)}.values())
 
@@ -333,6 +343,39 @@ class Distillation(Job):
             noise=noise,
         )
 
+    def release(self, batch: MicroBatch) -> None:
+        """Free the tensors of a micro-batch whose loss was computed and recorded."""
+        batch.hidden = batch.scores = None
+
+    def advance(self, loss: float, progress: float) -> None:
+        """Move the state of the objective after a step with this mean loss."""
+        self.objective.advance(loss, progress)
+
+    # ------------------------------------------------------------------ records
+
+    @torch.no_grad()
+    def logits(self, batch: MicroBatch, tokens: slice) -> tuple[Tensor, Tensor | TeacherTopK]:
+        """(N, V) logits of both models for some tokens of a micro-batch, or the teacher's top-k."""
+        assert batch.hidden is not None
+        assert batch.scores is not None
+        scores = batch.scores.part(tokens)
+        student = self.model.head.logits(batch.hidden[tokens])[:, : self.vocab_size]
+        if isinstance(scores.payload, TeacherTopK):
+            return student, scores.payload
+        assert scores.head is not None
+        return student, scores.head.logits(scores.payload[0])[:, : self.vocab_size]
+
+    def texts(self) -> Texts:
+        """How responses are read for the records."""
+        encoder = self.encoder
+        prompt, token = encoder.prompt, lambda token: encoder.tokenizer.decode([token])
+        return Texts(encoder.decode, token, prompt.parse, judged=bool(prompt.labels))
+
+    def _counts(self) -> dict[str, int]:
+        stats, cache = self.teacher.stats, self.cache
+        hits = {} if cache is None else {"cache_hits": cache.stats.hits, "cache_misses": cache.stats.misses}
+        return {"teacher_tokens": stats.computed_tokens, "teacher_passes": stats.passes, **hits}
+
     # ------------------------------------------------------------------ outside the steps
 
     def evaluation_writer(self) -> Any:
@@ -342,8 +385,8 @@ class Distillation(Job):
         self.sampler.sync()
         return self.sampler
 
-    def state(self) -> dict[str, Any]:
-        """Checkpoint state besides tensors."""
+    def state(self, done: int) -> dict[str, Any]:
+        """Checkpoint state besides tensors, after `done` steps."""
         moving = self.objective.state()
         return {**self.trace.state(), **self.rollouts.state(), **({"objective": moving} if moving else {})}
 
@@ -355,7 +398,8 @@ class Distillation(Job):
 
     def evidence(self) -> dict[str, Any]:
         """What a failed step saw, for its record."""
-        return self.trace.evidence(self.rollouts.current)
+        seen, current = self.trace.batches, self.rollouts.current
+        return self.trace.evidence(seen if current is None or current in seen else [*seen, current])
 
     def summary(self) -> dict[str, Any]:
         """The run's tokens and λ."""

@@ -184,8 +184,16 @@ class Job(ABC):
     def loss(self, step: int, batch: Any) -> Loss:
         """Loss of a micro-batch, summed over tokens."""
 
-    def state(self) -> dict[str, Any]:
-        """Checkpoint state besides tensors."""
+    def release(self, batch: Any) -> None:
+        """Free the tensors of a micro-batch whose loss was computed and recorded."""
+        return
+
+    def advance(self, loss: float, progress: float) -> None:
+        """Move the state of the objective, if it has one, after a step with this mean loss."""
+        return
+
+    def state(self, done: int) -> dict[str, Any]:
+        """Checkpoint state besides tensors, after `done` steps."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:

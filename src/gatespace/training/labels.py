@@ -7,7 +7,6 @@ and divergences are those of tokens, and h = u: a text has one position.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,11 +28,9 @@ from gatespace.teacher.scores import ScoreSpec
 from gatespace.training.batches import Row
 from gatespace.training.clock import Clock
 from gatespace.training.distill import Distillation
+from gatespace.training.metrics import Texts
 from gatespace.training.rollouts import MicroBatch, OnPolicy
 from gatespace.training.setup import encoder_for
-from gatespace.training.telemetry import DistillationTrace
-from gatespace.training.token_records import top_tokens
-from gatespace.training.trace import agreement, kappa_share, kappa_squares
 
 
 @dataclass
@@ -74,10 +71,17 @@ class LabelDistillation(Distillation):
         size = self.vocab_size if self._local is None else self._local.vocab_size
         return ScoreSpec(tuple(self.teacher_encoder.prefix), max(map(len, self.teacher_labels)), size)
 
-    def prepare(self) -> None:
-        """Create what training needs besides the models."""
-        super().prepare()
-        self.trace = _LabelTrace(self)
+    def logits(self, batch: MicroBatch, tokens: slice) -> tuple[Tensor, Tensor]:
+        """(B, L) logits of the labels by both models; each text is one token."""
+        assert isinstance(batch, LabelBatch)
+        assert batch.student is not None
+        assert batch.teacher is not None
+        return batch.student[tokens], batch.teacher[tokens]
+
+    def texts(self) -> Texts:
+        """A token is an index into the labels."""
+        labels = self.data.prompt.labels
+        return Texts(lambda ids: "".join(labels[i] for i in ids), labels.__getitem__, str, judged=True)
 
     def open_rollouts(self, **options: object) -> OnPolicy:
         """All labels of every text, instead of samples."""
@@ -147,32 +151,3 @@ class _LabelRows(OnPolicy):
                 teacher = self.job.teacher_logits(batch.rows)
             self.current = LabelBatch(batch.rows, batch.places, prefix=prefix, teacher=teacher)
             yield self.current
-
-
-class _LabelTrace(DistillationTrace):
-    """Metrics of steps, with the labels of single texts."""
-
-    _job: LabelDistillation
-
-    def _look_closely(self, batch: MicroBatch) -> None:
-        assert isinstance(batch, LabelBatch)
-        assert batch.student is not None
-        assert batch.teacher is not None
-        rows = range(min(self._job.config.trace.rollouts, len(batch.rows)))
-        student, teacher = batch.student[: len(rows)], batch.teacher[: len(rows)]
-        if self._gate is not None:
-            squares = kappa_squares(student, teacher, self._gate, inputs=self._job.loss_inputs())
-            self._kappa = 0.0 if self._job.config.objective.shuffle else kappa_share([squares])
-        near = agreement(student, teacher, self._job.config.objective.top_k)
-        self._agreement = {name: math.fsum(values) / len(values) for name, values in near.items()}
-        for row, ours, theirs in zip(rows, top_tokens(student), top_tokens(teacher), strict=True):
-            self._sample.append(self._token_record(batch, row, self._trace.row(row), [ours], [theirs]))
-
-    def _text(self, ids: Sequence[int]) -> str:
-        return "".join(map(self._token, ids))
-
-    def _label(self, ids: Sequence[int]) -> str | None:
-        return self._text(ids)
-
-    def _token(self, token: int) -> str:
-        return self._job.data.prompt.labels[token]

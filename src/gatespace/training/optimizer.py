@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import set_stance
 
 from gatespace.config import OptimizerConfig
-from gatespace.errors import RunError, UsageError, missing_extra
+from gatespace.errors import RunError, UsageError
 from gatespace.training.processes import ONE, Processes
 
 
@@ -98,8 +98,10 @@ class Optimizer:
             tokens: Those of this process, or the sum of their weights; the mean is over all processes.
         """
         tokens = self._processes.total(tokens)
-        gradients = self._gradients()
-        total = self._norm(gradients) / tokens if gradients else 0.0
+        self._processes.sum_gradients(self.masters.values())
+        gradients = [p.grad for p in self.masters.values() if p.grad is not None]
+        norm = float(self._processes.full(torch.nn.utils.get_total_norm(gradients))) if gradients else 0.0
+        total = norm / tokens
         if not math.isfinite(total):
             raise RunError(
                 "the gradient is not finite", got=total, instead="a smaller learning rate, or precision fp32"
@@ -168,14 +170,6 @@ class Optimizer:
                 for name, p in self._own.items():
                     p.copy_(self.masters[name])
 
-    def _gradients(self) -> list[Tensor]:
-        """Gradients, summed over all processes."""
-        self._processes.sum_gradients(self.masters.values())
-        return [p.grad for p in self.masters.values() if p.grad is not None]
-
-    def _norm(self, gradients: list[Tensor]) -> float:
-        return float(self._processes.full(torch.nn.utils.get_total_norm(gradients)))
-
     @torch.no_grad()
     def _publish(self) -> None:
         if self._mixed:
@@ -208,7 +202,7 @@ def eight_bit(processes: Processes) -> Any:
     try:
         return import_module("torchao.optim").AdamW8bit
     except ImportError as error:
-        raise missing_extra("optimizer.states: 8bit", module="torchao", extra="8bit") from error
+        raise UsageError("optimizer.states: 8bit needs the package torchao", instead="pip install torchao") from error
 
 
 def _parts(state: Any) -> dict[str, Tensor]:

@@ -2,56 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from gatespace.config import TrainConfig, dump_config
+from gatespace.config import TeachConfig, TrainConfig, dump_config
 from gatespace.errors import GatespaceError, RunError
 from gatespace.evaluation import Evaluation, Metrics, TextMetrics, write
 from gatespace.evaluation.concerns import concerns, of_choice, start_of
 from gatespace.evaluation.metrics import metric_of
 from gatespace.files import JsonLines, Mark
 from gatespace.plugins import provided, provider
+from gatespace.runs import RunFolder
 from gatespace.teacher.scores import TeacherAwayError
 from gatespace.training import checkpoint
 from gatespace.training.alarms import Alarm, AlarmError, Alarms
-from gatespace.training.job import Job
+from gatespace.training.optimizer import Optimizer
+from gatespace.training.processes import Processes
+from gatespace.training.progress import Progress
 from gatespace.training.trackers import Trackers, open_trackers
 
 
 class Records:
-    """The records of a run, from the step it starts or resumes at. Only the first process writes."""
+    """The records of a run, from the step it starts or resumes at. Only the first process writes.
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._writes = job.processes.first
+    Args:
+        config: All settings.
+        run: The run's folder.
+        processes: Its processes.
+        progress: Follows it.
+        optimizer: Its tensors are those of a checkpoint.
+        state: Steps done → the rest of a checkpoint: all else that the next step depends on.
+        restore: Restores what `state` returned.
+        evaluate: Evaluates the model on a split.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig | TeachConfig,
+        run: RunFolder,
+        *,
+        processes: Processes,
+        progress: Progress,
+        optimizer: Optimizer,
+        state: Callable[[int], dict[str, Any]],
+        restore: Callable[[dict[str, Any]], None],
+        evaluate: Callable[..., Evaluation],
+    ) -> None:
+        self._config, self._run, self._processes, self._progress = config, run, processes, progress
+        self._optimizer, self._state, self._evaluate = optimizer, state, evaluate
+        self._writes = processes.first
         self._logs: dict[str, JsonLines] = {}
-        self._marks: dict[str, Mark] = {}
-        """Log positions at the checkpoint."""
         self._trackers: Trackers
         self._alarms: Alarms | None = None
         self._evaluations: list[dict[str, Any]] = []
         """During training."""
+        self._saved: int | None = None
+        """Step of the last checkpoint."""
         self._best: Path | None = None
         """Tensors of the step with the best evaluation, as kept by the last checkpoint."""
-        self.start = self._saved = self._restore()
+        self._marks = self._resume(restore)
+        """Log positions at the checkpoint."""
+        self.start = self._saved or 0
         """Steps already done."""
 
     def __enter__(self) -> Self:
-        job, config = self._job, self._job.config
-        with job.processes.together():
+        config, run = self._config, self._run
+        with self._processes.together():
             if self._writes:
-                self._logs = job.run.open_logs(self._marks)
-                self._evaluations = job.run.log("evaluations")
+                self._logs = run.open_logs(self._marks)
+                self._evaluations = run.log("evaluations")
                 if isinstance(config, TrainConfig):
-                    self._alarms = Alarms(config, job.run.log("metrics"))
-        self._evaluations = job.processes.gather(self._evaluations)[0]
+                    self._alarms = Alarms(config, run.log("metrics"))
+        self._evaluations = self._processes.gather(self._evaluations)[0]
         names = config.trace.trackers if self._writes else ()
         self._trackers = open_trackers(
-            names, job.run.path, dump_config(config), step=self.start, report=job.progress.note
+            names, run.path, dump_config(config), step=self.start, report=self._progress.note
         )
         return self
 
@@ -69,10 +97,10 @@ class Records:
                 self._append(name, record)
         metrics = lines["metrics"][0]
         self._trackers.log(done, metrics)
-        self._job.progress.step(done, self._job.config.steps, metrics, lines["timings"][0])
+        self._progress.step(done, self._config.steps, metrics, lines["timings"][0])
         for alarm in self._alarms.see(metrics) if self._alarms is not None else ():
             self._append("alarms", alarm._asdict())
-            self._job.progress.warn(str(alarm))
+            self._progress.warn(str(alarm))
 
     @property
     def best(self) -> int | None:
@@ -83,7 +111,7 @@ class Records:
     @property
     def out_of_patience(self) -> bool:
         """Whether to stop early: the last `evaluation.patience` evaluations did not improve."""
-        patience, best = self._job.config.evaluation.patience, self.best
+        patience, best = self._config.evaluation.patience, self.best
         if patience is None or best is None:
             return False
         return sum(1 for record in self._evaluations if record["step"] > best) >= patience
@@ -92,7 +120,7 @@ class Records:
         """Evaluate during training, unless done before the run resumed."""
         if any(record["step"] == done for record in self._evaluations):
             return
-        evaluation = self._job.evaluate(self._job.config.evaluation.split)
+        evaluation = self._evaluate(self._config.evaluation.split)
         metrics = evaluation.metrics
         record: dict[str, Any] = {"step": done, "split": evaluation.split}
         if isinstance(metrics, TextMetrics):
@@ -104,25 +132,24 @@ class Records:
         self._append("evaluations", record)
         self._evaluations.append(record)
         self._trackers.log(done, {f"eval/{key}": record[key] for key in shown})
-        self._job.progress.evaluated(done, evaluation)
+        self._progress.evaluated(done, evaluation)
 
     def stop_on_alarm(self, done: int) -> None:
         """Checkpoint and end the run if an alarm of `alarms.stop_on` is on."""
-        job = self._job
-        if not isinstance(job.config, TrainConfig) or not job.config.alarms.stop_on:
+        config = self._config
+        if not isinstance(config, TrainConfig) or not config.alarms.stop_on:
             return
         on = self._alarms.on if self._alarms is not None else {}
-        own = [[*alarm] for name, alarm in on.items() if name in job.config.alarms.stop_on]
-        found = [Alarm(*values) for values in job.processes.gather(own)[0]]
-        if not found:
+        own = [[*alarm] for name, alarm in on.items() if name in config.alarms.stop_on]
+        alarms = [Alarm(*values) for values in self._processes.gather(own)[0]]
+        if not alarms:
             return
-        if done != self._saved:
-            self.checkpoint(done)
-        names = ", ".join(alarm.alarm for alarm in found)
+        self.checkpoint(done)
+        names = ", ".join(alarm.alarm for alarm in alarms)
         error = AlarmError(
-            f"the run was ended after step {done} of {job.config.steps} by an alarm (alarms.stop_on): {names}",
-            got=" ".join(alarm.seen for alarm in found),
-            why=" ".join(alarm.helps for alarm in found),
+            f"the run was ended after step {done} of {config.steps} by an alarm (alarms.stop_on): {names}",
+            got=" ".join(alarm.seen for alarm in alarms),
+            why=" ".join(alarm.helps for alarm in alarms),
             instead="other settings in another output folder; or, to continue anyway, the same command without "
             f"{names} in alarms.stop_on, which resumes after step {done}",
         )
@@ -130,36 +157,29 @@ class Records:
         raise error
 
     def checkpoint(self, done: int) -> None:
-        """Save everything that the next step depends on."""
-        job = self._job
+        """Save everything that the next step depends on, unless it is saved already."""
+        if done == self._saved:
+            return
         for log in self._logs.values():
             log.sync()
         marks = {name: log.mark._asdict() for name, log in self._logs.items()}
-        tensors, state = job.optimizer.tensors(), {"logs": marks, **job.state()}
-        with job.processes.together():
+        tensors, state = self._optimizer.tensors(), {"logs": marks, **self._state(done)}
+        keep, best = self._config.checkpoint.keep, None if self.best == done else self._best
+        with self._processes.together():
             if self._writes:
-                job.run.check_claim()
-                checkpoint.save(
-                    job.run.checkpoints,
-                    done,
-                    tensors,
-                    state,
-                    keep=job.config.checkpoint.keep,
-                    best=None if self.best == done else self._best,
-                )
+                self._run.check_claim()
+                checkpoint.save(self._run.checkpoints, done, tensors, state, keep=keep, best=best)
         self._saved = done
-        if job.config.checkpoint.select == "best":
-            self._best = checkpoint.tensors_file(job.run.checkpoints, done, best=self.best != done)
+        if self._config.checkpoint.select == "best":
+            self._best = checkpoint.tensors_file(self._run.checkpoints, done, best=self.best != done)
 
     @contextmanager
-    def failures(self, step: int) -> Iterator[None]:
+    def failures(self, step: int, evidence: Callable[[], dict[str, Any]]) -> Iterator[None]:
         """If step `step` (from 0) fails: save a checkpoint if the teacher is away, else record what the step saw."""
-        job = self._job
         try:
             yield
         except TeacherAwayError as error:
-            job.optimizer.discard()
-            keep = step > 0 and job.config.checkpoint.every > 0
+            keep = step > 0 and self._config.checkpoint.every > 0
             if keep:
                 self.checkpoint(step)
             where = f"resumes from step {step}" if keep else "starts again"
@@ -170,11 +190,12 @@ class Records:
                 instead=f"check the teacher; the same command then {where}",
             ) from error
         except GatespaceError as error:
-            rank = job.processes.rank
+            rank = self._processes.rank
             if error.raised_by not in (None, rank):
                 raise  # the process that raised it records it
-            evidence = {"error": str(error), **job.evidence()}
-            saved = job.run.failed_step(step + 1, evidence, rank=rank if job.processes.size > 1 else None)
+            saved = self._run.failed_step(
+                step + 1, {"error": str(error), **evidence()}, rank=rank if self._processes.size > 1 else None
+            )
             failed = RunError(
                 f"step {step + 1} failed: {error.what}",
                 got=error.got,
@@ -186,44 +207,43 @@ class Records:
 
     def pause(self, done: int) -> dict[str, Any]:
         """Save a checkpoint, then evaluate on `evaluation.split` into the folder of this step; the run is not done."""
-        job, settings = self._job, self._job.config.evaluation
-        if done != self._saved:
-            self.checkpoint(done)
-        evaluation = job.evaluate(settings.split, probabilities=settings.probabilities)
+        settings = self._config.evaluation
+        self.checkpoint(done)
+        evaluation = self._evaluate(settings.split, probabilities=settings.probabilities)
         if self._writes:
-            job.run.check_claim()
-            write(evaluation, job.run.at_step(done).path)
-        job.progress.evaluated(done, evaluation)
+            self._run.check_claim()
+            write(evaluation, self._run.at_step(done).path)
+        self._progress.evaluated(done, evaluation)
         return {"steps": done, "evaluation": {settings.split: evaluation.as_json()}}
 
-    def finish(self, done: int) -> dict[str, Any]:
-        """Evaluate, save the model, write the summary; the run is done after `done` steps."""
-        job, config, run = self._job, self._job.config, self._job.run
+    def finish(self, done: int, about: Mapping[str, Any], save_model: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Evaluate, save the model, write the summary with entries `about` the steps; the run is done."""
+        config, run = self._config, self._run
         chosen = self._choose(done)
         evaluations: dict[str, Evaluation] = {}
         for split in sorted(config.evaluation.final, key=lambda split: split != "val"):  # others are judged with it
-            evaluation = job.evaluate(split, probabilities=config.evaluation.probabilities)
+            evaluation = self._evaluate(split, probabilities=config.evaluation.probabilities)
             evaluations[split] = evaluation = evaluation.judged_with(evaluations.get("val"))
             if self._writes:
                 run.check_claim()
                 write(evaluation, run.path)
-            job.progress.evaluated(chosen, evaluation)
+            self._progress.evaluated(chosen, evaluation)
             self._trackers.log(done, {f"final/{split}/{evaluation.metrics.metric}": evaluation.metrics.score})
         results = {split: evaluation.as_json() for split, evaluation in evaluations.items()}
-        summary = {"steps": done, "evaluation": results, **job.summary(), **job.save_model()}
+        summary = {"steps": done, "evaluation": results, **about, **save_model()}
         if done < config.steps or config.checkpoint.select == "best":
             summary |= {"planned_steps": config.steps, "chosen_step": chosen}
         if self._writes:
             found = {split: evaluation.metrics for split, evaluation in evaluations.items()}
             start, steps = start_of(run.log("evaluations")), run.log("metrics")
             aucs = {split: one.calibration.auc for split, one in evaluations.items() if one.calibration is not None}
-            about = concerns(found, start=start, steps=steps, unchanged=chosen == 0, aucs=aucs)
+            warnings = concerns(found, start=start, steps=steps, unchanged=chosen == 0, aucs=aucs)
             if config.checkpoint.select == "best" or config.evaluation.patience is not None:
-                about += of_choice(self._evaluations[-1]["count"])
-            summary["warnings"] = [*map(str, about)]
+                warnings += of_choice(self._evaluations[-1]["count"])
+            summary["warnings"] = [*map(str, warnings)]
             if self._alarms is not None:
                 if withdrawn := self._alarms.withdraw(found.values()):
-                    job.progress.note(withdrawn)
+                    self._progress.note(withdrawn)
                 on = [alarm._asdict() for alarm in self._alarms.on.values()]
                 summary["alarms"] = [{**raised, "on": raised in on} for raised in run.log("alarms")]
                 summary["warnings"] += map(str, self._alarms.on.values())
@@ -235,39 +255,39 @@ class Records:
 
     def _choose(self, done: int) -> int:
         """Load the weights that the run ends with; returns the step they are from."""
-        job, best = self._job, self.best
-        if job.config.checkpoint.select == "last" or best is None or best == done:
+        best = self.best
+        if self._config.checkpoint.select == "last" or best is None or best == done:
             return done
         assert self._best is not None
-        job.optimizer.restore(checkpoint.tensors_of(self._best))
-        job.progress.note(f"the weights are those after step {best}, the best on {job.config.evaluation.split}")
+        self._optimizer.restore(checkpoint.tensors_of(self._best))
+        self._progress.note(f"the weights are those after step {best}, the best on {self._config.evaluation.split}")
         return best
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         if self._writes:
-            self._job.run.check_claim()
+            self._run.check_claim()
             self._logs[name].append(record)
 
-    def _restore(self) -> int:
-        """Resume from the latest checkpoint; returns its step."""
-        job = self._job
-        found = checkpoint.latest(job.run.checkpoints, report=job.progress.note)
-        start = 0 if found is None else found.step
-        job.processes.agree(
-            start,
+    def _resume(self, restore: Callable[[dict[str, Any]], None]) -> dict[str, Mark]:
+        """Resume from the latest checkpoint; returns its log positions."""
+        latest = checkpoint.latest(self._run.checkpoints, report=self._progress.note)
+        self._processes.agree(
+            0 if latest is None else latest.step,
             lambda steps: RunError(
                 "the processes of this run see different checkpoints",
                 got=", ".join(map(str, steps)),
                 instead="an output folder that all machines share",
             ),
         )
-        if found is not None:
-            job.optimizer.restore(found.tensors)
-            self._marks = {name: Mark(**mark) for name, mark in found.state.pop("logs").items()}
-            job.restore(found.state)
-            self._best = found.best if job.config.checkpoint.select == "best" else None
-            job.progress.note(f"resuming from step {start} of {job.config.steps}")
-        return start
+        if latest is None:
+            return {}
+        self._saved = latest.step
+        self._optimizer.restore(latest.tensors)
+        marks = latest.state.pop("logs")
+        restore(latest.state)
+        self._best = latest.best if self._config.checkpoint.select == "best" else None
+        self._progress.note(f"resuming from step {latest.step} of {self._config.steps}")
+        return {name: Mark(**mark) for name, mark in marks.items()}
 
 
 def _of_labels(metrics: Metrics) -> dict[str, Any]:

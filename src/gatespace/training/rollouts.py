@@ -88,12 +88,6 @@ class MicroBatch:
         lengths = torch.tensor([len(response) for response in self.rollout.responses])
         return torch.arange(len(self.rows)).repeat_interleave(lengths)
 
-    @property
-    def numbers(self) -> Tensor:
-        """(N,) the place of the first sample of each response token's row: identifies the row within the step."""
-        firsts = dict(zip(reversed(self.samples), reversed(self.places), strict=True))
-        return torch.tensor([firsts[row] for row in range(len(self.rows))])[self.segments]
-
     def merge(self) -> None:
         """Merge equal responses to a prompt into one row, weighted by their number."""
         known: dict[Any, int] = {}

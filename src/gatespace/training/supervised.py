@@ -19,7 +19,7 @@ from gatespace.training.batches import Batches, Row, micro_batches
 from gatespace.training.clock import Clock
 from gatespace.training.job import Job
 from gatespace.training.memory import micro_tokens
-from gatespace.training.optimizer import Update
+from gatespace.training.metrics import SupervisedMetrics
 from gatespace.training.processes import Processes
 from gatespace.training.progress import Progress
 from gatespace.training.setup import encoder_for, material, open_model
@@ -36,45 +36,11 @@ class SupervisedOutput:
     """Tokens that are the model's argmax."""
 
 
-class SupervisedTrace:
-    """Sums of a step."""
-
-    def __init__(self, processes: Processes) -> None:
-        self._processes = processes
-        self.begin(0)
-
-    def begin(self, step: int) -> None:
-        """Start a step."""
-        self._step, self._loss, self._right = step, 0.0, 0
-        self.tokens: float = 0
-
-    def add(self, batch: list[Row], out: SupervisedOutput) -> None:
-        """Add a micro-batch."""
-        self._loss += float(out.loss.detach())
-        self.tokens += out.tokens
-        self._right += out.right
-
-    def record(self, update: Update, clock: Clock) -> dict[str, list[dict[str, Any]]]:
-        """New lines by log."""
-        total = self._processes.total
-        tokens, right = int(total(self.tokens)), int(total(self._right))
-        metrics = {
-            "step": self._step + 1,
-            "loss": total(self._loss) / tokens,
-            "tokens": tokens,
-            "token_accuracy": right / tokens,
-            "grad_norm": update.grad_norm,
-            "lr": update.lr,
-        }
-        timing = {"step": self._step + 1, "wall": clock.wall, "cpu": clock.cpu}
-        return {"metrics": [metrics], "timings": [timing]}
-
-
 class Supervised(Job):
     """The job of `gatespace teach`: the loss is on responses, prompts are context."""
 
     config: TeachConfig
-    trace: SupervisedTrace
+    trace: SupervisedMetrics
 
     def __init__(
         self, config: TeachConfig, run: RunFolder, processes: Processes, progress: Progress, stack: ExitStack
@@ -110,7 +76,7 @@ class Supervised(Job):
         self._micro_tokens = micro_tokens(self.sizes, config.engine, len(self.encoder.prefix))
         self._longest = self.encoder.longest_gold(self.data.rows, self.model.turn_end)
         self._rows: list[Row] = []
-        self.trace = SupervisedTrace(self.processes)
+        self.trace = SupervisedMetrics(self.processes)
 
     @contextmanager
     def micro_batches(self, step: int, clock: Clock) -> Iterator[Iterator[list[Row]]]:

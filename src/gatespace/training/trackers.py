@@ -12,35 +12,27 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from gatespace.errors import GatespaceError, RunError
 from gatespace.files import Closing
 from gatespace.plugins import provider
 
 
-class Tracker(Protocol):
-    """Receives the metrics of a run. Entry points of `gatespace.trackers` open one."""
+class Tracker(NamedTuple):
+    """Receives the metrics of a run. Entry points of `gatespace.trackers` open one, or an object with these methods."""
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Log the numbers of a step."""
-
-    def close(self) -> None:
-        """Finish."""
+    log: Callable[[int, dict[str, float]], object]
+    """Log the numbers of a step."""
+    close: Callable[[], object]
 
 
 class Trackers(Closing):
-    """All open trackers of a run, possibly none."""
+    """All open trackers of a run, possibly none; `report` is called with a message when one is closed as it failed."""
 
-    def __init__(self, opened: Mapping[str, Tracker], report: Callable[[str], None] | None = None) -> None:
-        self._open = dict(opened)
+    def __init__(self, trackers: Mapping[str, Tracker], report: Callable[[str], None]) -> None:
+        self._open = dict(trackers)
         self._report = report
-        self.notes: list[str] = []
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The trackers that are still in use."""
-        return tuple(self._open)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Pass on the numbers among `values`. Never fails: a tracker that does is closed and noted once."""
@@ -49,37 +41,24 @@ class Trackers(Closing):
             try:
                 tracker.log(step, numbers)
             except Exception as error:
-                self._close(name, f"the tracker {name} failed at step {step} and is no longer used: {_line(error)}")
+                self._report(f"the tracker {name} failed at step {step} and is no longer used: {_line(error)}")
+                self._close(name)
 
     def close(self) -> None:
         """Finish all of them; what cannot be finished is noted."""
         for name in list(self._open):
             self._close(name)
 
-    def _close(self, name: str, reason: str = "") -> None:
-        tracker = self._open.pop(name)
-        if reason:
-            self._note(reason)
+    def _close(self, name: str) -> None:
         try:
             with redirect_stdout(sys.stderr):
-                tracker.close()
+                self._open.pop(name).close()
         except Exception as error:
-            if not reason:
-                self._note(f"the tracker {name} could not be closed: {_line(error)}")
-
-    def _note(self, text: str) -> None:
-        self.notes.append(text)
-        if self._report is not None:
-            self._report(text)
+            self._report(f"the tracker {name} could not be closed: {_line(error)}")
 
 
 def open_trackers(
-    names: Sequence[str],
-    folder: Path,
-    settings: Mapping[str, Any],
-    *,
-    step: int = 0,
-    report: Callable[[str], None] | None = None,
+    names: Sequence[str], folder: Path, settings: Mapping[str, Any], *, step: int, report: Callable[[str], None]
 ) -> Trackers:
     """Open the trackers of a run, before anything is trained.
 
@@ -91,21 +70,18 @@ def open_trackers(
         report: Called with a message when a tracker is closed because it failed.
     """
     openers = {name: provider("trackers", name, kind="tracker") for name in names}
-    opened: dict[str, Tracker] = {}
+    trackers: dict[str, Tracker] = {}
     for name, opener in openers.items():
         try:
             with redirect_stdout(sys.stderr):  # keeps the command's stdout clean
-                opened[name] = opener(Path(folder).absolute(), dict(settings), step=step)
+                trackers[name] = opener(Path(folder).absolute(), dict(settings), step=step)
         except Exception as error:
-            Trackers(opened).close()
+            Trackers(trackers, report).close()
             if isinstance(error, GatespaceError):
                 raise
-            raise RunError(
-                f"the tracker {name} could not be opened",
-                got=_line(error),
-                instead=f"leave {name} out of trace.trackers",
-            ) from error
-    return Trackers(opened, report)
+            advice = f"what the tracker says, or leave {name} out of trace.trackers"
+            raise RunError(f"the tracker {name} could not be opened", got=_line(error), instead=advice) from error
+    return Trackers(trackers, report)
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
@@ -115,13 +91,13 @@ def scalars(values: Mapping[str, Any]) -> dict[str, float]:
         >>> scalars({"step": 3, "loss": 0.5, "lam_mean": None, "lam_hist": [1, 2], "seconds": {"score": 1}})
         {'loss': 0.5, 'seconds/score': 1.0}
     """
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            found |= {f"{name}/{inner}": number for inner, number in scalars(value).items()}
+            numbers |= {f"{name}/{inner}": number for inner, number in scalars(value).items()}
         elif name != "step" and isinstance(value, int | float) and math.isfinite(value):
-            found[name] = float(value)
-    return found
+            numbers[name] = float(value)
+    return numbers
 
 
 def _line(error: Exception) -> str:

@@ -45,7 +45,16 @@ def _run(job: Job, until: int | None = None) -> dict[str, Any]:
     job.prepare()
     config, optimizer, trace = job.config, job.optimizer, job.trace
     goal = config.steps if until is None else min(until, config.steps)
-    with Records(job) as records:
+    with Records(
+        config,
+        job.run,
+        processes=job.processes,
+        progress=job.progress,
+        optimizer=optimizer,
+        state=job.state,
+        restore=job.restore,
+        evaluate=job.evaluate,
+    ) as records:
         if records.start == 0 and config.evaluation.every:
             records.evaluate(0)
         done, best = records.start, config.checkpoint.select == "best"
@@ -55,7 +64,7 @@ def _run(job: Job, until: int | None = None) -> dict[str, Any]:
             records.stop_on_alarm(done)
             step = done
             clock = Clock(job.place.device)
-            with records.failures(step):
+            with records.failures(step, job.evidence):
                 trace.begin(step)
                 with job.micro_batches(step, clock) as batches:
                     for batch in batches:  # prompts → rollout → teacher scores
@@ -63,9 +72,11 @@ def _run(job: Job, until: int | None = None) -> dict[str, Any]:
                             out = job.loss(step, batch)  # hidden states → signals → gate → divergences
                             out.loss.backward()
                         trace.add(batch, out)
+                        job.release(batch)  # the tensors of a whole step would not fit
                 with clock("optimizer"):
                     update = optimizer.step(step, trace.tokens)
                 lines = trace.record(update, clock)
+                job.advance(lines["metrics"][0]["loss"], step / config.steps)  # an objective's state: TAID's τ
             done = step + 1
             records.log(done, lines)
             if best if done == config.steps else _due(config.evaluation.every, done):
@@ -75,7 +86,7 @@ def _run(job: Job, until: int | None = None) -> dict[str, Any]:
                 records.checkpoint(done)
         if done < config.steps and not records.out_of_patience:
             return records.pause(done)
-        return records.finish(done)
+        return records.finish(done, job.summary(), job.save_model)
 
 
 def _due(every: int, done: int) -> bool:
