@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sysconfig
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,15 @@ def test_issue_forms_ask_something(path: Path) -> None:
 
 def test_citation_is_of_this_version() -> None:
     assert read(ROOT / "CITATION.cff")["version"] == gatespace.__version__
+
+
+def test_messages_name_extras_that_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py")]
+    pattern = r'module=.*, extra="(\w+)"|EXTRA = "(\w+)"|(?:gatespace|\.)\[([\w,]+)\]|extra `(\w+)`'
+    named = {name for text in sources for groups in re.findall(pattern, text) for name in "".join(groups).split(",")}
+    assert {"train", "lora"} <= named
+    assert named <= set(project["optional-dependencies"])
 
 
 def test_changelog_has_this_version() -> None:

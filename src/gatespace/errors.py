@@ -60,7 +60,7 @@ class RunError(GatespaceError, RuntimeError):
 
 
 def missing_extra(feature: str, *, module: str, extra: str) -> MissingExtraError:
-    """Return the error for `feature`, which needs `module` from the extra `extra`."""
+    """Return the error for `feature`, which needs the package `module`; `extra` installs it."""
     return MissingExtraError(
         f"{feature} needs the package {module!r}, which is not installed",
         instead=f"pip install '.[{extra}]' in a clone of gatespace",

@@ -56,40 +56,32 @@ def restless(train_config: Make, taught: Path) -> Make:
     return make
 
 
-def test_a_run_ends_when_its_patience_does(restless: Make, tmp_path: Path) -> None:
-    whole = restless(output=str(tmp_path / "whole"))
-    train(whole)
-    curve = [record["accuracy"] for record in read(whole.output / "evaluations.jsonl")]
-    patience = next(n for n in (1, 2, 3) if 0 < last_step(curve, n) < 9)
-    config = restless(evaluation={"patience": patience}, output=str(tmp_path / "patient"))
-    summary = train(config)
-    done = last_step(curve, patience)
-    found = read(config.output / "evaluations.jsonl")
-    assert [record["accuracy"] for record in found] == curve[: done + 1]
-    assert (summary["steps"], summary["planned_steps"], summary["chosen_step"]) == (done, 9, done)
-    # up to there it is the same run
-    metrics = [(one.output / "metrics.jsonl").read_bytes() for one in (config, whole)]
-    assert metrics[1].startswith(metrics[0])
-    assert len(read(config.output / "metrics.jsonl")) == done
-    assert summary["run"]["steps"] == done
-    # and a run of as many steps: the weights are those of the last one
-    short = restless(steps=done, output=str(tmp_path / "short"))
-    assert train(short)["fingerprint"] == summary["fingerprint"]
-    assert train(config) == summary  # it is done
-
-
-def test_the_best_weights_are_kept(restless: Make, tmp_path: Path, synthetic: Any) -> None:
-    config = restless(checkpoint={"select": "best"}, output=str(tmp_path / "best"))
-    summary = train(config)
-    curve = [record["accuracy"] for record in read(config.output / "evaluations.jsonl")]
-    assert [record["step"] for record in read(config.output / "evaluations.jsonl")] == list(range(10))  # the last too
+def test_a_run_ends_when_its_patience_does_and_keeps_its_best_weights(
+    restless: Make, tmp_path: Path, synthetic: Any
+) -> None:
+    whole = restless(checkpoint={"select": "best"}, output=str(tmp_path / "whole"))
+    summary = train(whole)
+    evaluations = read(whole.output / "evaluations.jsonl")
+    assert [record["step"] for record in evaluations] == list(range(10))  # the last too
+    curve = [record["accuracy"] for record in evaluations]
     best = curve.index(max(curve))
     assert (summary["steps"], summary["chosen_step"]) == (9, best)
     assert summary["evaluation"]["val"]["metrics"]["accuracy"] == max(curve) > curve[-1]
-    assert_predicts_as_recorded(config.output, synthetic)
+    assert_predicts_as_recorded(whole.output, synthetic)
     if best:
-        short = restless(steps=best, output=str(tmp_path / "short"))
-        assert train(short)["fingerprint"] == summary["fingerprint"]
+        assert train(restless(steps=best, output=str(tmp_path / "best")))["fingerprint"] == summary["fingerprint"]
+
+    patience = next(n for n in (1, 2, 3) if 0 < last_step(curve, n) < 9)
+    config = restless(evaluation={"patience": patience}, output=str(tmp_path / "patient"))
+    summary, done = train(config), last_step(curve, patience)
+    assert [record["accuracy"] for record in read(config.output / "evaluations.jsonl")] == curve[: done + 1]
+    assert (summary["steps"], summary["planned_steps"], summary["chosen_step"]) == (done, 9, done)
+    assert summary["run"]["steps"] == done
+    # up to there it is the same run, and its weights are those of a run of as many steps
+    metrics = [(one.output / "metrics.jsonl").read_bytes() for one in (config, whole)]
+    assert metrics[1].startswith(metrics[0])
+    assert train(restless(steps=done, output=str(tmp_path / "short")))["fingerprint"] == summary["fingerprint"]
+    assert train(config) == summary  # it is done
 
 
 def test_where_training_only_harms_the_model_stays_as_it_was(restless: Make, taught: Path) -> None:

@@ -27,7 +27,6 @@ from gatespace.training.metrics import (
     StepMetrics,
     Texts,
     TokenColumns,
-    due,
     kappa_share,
     kappa_squares,
     top_tokens,
@@ -354,7 +353,10 @@ def test_lines_of_single_tokens() -> None:
     inputs = LossInputs(u=out.u[:, :4], total_tokens=1.0)
     share = share_of(logits(1)[0, :4], logits(2)[0, :4], GATE, inputs=inputs)
     assert found["kappa_share"] == pytest.approx(share, rel=1e-3)
-    assert one_step(trace, 1, (batch(3), cut(out, slice(0, 3))))["kappa_share"] is None  # not every step
+    for every, wanted in ((0, []), (1, [0, 1, 2, 3]), (3, [0, 3])):
+        trace = metrics(every=every)
+        steps = [one_step(trace, step, (batch(3), cut(out, slice(0, 3)))) for step in range(4)]
+        assert [step for step, line in enumerate(steps) if line["kappa_share"] is not None] == wanted
 
 
 def test_top_tokens_are_in_order_and_ties_go_to_the_smaller_id() -> None:
@@ -363,9 +365,3 @@ def test_top_tokens_are_in_order_and_ties_go_to_the_smaller_id() -> None:
     assert len(top_tokens(values, 9)[0]) == 5
     known = TeacherTopK(ids=torch.tensor([[[7, 2, 9]]]), log_probs=torch.tensor([[[0.2, 0.5, 0.2]]]).log())
     assert top_tokens(known, 2) == [[(2, pytest.approx(0.5)), (7, pytest.approx(0.2))]]
-
-
-def test_which_steps_keep_their_tokens() -> None:
-    assert [step for step in range(1, 7) if due(step, every=1)] == [1, 2, 3, 4, 5, 6]
-    assert [step for step in range(1, 7) if due(step, every=2)] == [1, 3, 5]
-    assert not any(due(step, every=0) for step in range(1, 7))

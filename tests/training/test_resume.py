@@ -230,19 +230,6 @@ def assert_same_numbers(found: Path, wanted: Path, *, but: tuple[str, ...] = ())
         assert name in but or one[name] == content, name
 
 
-def test_a_killed_run_is_taken_up_where_it_was(born: Nursery, train_in: Callable[..., TrainConfig]) -> None:
-    """A short one for every day: a kill at a step that no checkpoint knows, and one in the final evaluation."""
-    straight, killed = train_in("straight"), train_in("killed")
-    assert born.live(straight)["code"] == 0
-    outcomes = [born.live(killed, point) for point in (["step", 5], ["evaluating", 32, 8])]
-    assert all(outcome["killed"] for outcome in outcomes)
-    assert [outcome["records"] for outcome in outcomes] == [5, 8]
-    assert born.live(killed)["code"] == 0
-    assert_same_numbers(killed.output, straight.output)
-    steps = [record["step"] for record in read(killed.output / "timings.jsonl")]
-    assert steps == list(range(1, 9))
-
-
 def test_a_killed_run_loses_its_patience_at_the_same_step(
     born: Nursery, train_config: Callable[..., TrainConfig], taught: Path, tmp_path: Path
 ) -> None:
@@ -310,6 +297,7 @@ def test_train_killed_at_every_stage(born: Nursery, train_in: Callable[..., Trai
     assert (killed.output / "done").exists()
     assert born.live(killed)["code"] == 0
     assert_same_numbers(killed.output, straight.output)
+    assert [record["step"] for record in read(killed.output / "timings.jsonl")] == list(range(1, 9))
 
     warm, none = train_in("warm", cache="one"), train_in("none")
     for config in (warm, none):

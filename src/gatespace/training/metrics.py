@@ -39,10 +39,6 @@ Lines = dict[str, list[dict[str, Any]]]
 
 BINS = 20
 """Bins of the λ histograms, of equal width over [0, 1]."""
-NGRAM = 4
-"""Length of the n-grams whose repetition is counted."""
-TOP = 5
-"""Top tokens of each model in tokens.jsonl."""
 LOGITS_BYTES = 64 << 20
 """The logits that are in memory at once for tokens.jsonl; those of all its tokens would take gigabytes."""
 _COLUMNS = ("weight", "forward_kl", "reverse_kl", "h", "u", "gap", "tail_mass")
@@ -64,7 +60,9 @@ class TokenColumns:
         """The tokens of a micro-batch: loss, lam if the objective has one, divergences and signals."""
         columns = {"loss": out.per_token, "lam": out.lam, **{name: getattr(out, name) for name in _COLUMNS}}
         tensors = {name: tensor for name, tensor in {**columns, **out.signals}.items() if tensor is not None}
-        values = {name: tensor.detach().reshape(-1).double().cpu().numpy() for name, tensor in tensors.items()}
+        values = {
+            name: tensor.detach().reshape(-1).to("cpu", torch.float64).numpy() for name, tensor in tensors.items()
+        }
         return cls(np.ones(out.per_token.numel()) if weights is None else np.array([*weights]), values)
 
     @classmethod
@@ -208,7 +206,8 @@ class StepMetrics:
             means = {"lam_mean": "lam", "forward_kl": "forward_kl", "reverse_kl": "reverse_kl"}
             sums = {key: columns.total(columns.values[of]) for key, of in means.items() if of in columns.values}
             self._teachers.append((name, {"rows": len(batch.samples), "tokens": out.tokens, **sums}))
-        if batch.places[0] == 0 and due(self._step, every=self._trace.tokens_every):
+        every = self._trace.tokens_every
+        if batch.places[0] == 0 and every and (self._step - 1) % every == 0:  # the first step is one of them
             self._record_tokens(batch, columns)
         self.batches.append(batch)
         self._parts.append(columns)
@@ -252,7 +251,9 @@ class StepMetrics:
         self._count(columns, metrics["rows"], metrics["tokens"])
         seconds = sum(clock.wall.values())
         timing = {
-            **_timing(self._step, clock),
+            "step": self._step,
+            "wall": clock.wall,
+            "cpu": clock.cpu,
             "tokens_per_second": metrics["tokens"] / seconds if seconds else None,
             **{name: sum(part["timing"][name] for part in gathered) for name in gathered[0]["timing"]},
         }
@@ -260,17 +261,12 @@ class StepMetrics:
 
     def evidence(self, batches: Sequence[MicroBatch]) -> dict[str, Any]:
         """What a failed step saw: its micro-batches, and the losses of those before the failure."""
-        rows = [
-            {
-                "index": batch.rows[row].index,
-                "text": batch.rows[row].example.text,
-                "gold": batch.rows[row].example.gold,
-                # There may be no responses yet.
-                "response": self._texts.response(batch.rollout.responses[row] if batch.rollout.responses else []),
-            }
-            for batch in batches
-            for row in batch.samples
-        ]
+        rows = []
+        for batch in batches:
+            responses = batch.rollout.responses or [[]] * len(batch.rows)  # there may be none yet
+            for row, ids in ((batch.rows[sample], responses[sample]) for sample in batch.samples):
+                entry = {"index": row.index, "text": row.example.text, "gold": row.example.gold}
+                rows.append({**entry, "response": self._texts.response(ids)})
         return {"rows": rows, "losses": self._losses}
 
     # ------------------------------------------------------------------ the run
@@ -379,8 +375,6 @@ class StepMetrics:
         self._measured |= {name: _mean(values) for name, values in measured.items()}
         if self._gate is not None:  # 0 if λ is shuffled and thus constant
             self._measured["kappa_share"] = kappa_share(through, overall)
-        order = ("loss", "lam", "h", "u", "gap", "forward_kl", "reverse_kl", "tail_mass", "weight")
-        names = [name for name in order if name in columns.values] + sorted(set(columns.values).difference(order))
         for sample, row in enumerate(samples):
             ids, span, source = responses[row], slice(*ends[row]), batch.rows[row]
             self._lines.append(
@@ -393,7 +387,7 @@ class StepMetrics:
                     "ended": batch.rollout.ended[row],
                     "ids": ids,
                     "tokens": [self._texts.token(token) for token in ids],
-                    "values": {name: [_short(value) for value in columns.values[name][span]] for name in names},
+                    "values": {name: [_short(v) for v in column[span]] for name, column in columns.values.items()},
                     "student_top": tops[0][span],
                     "teacher_top": tops[1][span],
                     "source": batch.sources[row],
@@ -433,31 +427,18 @@ class SupervisedMetrics:
             "grad_norm": update.grad_norm,
             "lr": update.lr,
         }
-        return {"metrics": [metrics], "timings": [_timing(self._step, clock)]}
+        return {"metrics": [metrics], "timings": [{"step": self._step, "wall": clock.wall, "cpu": clock.cpu}]}
 
 
 # ---------------------------------------------------------------------------------------------------- measures
-
-
-def due(step: int, *, every: int) -> bool:
-    """Whether the step's tokens are recorded: the first step, and every `every`-th after it.
-
-    Examples:
-        >>> [step for step in range(1, 30) if due(step, every=10)]
-        [1, 11, 21]
-    """
-    return every > 0 and step % every == 1 % every
 
 
 def kappa_share(through: Sequence[float], overall: Sequence[float]) -> float:
     """Share of the gradient at the logits that flows through the gate: ‖g - g_stop‖ / ‖g‖ over tokens.
 
     g is the gradient of the gated loss, g_stop the one with λ held constant. 0 if the gate does not depend on the
-    student (d = 0). It may exceed 1: the two parts of g can oppose each other.
-
-    Args:
-        through: The first output of `kappa_squares`, for all tokens.
-        overall: The second.
+    student (d = 0). It may exceed 1: the two parts of g can oppose each other. `through` and `overall` are the outputs
+    of `kappa_squares` for all tokens.
     """
     norm = math.sqrt(_sum(overall))
     return math.sqrt(_sum(through)) / norm if norm else 0.0
@@ -477,10 +458,8 @@ def kappa_squares(
     Args:
         student_logits: (N, V) of a few tokens.
         teacher_logits: (N, V), or a `TeacherTopK` of (1, N, K).
-        gate: The gate.
+        gate: The gate; `support` and `support_k` as in `Gated`.
         inputs: What else the loss needs; its tensors have shape (1, N), `total_tokens` is the same in all parts.
-        support: As in `Gated`.
-        support_k: As in `Gated`.
     """
     if student_logits.shape[0] == 0:
         return [], []
@@ -542,7 +521,7 @@ def agreement(student_logits: Tensor, teacher_logits: Tensor | TeacherTopK, top_
     }
 
 
-def repeated(response: Sequence[int], n: int = NGRAM) -> float:
+def repeated(response: Sequence[int], n: int = 4) -> float:
     """Share of a response's n-grams that occurred earlier in it; 0 if it is shorter than n.
 
     Examples:
@@ -553,7 +532,7 @@ def repeated(response: Sequence[int], n: int = NGRAM) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def top_tokens(logits: Tensor | TeacherTopK, top: int = TOP) -> list[list[tuple[int, float]]]:
+def top_tokens(logits: Tensor | TeacherTopK, top: int = 5) -> list[list[tuple[int, float]]]:
     """The top tokens at each position with their probabilities in six digits, likeliest first, ties by id.
 
     Args:
@@ -587,10 +566,6 @@ def _per_token(teachers: Mapping[str, Mapping[str, float]]) -> dict[str, dict[st
         for name, sums in sorted(teachers.items())
         if sums["tokens"]
     }
-
-
-def _timing(step: int, clock: Clock) -> dict[str, Any]:
-    return {"step": step, "wall": clock.wall, "cpu": clock.cpu}
 
 
 def _entropy(probabilities: Tensor) -> list[float]:

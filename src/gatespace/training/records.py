@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from gatespace.config import TeachConfig, TrainConfig, dump_config
 from gatespace.errors import GatespaceError, RunError
-from gatespace.evaluation import Evaluation, Metrics, TextMetrics, write
+from gatespace.evaluation import Evaluation, TextMetrics, write
 from gatespace.evaluation.concerns import concerns, of_choice, start_of
 from gatespace.evaluation.metrics import metric_of
-from gatespace.files import JsonLines, Mark
+from gatespace.files import Closing, JsonLines, Mark
 from gatespace.plugins import provided, provider
 from gatespace.runs import RunFolder
 from gatespace.teacher.scores import TeacherAwayError
@@ -22,10 +21,10 @@ from gatespace.training.alarms import Alarm, AlarmError, Alarms
 from gatespace.training.optimizer import Optimizer
 from gatespace.training.processes import Processes
 from gatespace.training.progress import Progress
-from gatespace.training.trackers import Trackers, open_trackers
+from gatespace.training.trackers import open_trackers
 
 
-class Records:
+class Records(Closing):
     """The records of a run, from the step it starts or resumes at. Only the first process writes.
 
     Args:
@@ -54,38 +53,25 @@ class Records:
         self._config, self._run, self._processes, self._progress = config, run, processes, progress
         self._optimizer, self._state, self._evaluate = optimizer, state, evaluate
         self._writes = processes.first
-        self._logs: dict[str, JsonLines] = {}
-        self._trackers: Trackers
-        self._alarms: Alarms | None = None
-        self._evaluations: list[dict[str, Any]] = []
-        """During training."""
         self._saved: int | None = None
         """Step of the last checkpoint."""
         self._best: Path | None = None
         """Tensors of the step with the best evaluation, as kept by the last checkpoint."""
-        self._marks = self._resume(restore)
-        """Log positions at the checkpoint."""
+        marks = self._resume(restore)
         self.start = self._saved or 0
         """Steps already done."""
+        with processes.together():
+            self._logs: dict[str, JsonLines] = run.open_logs(marks) if self._writes else {}
+            self._alarms = None
+            if self._writes and isinstance(config, TrainConfig):
+                self._alarms = Alarms(config, run.log("metrics"))
+        self._evaluations: list[dict[str, Any]] = processes.gather(run.log("evaluations") if self._writes else [])[0]
+        """During training."""
+        trackers = config.trace.trackers if self._writes else ()
+        self._trackers = open_trackers(trackers, run.path, dump_config(config), step=self.start, report=progress.note)
 
-    def __enter__(self) -> Self:
-        config, run = self._config, self._run
-        with self._processes.together():
-            if self._writes:
-                self._logs = run.open_logs(self._marks)
-                self._evaluations = run.log("evaluations")
-                if isinstance(config, TrainConfig):
-                    self._alarms = Alarms(config, run.log("metrics"))
-        self._evaluations = self._processes.gather(self._evaluations)[0]
-        names = config.trace.trackers if self._writes else ()
-        self._trackers = open_trackers(
-            names, run.path, dump_config(config), step=self.start, report=self._progress.note
-        )
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close logs and trackers."""
         self._trackers.close()
         for log in self._logs.values():
             log.close()
@@ -127,7 +113,9 @@ class Records:
             record |= metrics.as_json()
             shown = ("score", "truncated", "length")
         else:
-            record |= _of_labels(metrics)
+            names = ("count", "accuracy", "balanced_accuracy", "macro_f1", "parse_failures")
+            record |= {name: getattr(metrics, name) for name in names}
+            record["predicted"] = {row.label: row.predicted for row in metrics.per_label}
             shown = ("accuracy", "macro_f1", "parse_failures")
         self._append("evaluations", record)
         self._evaluations.append(record)
@@ -288,15 +276,3 @@ class Records:
         self._best = latest.best if self._config.checkpoint.select == "best" else None
         self._progress.note(f"resuming from step {latest.step} of {self._config.steps}")
         return {name: Mark(**mark) for name, mark in marks.items()}
-
-
-def _of_labels(metrics: Metrics) -> dict[str, Any]:
-    """Label metrics, as in evaluations.jsonl."""
-    return {
-        "count": metrics.count,
-        "accuracy": metrics.accuracy,
-        "balanced_accuracy": metrics.balanced_accuracy,
-        "macro_f1": metrics.macro_f1,
-        "parse_failures": metrics.parse_failures,
-        "predicted": {row.label: row.predicted for row in metrics.per_label},
-    }
