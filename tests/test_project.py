@@ -23,7 +23,6 @@ from gatespace.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-FORMS = [path for path in sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")) if path.stem != "config"]
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
 
 
@@ -58,15 +57,6 @@ def test_tests_run_on_every_python_that_the_package_names() -> None:
     named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
     assert named
     assert set(named) <= set(tested)
-
-
-@pytest.mark.parametrize("path", FORMS, ids=stem)
-def test_issue_forms_ask_something(path: Path) -> None:
-    form = read(path)
-    assert form["name"]
-    assert form["description"]
-    asked = [field for field in form["body"] if field["type"] != "markdown"]
-    assert len({field["id"] for field in asked}) == len(asked) > 0
 
 
 def test_citation_is_of_this_version() -> None:

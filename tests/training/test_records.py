@@ -47,21 +47,16 @@ def test_records_before_a_checkpoint_must_be_what_they_were(
     train_config: Callable[..., TrainConfig], tmp_path: Path
 ) -> None:
     config = train_config(steps=4, evaluation={"every": 1}, trace={"tokens_every": 1})
-    straight = train_config(
-        steps=4, evaluation={"every": 1}, trace={"tokens_every": 1}, output=str(tmp_path / "straight")
-    )
+    straight = config.model_copy(update={"output": tmp_path / "straight"})
     train(straight)
     with pytest.raises(_Stopped):
         train(config, At(3, stop))
     kept = tmp_path / "kept"
     shutil.copytree(config.output, kept)
     damage: list[tuple[str, Callable[[Path], None], str]] = [
-        ("metrics", lines(lambda all: [all[0], *all]), "changed, added or removed"),
         ("metrics", lines(lambda all: [all[0].replace(b'"step": 1', b'"step": 2'), *all[1:]]), "changed"),
-        ("metrics", lines(lambda all: all[1:]), "changed"),
         ("timings", lines(lambda all: all[:1]), "changed"),
         ("tokens", Path.unlink, "it is missing"),
-        ("evaluations", Path.unlink, "it is missing"),
     ]
     for name, act, what in damage:
         shutil.rmtree(config.output)
@@ -84,7 +79,7 @@ def test_records_before_a_checkpoint_must_be_what_they_were(
         )
 
 
-@pytest.mark.parametrize("way", ["deleted", "moved", "replaced"])
+@pytest.mark.parametrize("way", ["deleted", "replaced"])
 def test_an_output_folder_that_is_gone_is_noticed_at_the_next_write(
     way: str, train_config: Callable[..., TrainConfig], tmp_path: Path
 ) -> None:
@@ -92,10 +87,7 @@ def test_an_output_folder_that_is_gone_is_noticed_at_the_next_write(
     seen: list[int] = []
 
     def act() -> None:
-        if way == "deleted":
-            shutil.rmtree(config.output)
-        else:
-            config.output.rename(tmp_path / "elsewhere")
+        shutil.rmtree(config.output)
         if way == "replaced":
             config.output.mkdir()
 
@@ -112,7 +104,7 @@ def test_an_output_folder_that_is_gone_is_noticed_at_the_next_write(
     assert not any(config.output.glob("*"))
 
 
-@pytest.mark.parametrize("content", ["", '{"identity": "12', "{}", "[]", "null", "\0\0"])
+@pytest.mark.parametrize("content", ["", '{"identity": "12', "[]", "\0\0"])
 @pytest.mark.parametrize("name", ["identity.json", "summary.json"])
 def test_a_damaged_file_is_named(
     name: str, content: str, train_config: Callable[..., TrainConfig], tmp_path: Path
@@ -124,8 +116,6 @@ def test_a_damaged_file_is_named(
         run.finish({"steps": 3})
         run.mark_done()
     (run.path / name).write_text(content)
-    if (name, content) == ("summary.json", "{}"):
-        return
     with pytest.raises(RunError, match=f"{name} of a run is damaged") as error:
         run.begin(config, {"task": "x"}, {})
     assert str(run.path) in error.value.instead

@@ -45,16 +45,7 @@ def _run(job: Job, until: int | None = None) -> dict[str, Any]:
     job.prepare()
     config, optimizer, trace = job.config, job.optimizer, job.trace
     goal = config.steps if until is None else min(until, config.steps)
-    with Records(
-        config,
-        job.run,
-        processes=job.processes,
-        progress=job.progress,
-        optimizer=optimizer,
-        state=job.state,
-        restore=job.restore,
-        evaluate=job.evaluate,
-    ) as records:
+    with _records(job) as records:
         if records.start == 0 and config.evaluation.every:
             records.evaluate(0)
         done, best = records.start, config.checkpoint.select == "best"
@@ -87,6 +78,19 @@ def _run(job: Job, until: int | None = None) -> dict[str, Any]:
         if done < config.steps and not records.out_of_patience:
             return records.pause(done)
         return records.finish(done, job.summary(), job.save_model)
+
+
+def _records(job: Job) -> Records:
+    return Records(
+        job.config,
+        job.run,
+        processes=job.processes,
+        progress=job.progress,
+        optimizer=job.optimizer,
+        state=job.state,
+        restore=job.restore,
+        evaluate=job.evaluate,
+    )
 
 
 def _due(every: int, done: int) -> bool:
