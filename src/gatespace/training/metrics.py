@@ -473,7 +473,8 @@ def kappa_squares(
 
     def squares(rows: Tensor) -> list[float]:
         # A row is summed by one thread and the rows exactly, so the number of threads does not matter.
-        return [*map(float, rows.square().sum(-1))]
+        sums: list[float] = rows.square().sum(-1).tolist()
+        return sums
 
     with torch.enable_grad():
         through = gradient(False)
@@ -570,7 +571,8 @@ def _per_token(teachers: Mapping[str, Mapping[str, float]]) -> dict[str, dict[st
 
 def _entropy(probabilities: Tensor) -> list[float]:
     """Entropy of each row."""
-    return [*map(float, torch.special.entr(probabilities).sum(-1, dtype=torch.float64))]
+    nats: list[float] = torch.special.entr(probabilities).sum(-1, dtype=torch.float64).tolist()
+    return nats
 
 
 def _ratio(weighted: float, total: float) -> float | None:
