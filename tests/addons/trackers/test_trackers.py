@@ -112,7 +112,7 @@ def test_wandb_without_a_login_is_an_error_that_says_what_to_do(
         env=environment,
     )
     assert "RunError: the tracker wandb could not be opened" in result.stderr
-    assert "wandb login" in result.stderr
+    assert "WANDB_MODE=offline" in result.stderr
 
 
 @needs("trackio")

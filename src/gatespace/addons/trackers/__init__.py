@@ -9,8 +9,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from gatespace.errors import missing_extra
+from gatespace.errors import RunError, missing_extra
 from gatespace.files import atomic_write
+from gatespace.models.hub import first_line
 from gatespace.training.trackers import Tracker
 
 PROJECT = "gatespace"
@@ -32,17 +33,21 @@ def tensorboard(folder: Path, settings: dict[str, Any], *, step: int) -> Tracker
 def wandb(folder: Path, settings: dict[str, Any], *, step: int) -> Tracker:
     """Open a Weights & Biases run with the user's own login and environment."""
     package = _package("wandb")
-    run = package.init(
-        # Explicit arguments would override the user's environment.
-        project=os.environ.get("WANDB_PROJECT") or PROJECT,
-        name=os.environ.get("WANDB_NAME") or folder.name,
-        dir=os.environ.get("WANDB_DIR") or str(folder),
-        id=_identity(folder),
-        resume="allow",
-        config=settings,
-        reinit="create_new",  # leaves the caller's own run alone
-        settings=package.Settings(console="off"),  # the progress display redraws lines
-    )
+    try:
+        run = package.init(
+            # Explicit arguments would override the user's environment.
+            project=os.environ.get("WANDB_PROJECT") or PROJECT,
+            name=os.environ.get("WANDB_NAME") or folder.name,
+            dir=os.environ.get("WANDB_DIR") or str(folder),
+            id=_identity(folder),
+            resume="allow",
+            config=settings,
+            reinit="create_new",  # leaves the caller's own run alone
+            settings=package.Settings(console="off"),  # the progress display redraws lines
+        )
+    except Exception as error:
+        advice = "`wandb login`, or WANDB_MODE=offline, or leave wandb out of trace.trackers"
+        raise RunError("the tracker wandb could not be opened", got=first_line(error), instead=advice) from error
     return Tracker(lambda step, values: run.log(values, step=step), run.finish)
 
 
