@@ -1,10 +1,9 @@
-"""Forward passes over a model's body: the protocol, and the choice between packed and plain."""
+"""The choice between packed and plain passes, and hidden states of responses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,56 +11,10 @@ from torch import Tensor
 from gatespace.errors import UsageError
 from gatespace.models.load import Model
 from gatespace.models.packed import PackedBody
-from gatespace.models.plain import PlainBody
-from gatespace.models.tree import Parents, tree_of
+from gatespace.models.plain import Body, Decoding, Forward, KVCache, PlainBody
+from gatespace.models.tree import tree_of
 
-
-class KVCache(Protocol):
-    """The KV cache of a forward pass; token ids in plain passes."""
-
-    @property
-    def lengths(self) -> tuple[int, ...]: ...
-    def detached(self) -> Any: ...
-    def leaves(self) -> Any: ...
-    def backward(self, leaves: Any) -> None: ...
-
-
-class Forward(Protocol):
-    """Hidden states (N, H) of a pass's new tokens, rows one after another, and its KV cache."""
-
-    @property
-    def hidden(self) -> Tensor: ...
-    @property
-    def cache(self) -> KVCache: ...
-    @property
-    def prefix(self) -> KVCache | None: ...
-    def last(self) -> Tensor: ...
-
-
-class Decoding(Protocol):
-    """Rows being decoded."""
-
-    def step(self, ids: Tensor) -> Tensor: ...
-    def keep(self, rows: Sequence[int]) -> None: ...
-
-
-class Body(Protocol):
-    """A model's body over rows of tokens; see `PackedBody`."""
-
-    model: Model
-    device: torch.device
-
-    def forward(
-        self,
-        rows: Sequence[Sequence[int]],
-        *,
-        prefix: Any = None,
-        past: Any = None,
-        shape: Callable[[int], tuple[int, int]] | None = None,
-        parents: Parents = None,
-    ) -> Forward: ...
-    def prefix_cache(self, ids: Sequence[int]) -> KVCache | None: ...
-    def decoding(self, forward: Any, room: int) -> Decoding: ...
+__all__ = ["Body", "Decoding", "Forward", "KVCache", "body_of", "response_states"]
 
 
 def body_of(model: Model, *, packed: bool | None = None, checkpointing: bool | None = False) -> Body:

@@ -24,9 +24,9 @@ from torch import Tensor
 from gatespace.errors import UsageError
 from gatespace.gating.projection import Projection, logits_buffer
 from gatespace.gating.vocabulary import top_entries
-from gatespace.models.body import Body, body_of
+from gatespace.models.body import Body, KVCache, body_of
 from gatespace.models.load import Model
-from gatespace.models.packed import KVCache, PackedBody
+from gatespace.models.packed import PackedBody
 from gatespace.models.tree import Parents, tree_of
 from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.scores import Form, RowScores, Scores, ScoreSpec, TeacherStats, check_questions
