@@ -60,10 +60,10 @@ def smollm2() -> Path:
     Workers that ask at the same time wait for the first of them.
     """
     from gatespace.errors import RunError
-    from gatespace.models import smollm2_folder
+    from gatespace.models import packaged_folder
 
     try:
-        return smollm2_folder(report=print)
+        return packaged_folder("smollm2", report=print)
     except RunError as error:
         if "neither on a Hub" not in error.what:
             raise

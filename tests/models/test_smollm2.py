@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from gatespace.models.smollm2 import PACKAGE, VERSION, WHEEL_SHA256, WHEEL_VARIABLE
 
 from gatespace.errors import RunError, UsageError
 from gatespace.models import check_pair, load_model, smollm2_folder
 from gatespace.models.cache_root import read_record
-from gatespace.models.smollm2 import PACKAGE, VERSION, WHEEL_SHA256, WHEEL_VARIABLE
 from gatespace.tasks import Prompt, synthetic_task
 from tests.conftest import rounding
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gatespace.models.load import Model, load_model
     from gatespace.models.lora import merged, with_lora
+    from gatespace.models.packaged import packaged_folder
     from gatespace.models.pair import PairReport, check_pair
-    from gatespace.models.smollm2 import smollm2_folder
     from gatespace.models.tiny import TinyPair, build_tiny
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "check_pair",
     "load_model",
     "merged",
-    "smollm2_folder",
+    "packaged_folder",
     "with_lora",
 ]
 
@@ -33,7 +33,7 @@ _HOMES = {
     "check_pair": "pair",
     "load_model": "load",
     "merged": "lora",
-    "smollm2_folder": "smollm2",
+    "packaged_folder": "packaged",
     "with_lora": "lora",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -27,7 +28,7 @@ def body_of(model: Model, *, packed: bool | None = None, checkpointing: bool | N
         checkpointing: As in `PackedBody`; plain passes have none.
     """
     reason = "engine.packed is false" if packed is False else _unfit(model)
-    if reason is None:
+    if not reason:
         return PackedBody(model, checkpointing=checkpointing)
     if checkpointing:
         raise UsageError(
@@ -40,20 +41,20 @@ def body_of(model: Model, *, packed: bool | None = None, checkpointing: bool | N
         raise UsageError(
             "this network cannot run over packed tokens", got=model.name, why=reason, instead="engine.packed: false"
         )
+    if packed is None:  # shown once per model and reason by Python's default filter
+        warnings.warn(f"{model.name} runs in plain passes, which are exact and slow: {reason}", stacklevel=2)
     return PlainBody(model)
 
 
-def _unfit(model: Model) -> str | None:
-    """Why packed passes differ from the network's own forward, or None. Probed once per model."""
-    memo = model._memo
-    if "unfit" not in memo:
-        memo["unfit"] = _probe(model)
-    unfit: str | None = memo["unfit"]
-    return unfit
+def _unfit(model: Model) -> str:
+    """Why packed passes differ from the network's own forward, or "". Probed once per model."""
+    if model.unpackable is None:
+        model.unpackable = _probe(model)
+    return model.unpackable
 
 
 @torch.no_grad()
-def _probe(model: Model) -> str | None:
+def _probe(model: Model) -> str:
     size = model.vocab_size
     # Long enough for a window or a position bias to show; different lengths, a shared prefix, a second pass.
     first = [(7 * i + 3) % size for i in range(24)]
@@ -71,7 +72,7 @@ def _probe(model: Model) -> str | None:
     ).hidden
     distance = (found.double() - expected.double()).norm() / expected.double().norm()
     allowed = 0.1 if model.head.weight.dtype.itemsize < 4 else 1e-3
-    return None if distance <= allowed else f"a probe differs from the network's own forward by {float(distance):.2g}"
+    return "" if distance <= allowed else f"a probe differs from the network's own forward by {float(distance):.2g}"
 
 
 def response_states(
