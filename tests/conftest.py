@@ -16,7 +16,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from gatespace.models import Model
+    from gatespace.models import Model, TinyPair
+    from gatespace.tasks import Task
 
 settings.register_profile(
     "repeatable",
@@ -51,6 +52,22 @@ def rounding(model: Model) -> float:
     """
     config = model.network.config
     return 2**-24 * math.sqrt(config.intermediate_size) * math.sqrt(2 * 2 * config.num_hidden_layers)
+
+
+@pytest.fixture(scope="session")
+def task() -> Task:
+    """A generated task, for tests that need no other."""
+    from gatespace.tasks import synthetic_task
+
+    return synthetic_task(size=600)
+
+
+@pytest.fixture(scope="session")
+def tiny(task: Task, tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    """The untrained tiny pair of that task."""
+    from gatespace.models import build_tiny
+
+    return build_tiny(task, tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")

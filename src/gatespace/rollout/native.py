@@ -128,41 +128,38 @@ def sample(
         raise UsageError("sampling needs a source of random numbers per row", got=f"{len(draws)} for {count} rows")
     if sync_every is None:
         sync_every = 1 if forward.hidden.device.type == "cpu" else max(1, min(_SYNC_EVERY, most // 8))
-    uniform = [[draw() for draw in draws] or [0.0] * count for _ in range(most)]
+    numbers = [[draw() for draw in draws] or [0.0] * count for _ in range(most)]
+    uniform = torch.tensor(numbers, dtype=torch.float64, device=forward.hidden.device)
     rollout = Rollout([[] for _ in range(count)], [[] for _ in range(count)], [False] * count)
-    batch = _Batch(body, forward, vocab_size, sampling, uniform, parents, shared=sync_every == 1)
+    batch = _Batch(body, forward, vocab_size, sampling, uniform, parents, sync_every == 1)
     while True:
         batch.read(batch.decode(min(sync_every, most - batch.steps)), rollout, stop)
         if batch.steps == most or not batch.branch(rollout):
             return rollout
 
 
+@dataclass
 class _Batch:
     """Rows being decoded, each for one sample; if `shared`, for all samples of a prompt with the same tokens so far."""
 
-    def __init__(
-        self,
-        body: Body,
-        forward: Forward,
-        vocab_size: int,
-        sampling: Sampling,
-        uniform: Sequence[Sequence[float]],
-        parents: Sequence[int],
-        *,
-        shared: bool,
-    ) -> None:
-        self._body, self._forward, self._vocab_size, self._sampling = body, forward, vocab_size, sampling
-        self._shared = shared
-        self._uniform = torch.tensor(uniform, dtype=torch.float64, device=forward.hidden.device)
-        """(max_new_tokens, samples)"""
-        self.steps = 0
-        """Tokens decoded so far."""
-        self._hidden, self._tokens = forward.last().detach(), torch.empty(0)  # no tokens yet
-        rows = sorted(set(parents)) if shared else list(parents)
-        self._samples = [[sample] for sample in range(len(parents))]
+    body: Body
+    forward: Forward
+    vocab_size: int
+    sampling: Sampling
+    uniform: Tensor
+    """(max_new_tokens, samples) random numbers."""
+    parents: Sequence[int]
+    shared: bool
+    steps: int = 0
+    """Tokens decoded so far."""
+
+    def __post_init__(self) -> None:
+        self._hidden, self._tokens = self.forward.last().detach(), torch.empty(0)  # no tokens yet
+        rows = sorted(set(self.parents)) if self.shared else list(self.parents)
+        self._samples = [[sample] for sample in range(len(self.parents))]
         """The samples of every row; ended ones stay until their row is dropped."""
-        if shared:
-            self._samples = [[sample for sample, parent in enumerate(parents) if parent == row] for row in rows]
+        if self.shared:
+            self._samples = [[sample for sample, parent in enumerate(self.parents) if parent == row] for row in rows]
         self._index = self._sample_index()
         if rows != list(range(len(self._hidden))):
             self._hidden = self._hidden[torch.tensor(rows, device=self._hidden.device)]
@@ -170,7 +167,7 @@ class _Batch:
 
     @cached_property
     def _decoding(self) -> Decoding:
-        return self._body.decoding(self._forward, self._sampling.max_new_tokens)
+        return self.body.decoding(self.forward, self.sampling.max_new_tokens)
 
     def _sample_index(self) -> Tensor:
         """(rows, M) the samples of every row, padded."""
@@ -184,8 +181,8 @@ class _Batch:
         for step in range(self.steps, self.steps + steps):
             if step:
                 self._hidden = self._decoding.step(self._tokens)
-            logits = next_logits(self._hidden, self._body.model.head, self._vocab_size)
-            tokens, log_probs = choose(logits, self._sampling, self._uniform[step][self._index])
+            logits = next_logits(self._hidden, self.body.model.head, self.vocab_size)
+            tokens, log_probs = choose(logits, self.sampling, self.uniform[step][self._index])
             block.append(torch.stack([tokens.double(), log_probs.double()], -1))
             self._tokens = tokens[:, 0]
         self.steps += steps
@@ -212,7 +209,7 @@ class _Batch:
         if len(rows) < _SPARSE * len(self._samples) or len(set(rows)) < len(rows):
             self._decoding.keep(rows)
             self._samples = [active for _, active in branches]
-        elif self._shared:
+        elif self.shared:
             self._samples = list((dict(enumerate(self._samples)) | dict(branches)).values())
         else:  # the device continues with its own tokens
             return True

@@ -31,15 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class ShardedModel(Model):
-    """A sharded model, created by `shard`. Its `head` exists only within `whole` and `learning`.
-
-    Args:
-        empty: The network without weights, for `gathered`.
-        compute_dtype: Precision of passes; the shards are in float32.
-        shard_device: Device of this process's shard.
-    """
+    """A sharded model, created by `shard`. Its `head` exists only within `whole` and `learning`."""
 
     empty: PreTrainedModel = field(repr=False)
+    """Without weights, for `gathered`."""
     compute_dtype: torch.dtype
     shard_device: torch.device
     _head: Head | None = field(default=None, init=False, repr=False)
