@@ -10,9 +10,9 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -191,25 +191,20 @@ def load_model(
     """
     try:
         import transformers
-        from safetensors import SafetensorError
     except ImportError as error:
         raise missing_extra("loading a model", module="transformers", extra="train") from error
     where, options, source = located(name, revision, report)
     options |= {"trust_remote_code": trust_remote_code}
-    try:
+    with _loading(name, "configuration", options):
         config = transformers.AutoConfig.from_pretrained(where, **options)
-    except (OSError, ValueError) as error:
-        raise _not_loaded(name, "configuration", error, options) from error
     if source is None:
         # The rest is loaded from the same commit, even if the branch moves meanwhile.
         options["revision"] = _commit(where, options["revision"])
         source = f"{where}@{options['revision']}"
     if config.is_encoder_decoder:
         raise UsageError("not a causal language model", got=f"{name}, an encoder-decoder ({config.model_type})")
-    try:
+    with _loading(name, "tokenizer", options):
         tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
-    except Exception as error:  # old and odd tokenizer files fail in many ways
-        raise _not_loaded(name, "tokenizer", error, options) from error
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.added_tokens_decoder):
         # For some architectures transformers creates an empty tokenizer if its files are missing.
         raise UsageError(
@@ -219,21 +214,12 @@ def load_model(
     by_map = quantised or device in ("auto", "meta")  # quantised layers cannot be moved later
     if by_map:
         options |= {"device_map": device if device == "auto" else {"": device}}
-    try:
+    with _loading(name, "weights", options), without_progress_bars():
         if quantization is not None:
             options |= {"quantization_config": _bitsandbytes(quantization, config, dtype, name)}
-        with without_progress_bars():
-            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                where, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
-            )
-    except ImportError as error:
-        raise UsageError(
-            f"the quantised weights of {name} need a package that is not here",
-            got=first_line(error),
-            instead="that package, e.g. pip install bitsandbytes accelerate; or weights that are not quantised",
-        ) from error
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise _not_loaded(name, "weights", error, options) from error
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            where, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+        )
     network, loading = loaded
     missing = sorted(loading["missing_keys"]) + sorted(map(str, loading["mismatched_keys"]))
     if missing:
@@ -405,19 +391,29 @@ def _gguf(file: Path) -> UsageError:
     )
 
 
-def _not_loaded(name: str, part: str, error: Exception, options: dict[str, Any]) -> UsageError:
-    why = instead = ""
-    if "Unrecognized configuration class" in str(error):
-        return UsageError("not a causal language model", got=f"{name}: {str(error).split(' for this kind')[0]}")
-    what = f"the {part} of {name} could not be loaded"
-    if "revision" in options and part == "configuration":
-        what = f"no such model folder: {name}; nor could a model of that name be loaded from the Hub"
-    if "revision" in options and options["local_files_only"]:
-        why = "the Hugging Face Hub is out of reach from here, or HF_HUB_OFFLINE is set, and no copy is in its cache"
-        instead = "the folder of a copy that was downloaded elsewhere; or smollm2, which needs no Hub"
-    elif "revision" in options:
-        why = "no such id or revision, one that needs a login (hf auth login), or one without safetensors files"
-    return UsageError(what, got=first_line(error), why=why, instead=instead)
+@contextmanager
+def _loading(name: str, part: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """Say in our words what transformers, tokenizers and safetensors raise, which is of many kinds."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        why = instead = ""
+        what = f"the {part} of {name} could not be loaded"
+        if "Unrecognized configuration class" in str(error):
+            what = "not a causal language model"
+        elif isinstance(error, ImportError) and part == "weights":
+            what = f"the quantised weights of {name} need a package that is not here"
+            instead = "that package, e.g. pip install bitsandbytes accelerate; or weights that are not quantised"
+        elif "revision" in options:  # from the Hub
+            if part == "configuration":
+                what = f"no such model folder: {name}; nor could a model of that name be loaded from the Hub"
+            why = "no such id or revision, one that needs a login (hf auth login), or one without safetensors files"
+            if options["local_files_only"]:
+                why = "the Hugging Face Hub is out of reach, or HF_HUB_OFFLINE is set, and no copy is in its cache"
+                instead = "the folder of a copy that was downloaded elsewhere; or smollm2, which needs no Hub"
+        raise UsageError(what, got=first_line(error), why=why, instead=instead) from error
 
 
 def _unwrapped(network: Any) -> Any:
