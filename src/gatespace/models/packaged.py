@@ -98,8 +98,9 @@ def _fetched_from_hub(name: str, folder: Path, report: Callable[[str], None]) ->
     report(f"downloading {hub_id} from the Hugging Face Hub")
     try:
         with new_folder(folder) as fresh, tempfile.TemporaryDirectory() as scratch:
-            options = {"allow_patterns": _HUB_FILES, "ignore_patterns": ["*/*"]}
-            snapshot = Path(snapshot_download(hub_id, cache_dir=scratch, **options))
+            snapshot = Path(
+                snapshot_download(hub_id, cache_dir=scratch, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"])
+            )
             for file in snapshot.iterdir():
                 shutil.copyfile(file, fresh / file.name)
             write_record(fresh, {"name": name, "source": f"{hub_id}@{snapshot.name}"})
