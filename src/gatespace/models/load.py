@@ -343,13 +343,13 @@ def hub_name(name: str) -> str:
     in_folder = hub_id == name and "/" in name and folder.is_dir()  # a name without `hub:` next to existing folders
     if _HUB_NAME.fullmatch(hub_id) and not hub_id.startswith(".") and not in_folder:
         return hub_id
-    there = [str(path) for path in folder.iterdir() if path.is_dir()] if in_folder else []
-    near = difflib.get_close_matches(str(Path(name).expanduser()), there, n=1)
+    there = [path.name for path in folder.iterdir() if path.is_dir()] if in_folder else []
+    near = difflib.get_close_matches(Path(name).name, there, n=1)
     raise UsageError(
         "no such model folder" if "/" in name and hub_id == name else "no such model",
         got=repr(name),
         why="it is neither an existing folder nor a Hub id",
-        instead=(f"did you mean {near[0]}? " if near else "") + "A folder, smollm2, or hub:org/name",
+        instead=(f"did you mean {folder / near[0]}? " if near else "") + "A folder, smollm2, or hub:org/name",
     )
 
 
