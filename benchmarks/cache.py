@@ -124,14 +124,14 @@ def _row(random_bytes: Callable[[int], bytes], length: int, size: int) -> Batch:
 
 def scores(folder: Path, kinds: dict[str, Callable[[Path], Cache]], model_name: str, turns: int) -> dict[str, Any]:
     """Measure milliseconds for a teacher to score a cached batch, by contender."""
-    from gatespace.models import build_tiny, load_model, smollm2_folder
+    from gatespace.models import build_tiny, load_model, packaged_folder
     from gatespace.tasks import synthetic_task
     from gatespace.teacher.local import LocalTeacher
     from gatespace.teacher.scores import ScoreSpec
 
     if model_name == "tiny":
         model_name = str(build_tiny(synthetic_task(size=600), folder / "tiny").teacher)
-    model = load_model(str(smollm2_folder()) if model_name == "smollm2" else model_name)
+    model = load_model(str(packaged_folder(model_name)) if model_name == "smollm2" else model_name)
     draw = generator(0, "benchmarks", "cache", "scores")
     ids = range(3, model.vocab_size)
     prefix = tuple(draw.choices(ids, k=40))

@@ -88,14 +88,14 @@ class Turn:
 def work_of(settings: Settings) -> Work:
     """Real prompts with their gold labels as responses: a teacher's training workload, without a student."""
     from gatespace.addons.service.wire import vocabulary_digest
-    from gatespace.models import build_tiny, load_model, smollm2_folder
+    from gatespace.models import build_tiny, load_model, packaged_folder
     from gatespace.models.encode import Encoder
     from gatespace.tasks import Prompt, load_task
 
     task = load_task(settings.task, settings.root)
     folder = settings.model
     if folder == "smollm2":
-        folder = str(smollm2_folder(report=step.tell))
+        folder = str(packaged_folder("smollm2", report=step.tell))
     elif folder == "tiny":
         folder = str(build_tiny(task).teacher)
     model = load_model(folder)

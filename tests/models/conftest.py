@@ -1,4 +1,4 @@
-"""One tiny pair for all tests of this room."""
+"""Models of the tiny pair, loaded afresh for every test, and folders of other networks."""
 
 from __future__ import annotations
 
@@ -9,18 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gatespace.models import Model, TinyPair, build_tiny, load_model
-from gatespace.tasks import Task, synthetic_task
-
-
-@pytest.fixture(scope="session")
-def task() -> Task:
-    return synthetic_task(size=600)
-
-
-@pytest.fixture(scope="session")
-def tiny(task: Task, tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    return build_tiny(task, tmp_path_factory.mktemp("tiny"))
+from gatespace.models import Model, TinyPair, load_model
 
 
 @pytest.fixture

@@ -18,9 +18,10 @@ from huggingface_hub import constants
 from gatespace.errors import UsageError
 from gatespace.models import TinyPair, load_model
 from gatespace.models.hub import hub_reachable
-from gatespace.models.smollm2 import HUB_NAME, WHEEL_VARIABLE
+from gatespace.models.packaged import PACKAGED
 
 CLOSED = "http://127.0.0.1:9"
+HUB_NAME, WHEEL_VARIABLE = PACKAGED["smollm2"].hub_id, PACKAGED["smollm2"].variable
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -89,7 +90,7 @@ def test_loading_from_a_hub(hub: str, tiny: TinyPair, tmp_path: Path) -> None:
     code = f"""
 from huggingface_hub import constants
 from gatespace.errors import UsageError
-from gatespace.models import load_model, smollm2_folder
+from gatespace.models import load_model, packaged_folder
 model = load_model("{HUB_NAME}")
 print(model.source, model.fingerprint())
 print(load_model("hub:{HUB_NAME}", revision="{COMMIT}").source)
@@ -98,7 +99,7 @@ try:
 except UsageError as error:
     print(error.what, error.why)
 told = []
-folder = smollm2_folder(report=told.append)
+folder = packaged_folder("smollm2", report=told.append)
 print(folder, len(told))
 constants.ENDPOINT = "{CLOSED}"
 print(load_model("smollm2").source)

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from gatespace.config import TrainConfig, dump_config, parse_config
 from gatespace.errors import UsageError
-from gatespace.models import Model, TinyPair, build_tiny, load_model, merged, with_lora
+from gatespace.models import Model, TinyPair, load_model, merged, with_lora
 from gatespace.study.jobs import execute
-from gatespace.tasks import synthetic_task
 from gatespace.teacher.local import LocalTeacher
 from gatespace.teacher.scores import ScoreSpec
 from gatespace.training.train import train
@@ -25,11 +23,6 @@ QUESTIONS = [([11, 12, 13], [30, 31, 32]), ([20, 21, 22, 23], [40])]
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
 )
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    return build_tiny(synthetic_task(size=600), tmp_path_factory.mktemp("tiny"))
 
 
 def run(tiny: TinyPair, output: Path, **pair: object) -> TrainConfig:
@@ -67,13 +60,6 @@ def test_weights_that_need_another_package(method: str, tiny: TinyPair, tmp_path
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UsageError, match=r"quantised weights .* need a package"):
         load_model(str(folder))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="it is installed")
-@pytest.mark.parametrize("quantization", ["int8", "nf4"])
-def test_quantising_needs_bitsandbytes(quantization: str, tiny: TinyPair) -> None:
-    with pytest.raises(UsageError, match="pip install bitsandbytes"):
-        load_model(str(tiny.teacher), quantization=quantization)
 
 
 def test_quantisation_by_a_name_that_is_none(tiny: TinyPair) -> None:
@@ -127,47 +113,30 @@ def test_a_run_and_a_baseline_say_what_is_missing(role: str, tiny: TinyPair, tmp
     assert "pip install bitsandbytes" in outcome["error"]
 
 
-IDS = torch.tensor([[5, 17, 300, 2, 41], [9, 8, 7, 6, 5]])
+def test_a_quantised_student_saves_its_adapters(tiny: TinyPair, tmp_path: Path) -> None:
+    from peft import PeftModel
 
-
-def learned(model: Model) -> dict[str, Tensor]:
-    """The adapters' gradients, after they have moved."""
-    found = {name: weight for name, weight in model.network.named_parameters() if weight.requires_grad}
-    for _ in range(2):
-        model.network.zero_grad()
-        (model.body(input_ids=IDS).last_hidden_state @ model.head.weight.T).log_softmax(-1)[..., 11].mean().backward()
-        with torch.no_grad():
-            for weight in found.values():
-                weight += weight.grad
-    return {name: weight.grad for name, weight in found.items() if weight.grad is not None}
-
-
-@needs_bitsandbytes
-def test_gradients_and_the_merged_model_are_those_of_the_same_weights_unquantised(tiny: TinyPair) -> None:
-    model = with_lora(load_model(str(tiny.student), quantization="nf4"), r=4)
-    plain = with_lora(merged(model), r=4)
-    assert not getattr(plain.network, "is_quantized", False)
-    found, expected = learned(model), learned(plain)
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+    model = with_lora(load_model(str(tiny.student)), r=4)
+    for name, weight in model.network.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
+    model.network.is_quantized = True  # as bitsandbytes would make it: only saving looks at it
+    with pytest.raises(UsageError, match="are not merged"):
+        merged(model)
+    model.save(tmp_path / "model")
+    assert not list((tmp_path / "model").glob("model*.safetensors")), "the base is not copied"
+    again = PeftModel.from_pretrained(load_model(str(tiny.student)).network, tmp_path / "model").eval()
+    ids = torch.tensor([[5, 17, 300, 2, 41]])
     with torch.no_grad():
-        right = model.network(IDS).logits
-        for other in (plain, merged(model)):
-            torch.testing.assert_close(other.network(IDS).logits, right, rtol=1e-4, atol=1e-4)
+        assert again(ids).logits.equal(model.network(ids).logits)
+    with pytest.raises(UsageError, match="adapters alone"):
+        load_model(str(tmp_path / "model"))
 
 
 @needs_bitsandbytes
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_student_on_a_quantised_base_is_trained_and_saved_whole(
-    precision: str, tiny: TinyPair, tmp_path: Path
-) -> None:
+def test_a_student_on_a_quantised_base_is_trained(precision: str, tiny: TinyPair, tmp_path: Path) -> None:
     config = run(tiny, tmp_path / "run", student_quantization="nf4", teacher_quantization="int8", lora={"r": 4})
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"precision": precision})})
-    summary = train(config)
-    assert summary["steps"] == 2
-    saved = tmp_path / "run" / "model"
-    assert "quantization_config" not in json.loads((saved / "config.json").read_text())
-    assert {tensor.dtype for tensor in load_file(saved / "model.safetensors").values()} == {torch.float32}
-    model = load_model(str(saved))
-    assert model.end_ids == load_model(str(tiny.student)).end_ids
+    assert train(config)["steps"] == 2
+    assert (tmp_path / "run" / "model" / "adapter_model.safetensors").is_file()

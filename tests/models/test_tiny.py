@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from gatespace.errors import UsageError
-from gatespace.models import Model, TinyPair, build_tiny, check_pair, load_model
+from gatespace.models import TinyPair, build_tiny, load_model
 from gatespace.models.tiny import TinySize
-from gatespace.tasks import Prompt, Task
+from gatespace.tasks import Task
 
 
 def content(pair: TinyPair) -> dict[str, bytes]:
@@ -82,62 +82,7 @@ def test_global_random_numbers_are_left_alone(task: Task, tmp_path: Path) -> Non
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_the_pair_is_awkward_on_purpose(student: Model, teacher: Model) -> None:
-    check_pair(student, teacher)
-    assert student.network.config.tie_word_embeddings
-    assert not teacher.network.config.tie_word_embeddings
-    sizes = [sum(weight.numel() for weight in model.network.parameters()) for model in (student, teacher)]
-    assert sizes[1] > 3 * sizes[0]
-    for model in (student, teacher):
-        assert model.network.config.model_type == "qwen3"
-        assert 0.07 < model.network.model.layers[0].mlp.up_proj.weight.std().item() < 0.09
-        assert "<|im_start|>" in model.tokenizer.all_special_tokens
-
-
-def test_texts_survive_the_tokenizer(student: Model, task: Task) -> None:
-    for text in (*(row.text for row in task.test[:20]), "  naïve 文字 😀\n\tx  ", ""):
-        assert student.tokenizer.decode(student.tokenizer.encode(text)) == text
-    prompt = Prompt.of(task, brief=True)
-    ids = prompt.render(student.tokenizer, task.test[0].text)
-    assert len(ids) < 80
-    assert student.tokenizer.decode(ids).endswith('<|im_start|>assistant\n{"label": "')
-    # no label is a single token, and two of them share their first one
-    firsts = [student.tokenizer.encode(prompt.gold_response(label)) for label in task.labels]
-    assert min(map(len, firsts)) > 2
-    assert len({ids[0] for ids in firsts}) == 3
-
-
 def test_a_vocabulary_holds_all_bytes(task: Task, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="at least 259"):
         build_tiny(task, tmp_path, vocab_size=258)
     assert load_model(str(build_tiny(task, tmp_path, vocab_size=259).student)).vocab_size == 259
-
-
-def test_it_learns(student: Model, task: Task) -> None:
-    """A student of this size and scale leaves the most frequent label within a few seconds of plain training."""
-    prompt, tokenizer = Prompt.of(task, brief=True), student.tokenizer
-    rows = [
-        (
-            prompt.render(tokenizer, row.text),
-            [*tokenizer.encode(prompt.gold_response(row.label)), student.end_ids[0]],
-        )
-        for row in task.train
-    ]
-    optimizer = torch.optim.AdamW(student.network.parameters(), lr=3e-3)
-    order = torch.Generator().manual_seed(1)
-    for _ in range(60):
-        chosen = [rows[index] for index in torch.randint(len(rows), (16,), generator=order).tolist()]
-        width = max(len(given) + len(answer) for given, answer in chosen)
-        ids, labels = torch.zeros(16, width, dtype=torch.long), torch.full((16, width), -100)
-        for at, (given, answer) in enumerate(chosen):
-            ids[at, : len(given) + len(answer)] = torch.tensor(given + answer)
-            labels[at, len(given) : len(given) + len(answer)] = torch.tensor(answer)
-        optimizer.zero_grad()
-        student.network(input_ids=ids, labels=labels).loss.backward()
-        optimizer.step()
-    right = 0
-    for row in task.val:
-        ids = torch.tensor([prompt.render(tokenizer, row.text)])
-        out = student.network.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
-        right += prompt.parse(tokenizer.decode(out, skip_special_tokens=True)) == row.label
-    assert right / len(task.val) > task.best_constant("val").accuracy + 0.25

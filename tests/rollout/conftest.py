@@ -8,18 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from gatespace.models import Model, TinyPair, build_tiny, load_model
-from gatespace.tasks import Task, synthetic_task
-
-
-@pytest.fixture(scope="session")
-def task() -> Task:
-    return synthetic_task(size=600)
-
-
-@pytest.fixture(scope="session")
-def tiny(task: Task, tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    return build_tiny(task, tmp_path_factory.mktemp("tiny"))
+from gatespace.models import Model, TinyPair, load_model
 
 
 @pytest.fixture(scope="session")

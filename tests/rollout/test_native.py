@@ -16,7 +16,7 @@ from scipy.stats import chisquare
 
 from gatespace.errors import UsageError
 from gatespace.models import Model
-from gatespace.models.packed import Decoding, PackedBody
+from gatespace.models.packed import PackedBody, PackedDecoding
 from gatespace.models.plain import PlainBody
 from gatespace.rollout import native
 from gatespace.rollout.native import Rollout, Sampling, sample
@@ -208,7 +208,7 @@ def test_rows_that_have_ended_leave_no_trace(
         draws=[numbers(row) for row in range(8)] if temperature else (),
         body=body,
         stop=wanted.__contains__,
-        ahead=ahead,
+        sync_every=ahead,
     )
     assert together.responses == wanted
     assert together.ended == [True] * 8
@@ -233,8 +233,8 @@ def test_samples_of_a_prompt_are_what_they_would_be_alone(
         draws = streams(len(parents)) if sampling.temperature else ()
         return write(model, sampling=sampling, draws=draws, stop=stop, body=body, vocab_size=7, **options)
 
-    shared = written(rows=rows, parents=parents, ahead=ahead)
-    apart = written(rows=[rows[parent] for parent in parents], ahead=ahead)
+    shared = written(rows=rows, parents=parents, sync_every=ahead)
+    apart = written(rows=[rows[parent] for parent in parents], sync_every=ahead)
     assert shared.responses == apart.responses
     assert shared.ended == apart.ended
     for found, wanted in zip(shared.log_probs, apart.log_probs, strict=True):
@@ -247,9 +247,9 @@ def test_samples_of_a_prompt_are_what_they_would_be_alone(
 def test_samples_are_one_row_of_the_network_until_they_differ(model: Model) -> None:
     body = PackedBody(model)
     rows: list[int] = []
-    step = Decoding.step
+    step = PackedDecoding.step
 
-    class Counted(Decoding):
+    class Counted(PackedDecoding):
         def step(self, ids: torch.Tensor) -> torch.Tensor:
             rows.append(len(ids))
             return step(self, ids)

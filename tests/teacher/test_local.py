@@ -18,11 +18,10 @@ from torch import Tensor
 
 from gatespace.errors import RunError, UsageError
 from gatespace.gating.tokens import TeacherTopK
-from gatespace.models import Model, TinyPair, build_tiny, load_model
+from gatespace.models import Model, TinyPair, load_model
 from gatespace.models.body import body_of
 from gatespace.models.packed import PackedBody
 from gatespace.models.plain import PlainBody
-from gatespace.tasks import synthetic_task
 from gatespace.teacher import local
 from gatespace.teacher.cache import FILE, ScoreCache
 from gatespace.teacher.local import LocalTeacher
@@ -96,11 +95,6 @@ def invariant(teacher: LocalTeacher, first: list[Tensor], *, few: bool = False) 
         states = found[: same + 1] if teacher.spec.payload == "hidden" else found[:same]
         assert states.equal(first[7][: len(states)])
         assert len(states)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    return build_tiny(synthetic_task(size=600), tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

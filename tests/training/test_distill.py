@@ -18,7 +18,7 @@ from gatespace.errors import RunError
 from gatespace.gating import LossInputs, distillation_loss
 from gatespace.gating.configured import build_objective
 from gatespace.models import Model, load_model
-from gatespace.models.packed import Decoding
+from gatespace.models.packed import PackedDecoding
 from gatespace.seeding import permutation
 from gatespace.tasks import Task, synthetic_task
 from gatespace.teacher.local import LocalTeacher
@@ -215,7 +215,7 @@ def test_a_step_is_sampled_and_scored_as_a_whole_however_it_is_divided(
 
         monkeypatch.setattr(owner, name, call)
 
-    counted(Decoding, "step")
+    counted(PackedDecoding, "step")
     counted(LocalTeacher, "score")
     found = []
     for way in ({}, {"micro_tokens": 1}, {"micro_tokens": 1, "rollout_tokens": 150}):

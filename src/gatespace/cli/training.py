@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import tempfile
 import textwrap
@@ -24,8 +23,6 @@ from gatespace.evaluation.metrics import metric_of
 from gatespace.plugins import provider
 from gatespace.runs import RunFolder
 from gatespace.training.processes import is_first
-
-_CHECKPOINT = re.compile(r"step-(\d+)")
 
 
 def execute(
@@ -231,11 +228,10 @@ def _notes_of(config: TrainConfig, teacher: str) -> list[str]:
 
 
 def _how_to_resume(folder: RunFolder) -> str:
-    names = [path.name for path in folder.checkpoints.glob("*")]
-    found = [int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name))]
-    if not found:
+    steps = folder.checkpoint_steps()
+    if not steps:
         return "there is no checkpoint yet; the same command starts again"
-    return f"the same command resumes from step {max(found)}"
+    return f"the same command resumes from step {max(steps)}"
 
 
 def _short(folder: Path) -> Path:

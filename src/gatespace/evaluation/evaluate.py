@@ -17,6 +17,7 @@ from gatespace.evaluation.calibration import Calibration, LabelProbabilities, Ro
 from gatespace.evaluation.metrics import Metrics, measure
 from gatespace.evaluation.text import TextMetrics, TextPrediction, measure_text
 from gatespace.files import atomic_write
+from gatespace.runs import RunFolder
 from gatespace.tasks.data import AnyTask, Task
 from gatespace.tasks.prompt import AnyPrompt
 from gatespace.tasks.text import TextTask
@@ -24,7 +25,7 @@ from gatespace.tasks.text import TextTask
 if TYPE_CHECKING:
     from gatespace.models.encode import Encoder
     from gatespace.models.load import Model
-    from gatespace.rollout.greedy import Answer, Draws, Writer
+    from gatespace.rollout import Answer, Draws, Sampler
 
     Share = Callable[[Sequence[str], Callable[[Sequence[str]], list[Answer]]], list[Answer]]
 
@@ -186,7 +187,7 @@ def evaluate(
     batch_size: int = 64,
     encoder: Encoder | None = None,
     progress: Callable[[int, int], None] | None = None,
-    writer: Writer | None = None,
+    writer: Sampler | None = None,
     share: Share | None = None,
     probabilities: bool = False,
     draws: Draws | None = None,
@@ -275,10 +276,9 @@ def write(evaluation: Evaluation, folder: str | Path) -> tuple[Path, Path]:
 
     The same evaluation gives the same bytes.
     """
-    place = Path(folder)
     lines = [json.dumps(row.as_json(), sort_keys=True) + "\n" for row in evaluation.predictions]
-    predictions = place / f"predictions-{evaluation.split}.jsonl"
-    summary = place / f"evaluation-{evaluation.split}.json"
+    run, split = RunFolder(folder), evaluation.split
+    predictions, summary = run.predictions_file(split), run.evaluation_file(split)
     atomic_write(predictions, "".join(lines))
     # no sort_keys: labels keep the task's order
     atomic_write(summary, json.dumps(evaluation.as_json(), indent=2) + "\n")

@@ -1,10 +1,10 @@
-"""Forward passes over a model's body: the protocol, and the choice between packed and plain."""
+"""The choice between packed and plain passes, and hidden states of responses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,56 +12,10 @@ from torch import Tensor
 from gatespace.errors import UsageError
 from gatespace.models.load import Model
 from gatespace.models.packed import PackedBody
-from gatespace.models.plain import PlainBody
-from gatespace.models.tree import Parents, tree_of
+from gatespace.models.plain import Body, Decoding, Forward, KVCache, PlainBody
+from gatespace.models.tree import tree_of
 
-
-class KVCache(Protocol):
-    """The KV cache of a forward pass; token ids in plain passes."""
-
-    @property
-    def lengths(self) -> tuple[int, ...]: ...
-    def detached(self) -> Any: ...
-    def leaves(self) -> Any: ...
-    def backward(self, leaves: Any) -> None: ...
-
-
-class Forward(Protocol):
-    """Hidden states (N, H) of a pass's new tokens, rows one after another, and its KV cache."""
-
-    @property
-    def hidden(self) -> Tensor: ...
-    @property
-    def cache(self) -> KVCache: ...
-    @property
-    def prefix(self) -> KVCache | None: ...
-    def last(self) -> Tensor: ...
-
-
-class Decoding(Protocol):
-    """Rows being decoded."""
-
-    def step(self, ids: Tensor) -> Tensor: ...
-    def keep(self, rows: Sequence[int]) -> None: ...
-
-
-class Body(Protocol):
-    """A model's body over rows of tokens; see `PackedBody`."""
-
-    model: Model
-    device: torch.device
-
-    def forward(
-        self,
-        rows: Sequence[Sequence[int]],
-        *,
-        prefix: Any = None,
-        past: Any = None,
-        shape: Callable[[int], tuple[int, int]] | None = None,
-        parents: Parents = None,
-    ) -> Forward: ...
-    def prefix_cache(self, ids: Sequence[int]) -> KVCache | None: ...
-    def decoding(self, forward: Any, room: int) -> Decoding: ...
+__all__ = ["Body", "Decoding", "Forward", "KVCache", "body_of", "response_states"]
 
 
 def body_of(model: Model, *, packed: bool | None = None, checkpointing: bool | None = False) -> Body:
@@ -74,7 +28,7 @@ def body_of(model: Model, *, packed: bool | None = None, checkpointing: bool | N
         checkpointing: As in `PackedBody`; plain passes have none.
     """
     reason = "engine.packed is false" if packed is False else _unfit(model)
-    if reason is None:
+    if not reason:
         return PackedBody(model, checkpointing=checkpointing)
     if checkpointing:
         raise UsageError(
@@ -87,20 +41,20 @@ def body_of(model: Model, *, packed: bool | None = None, checkpointing: bool | N
         raise UsageError(
             "this network cannot run over packed tokens", got=model.name, why=reason, instead="engine.packed: false"
         )
+    if packed is None:  # shown once per model and reason by Python's default filter
+        warnings.warn(f"{model.name} runs in plain passes, which are exact and slow: {reason}", stacklevel=2)
     return PlainBody(model)
 
 
-def _unfit(model: Model) -> str | None:
-    """Why packed passes differ from the network's own forward, or None. Probed once per model."""
-    memo = model._memo
-    if "unfit" not in memo:
-        memo["unfit"] = _probe(model)
-    unfit: str | None = memo["unfit"]
-    return unfit
+def _unfit(model: Model) -> str:
+    """Why packed passes differ from the network's own forward, or "". Probed once per model."""
+    if model.unpackable is None:
+        model.unpackable = _probe(model)
+    return model.unpackable
 
 
 @torch.no_grad()
-def _probe(model: Model) -> str | None:
+def _probe(model: Model) -> str:
     size = model.vocab_size
     # Long enough for a window or a position bias to show; different lengths, a shared prefix, a second pass.
     first = [(7 * i + 3) % size for i in range(24)]
@@ -118,7 +72,7 @@ def _probe(model: Model) -> str | None:
     ).hidden
     distance = (found.double() - expected.double()).norm() / expected.double().norm()
     allowed = 0.1 if model.head.weight.dtype.itemsize < 4 else 1e-3
-    return None if distance <= allowed else f"a probe differs from the network's own forward by {float(distance):.2g}"
+    return "" if distance <= allowed else f"a probe differs from the network's own forward by {float(distance):.2g}"
 
 
 def response_states(

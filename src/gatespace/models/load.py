@@ -10,10 +10,9 @@ import difflib
 import hashlib
 import json
 import re
-import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +25,7 @@ from gatespace.errors import UsageError, missing_extra, unknown_name
 from gatespace.gating.projection import Head, Projection, logits_buffer
 from gatespace.models.cache_root import new_folder, read_record, write_record
 from gatespace.models.hub import first_line, hub_reachable, without_progress_bars
+from gatespace.models.packaged import PACKAGED, packaged_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -44,7 +44,7 @@ _ALIGNMENT = 64
 """Bytes, as in torch's allocations."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Model:
     """A network and its tokenizer.
 
@@ -59,7 +59,10 @@ class Model:
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
     name: str
     source: str
-    _memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    unpackable: str | None = field(default=None, init=False, repr=False)
+    """Why packed passes differ from the network's own forward, "" if they do not; None: not probed (`body_of`)."""
+    _fingerprint: tuple[object, str] = field(default=(None, ""), init=False, repr=False)
+    """State of the weights when their fingerprint was taken, and the fingerprint."""
 
     @cached_property
     def vocab_size(self) -> int:
@@ -136,10 +139,9 @@ class Model:
         the weights changes.
         """
         state = _weight_versions(self.network)
-        if self._memo.get("state") != state:
-            self._memo.update(state=state, fingerprint=_fingerprint(self.network))
-        fingerprint: str = self._memo["fingerprint"]
-        return fingerprint
+        if self._fingerprint[0] != state:
+            self._fingerprint = state, _fingerprint(self.network)
+        return self._fingerprint[1]
 
     def tokenizer_digest(self) -> str:
         """A hash of all tokens with their ids, and of the chat template."""
@@ -150,10 +152,11 @@ class Model:
     def save(self, folder: str | Path) -> None:
         """Write a normal model folder atomically. Adapters are merged into the saved weights.
 
+        If the weights are quantised, the folder has the adapters alone and names their base (PEFT's format).
         A folder that gatespace has written is replaced; any other that is not empty is refused.
         """
         whole = self
-        if _unwrapped(self.network) is not self.network:
+        if _unwrapped(self.network) is not self.network and not getattr(self.network, "is_quantized", False):
             from gatespace.models.lora import merged
 
             whole = merged(self)
@@ -188,25 +191,20 @@ def load_model(
     """
     try:
         import transformers
-        from safetensors import SafetensorError
     except ImportError as error:
         raise missing_extra("loading a model", module="transformers", extra="train") from error
     where, options, source = located(name, revision, report)
     options |= {"trust_remote_code": trust_remote_code}
-    try:
+    with _loading(name, "configuration", options):
         config = transformers.AutoConfig.from_pretrained(where, **options)
-    except (OSError, ValueError) as error:
-        raise _not_loaded(name, "configuration", error, options) from error
     if source is None:
         # The rest is loaded from the same commit, even if the branch moves meanwhile.
         options["revision"] = _commit(where, options["revision"])
         source = f"{where}@{options['revision']}"
     if config.is_encoder_decoder:
         raise UsageError("not a causal language model", got=f"{name}, an encoder-decoder ({config.model_type})")
-    try:
+    with _loading(name, "tokenizer", options):
         tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
-    except Exception as error:  # old and odd tokenizer files fail in many ways
-        raise _not_loaded(name, "tokenizer", error, options) from error
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.added_tokens_decoder):
         # For some architectures transformers creates an empty tokenizer if its files are missing.
         raise UsageError(
@@ -216,21 +214,12 @@ def load_model(
     by_map = quantised or device in ("auto", "meta")  # quantised layers cannot be moved later
     if by_map:
         options |= {"device_map": device if device == "auto" else {"": device}}
-    try:
+    with _loading(name, "weights", options), without_progress_bars():
         if quantization is not None:
             options |= {"quantization_config": _bitsandbytes(quantization, config, dtype, name)}
-        with without_progress_bars():
-            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                where, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
-            )
-    except ImportError as error:
-        raise UsageError(
-            f"the quantised weights of {name} need a package that is not here",
-            got=first_line(error),
-            instead="that package, e.g. pip install bitsandbytes accelerate; or weights that are not quantised",
-        ) from error
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise _not_loaded(name, "weights", error, options) from error
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            where, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+        )
     network, loading = loaded
     missing = sorted(loading["missing_keys"]) + sorted(map(str, loading["mismatched_keys"]))
     if missing:
@@ -245,11 +234,6 @@ def load_model(
             f"{name} does not fit on the GPUs of this machine together",
             instead="quantised weights (int8, nf4), cpu, or a service on another machine",
         )
-    for part in network.modules() if quantised else ():
-        # On such a CPU bitsandbytes repacks 4-bit weights in passes without gradient, for a less precise kernel that
-        # has no backward pass.
-        if hasattr(part, "support_avx512bf16_for_cpu"):
-            part.support_avx512bf16_for_cpu = False
     if device != "meta":
         _align(network)
         if not by_map:
@@ -338,10 +322,8 @@ def located(
             instead="build_tiny(task) gives the folders of the pair",
         )
     folder = Path(name).expanduser()
-    if name == SMOLLM2:
-        from gatespace.models.smollm2 import smollm2_folder
-
-        folder = smollm2_folder(report=report)
+    if name in PACKAGED:
+        folder = packaged_folder(name, report=report or (lambda line: None))
         return str(folder), {"local_files_only": True}, str(read_record(folder).get("source", folder))
     if folder.is_dir():
         if revision is not None:
@@ -356,26 +338,19 @@ def located(
 
 def hub_name(name: str) -> str:
     """The Hub id that `name` stands for; raises if it cannot be one. Does not check that the model exists."""
-    found = name.removeprefix("hub:")
-    if not _HUB_NAME.fullmatch(found) or found.startswith("."):
-        is_path = "/" in name and not name.startswith("hub:")
-        raise UsageError(
-            "no such model folder" if is_path else "no such model",
-            got=repr(name),
-            why="" if is_path else "it is neither an existing folder nor a Hub id",
-            instead="a folder, smollm2, or org/name",
-        )
+    hub_id = name.removeprefix("hub:")
     folder = Path(name).expanduser().parent
-    if found == name and "/" in name and folder.is_dir():
-        there = sorted(path.name for path in folder.iterdir() if path.is_dir())
-        near = difflib.get_close_matches(Path(name).name, there, n=1)
-        raise UsageError(
-            "no such model folder",
-            got=repr(name),
-            why=f"there is a folder {folder}, and nothing of that name in it",
-            instead=(f"did you mean {folder / near[0]}? " if near else "") + f"On the Hub it is hub:{name}",
-        )
-    return found
+    in_folder = hub_id == name and "/" in name and folder.is_dir()  # a name without `hub:` next to existing folders
+    if _HUB_NAME.fullmatch(hub_id) and not hub_id.startswith(".") and not in_folder:
+        return hub_id
+    there = [path.name for path in folder.iterdir() if path.is_dir()] if in_folder else []
+    near = difflib.get_close_matches(Path(name).name, there, n=1)
+    raise UsageError(
+        "no such model folder" if "/" in name and hub_id == name else "no such model",
+        got=repr(name),
+        why="it is neither an existing folder nor a Hub id",
+        instead=(f"did you mean {folder / near[0]}? " if near else "") + "A folder, smollm2, or hub:org/name",
+    )
 
 
 def _commit(name: str, revision: str) -> str:
@@ -385,50 +360,60 @@ def _commit(name: str, revision: str) -> str:
     return Path(file).parent.name if isinstance(file, str) else revision
 
 
-def _check_folder(folder: Path, *, weights: bool = True) -> None:
+def _check_folder(folder: Path, *, weights: bool) -> None:
     if not (folder / "config.json").is_file():
         for file in sorted(folder.glob("*.gguf")):
             raise _gguf(file)
-        raise UsageError("not a model folder", got=str(folder), why="it has no config.json")
-    if not weights or any(folder.glob("*.safetensors")):
-        return
-    pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
-    raise UsageError(
-        "a model folder has its weights in .safetensors files",
-        got=f"{folder} with {', '.join(pickled) or 'no weights'}",
-        why="loading a pickle runs whatever code is in it" if pickled else "",
-        instead="convert it where it comes from: model.save_pretrained(folder) writes safetensors" if pickled else "",
-    )
+        adapters = (folder / "adapter_config.json").is_file()
+        raise UsageError(
+            "not a model folder",
+            got=str(folder),
+            why="it has adapters alone, of a student that was quantised" if adapters else "it has no config.json",
+            instead="its base with them: PeftModel.from_pretrained(base, folder)" if adapters else "",
+        )
+    if weights and not any(folder.glob("*.safetensors")):
+        pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
+        raise UsageError(
+            "a model folder has its weights in .safetensors files",
+            got=f"{folder} with {', '.join(pickled) or 'no weights'}",
+            why="loading a pickle runs whatever code is in it" if pickled else "",
+            instead="model.save_pretrained(folder) where it comes from: it writes safetensors" if pickled else "",
+        )
 
 
 def _gguf(file: Path) -> UsageError:
-    folder, new, load = str(file.parent), str(file.with_suffix("")), f"gguf_file={file.name!r}"
-    code = (
-        "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T, GgufConfig as G; "
-        f"M.from_pretrained({folder!r}, {load}, quantization_config=G(dequantize=True)).save_pretrained({new!r}); "
-        f"T.from_pretrained({folder!r}, {load}).save_pretrained({new!r})"
-    )
     return UsageError(
         "a GGUF file is not a model folder",
         got=str(file),
         why="its weights are quantised for inference, and there is no gradient through them",
-        instead=f"the model that it was made from; or convert it to {new}: python -c {shlex.quote(code)}",
+        instead="the model that it was made from; or convert it: from_pretrained(folder, gguf_file=…, "
+        "quantization_config=GgufConfig(dequantize=True)) and save_pretrained of transformers",
     )
 
 
-def _not_loaded(name: str, part: str, error: Exception, options: dict[str, Any]) -> UsageError:
-    why = instead = ""
-    if "Unrecognized configuration class" in str(error):
-        return UsageError("not a causal language model", got=f"{name}: {str(error).split(' for this kind')[0]}")
-    what = f"the {part} of {name} could not be loaded"
-    if "revision" in options and part == "configuration":
-        what = f"no such model folder: {name}; nor could a model of that name be loaded from the Hub"
-    if "revision" in options and options["local_files_only"]:
-        why = "the Hugging Face Hub is out of reach from here, or HF_HUB_OFFLINE is set, and no copy is in its cache"
-        instead = "the folder of a copy that was downloaded elsewhere; or smollm2, which needs no Hub"
-    elif "revision" in options:
-        why = "no such id or revision, one that needs a login (hf auth login), or one without safetensors files"
-    return UsageError(what, got=first_line(error), why=why, instead=instead)
+@contextmanager
+def _loading(name: str, part: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """Say in our words what transformers, tokenizers and safetensors raise, which is of many kinds."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        why = instead = ""
+        what = f"the {part} of {name} could not be loaded"
+        if "Unrecognized configuration class" in str(error):
+            what = "not a causal language model"
+        elif isinstance(error, ImportError) and part == "weights":
+            what = f"the quantised weights of {name} need a package that is not here"
+            instead = "that package, e.g. pip install bitsandbytes accelerate; or weights that are not quantised"
+        elif "revision" in options:  # from the Hub
+            if part == "configuration":
+                what = f"no such model folder: {name}; nor could a model of that name be loaded from the Hub"
+            why = "no such id or revision, one that needs a login (hf auth login), or one without safetensors files"
+            if options["local_files_only"]:
+                why = "the Hugging Face Hub is out of reach, or HF_HUB_OFFLINE is set, and no copy is in its cache"
+                instead = "the folder of a copy that was downloaded elsewhere; or smollm2, which needs no Hub"
+        raise UsageError(what, got=first_line(error), why=why, instead=instead) from error
 
 
 def _unwrapped(network: Any) -> Any:

@@ -76,43 +76,17 @@ def merged(model: Model) -> Model:
     if not hasattr(model.network, "merge_and_unload"):
         raise UsageError("the model has no adapters", got=model.name)
     if getattr(model.network, "is_quantized", False):
-        network = _without_quantisation(model.network)
-    else:
-        wrapped: Any = copy.deepcopy(model.network)
-        network = wrapped.merge_and_unload(safe_merge=True)
+        raise UsageError(
+            "the adapters of a quantised model are not merged",
+            got=model.name,
+            why="quantised weights would round most of them away",
+            instead="save(), which writes the adapters; or the student without quantisation",
+        )
+    wrapped: Any = copy.deepcopy(model.network)
+    network = wrapped.merge_and_unload(safe_merge=True)
     for parameter in network.parameters():
         parameter.grad = None
     return Model(network.requires_grad_(True).eval(), model.tokenizer, model.name, model.source)
-
-
-@torch.no_grad()
-def _without_quantisation(wrapped: Any) -> Any:
-    """A network with plain weights, equivalent to a quantised one with adapters.
-
-    Adding adapters to quantised weights would round them away. A linear layer's weight is its output for the unit
-    vectors, however it is stored, so no kind of quantisation needs its own code.
-    """
-    network = wrapped.get_base_model()
-    weights: dict[str, torch.Tensor] = {}
-    done: tuple[str, ...] = ()
-    for name, part in network.named_modules():
-        # Adapters contain plain layers; a layer without adapters may be quantised too.
-        if not hasattr(part, "in_features") or type(part) is nn.Linear or name.startswith(done):
-            continue
-        done += (f"{name}.",)
-        units = torch.eye(part.in_features, dtype=network.dtype, device=network.device)
-        if (bias := part.bias) is not None:
-            weights[f"{name}.bias"] = bias
-        weights[f"{name}.weight"] = (part(units) - (0 if bias is None else bias)).T
-    kept = {name: value for name, value in network.state_dict().items() if not name.startswith(done)}
-    config = copy.deepcopy(network.config)
-    del config.quantization_config
-    fresh = type(network)(config).to(network.dtype)
-    missing, unknown = fresh.load_state_dict(kept | weights, strict=False)
-    assert not unknown, unknown
-    assert not {*missing} - {*(fresh._tied_weights_keys or ())}, missing
-    fresh.generation_config = network.generation_config
-    return fresh
 
 
 def _peft() -> Any:

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,81 +26,18 @@ from torch.utils.checkpoint import checkpoint
 from gatespace.errors import UsageError
 from gatespace.models.attention import Rule, attention, is_long, mask_of, written_out
 from gatespace.models.load import Model
+from gatespace.models.plain import Body, Decoding, Forward, KVCache
 from gatespace.models.tree import Parents, depths, paths
 
 _NAME = "gatespace"
 _one_pass = threading.Lock()
 """Two threads in one network would reset each other's attention, and silently get other numbers."""
 _HARMLESS = {"sliding_window", "position_ids", "cache_position", "use_cache", "output_attentions"}
-_ROOM = 32
+_LENGTH_STEP = 32
 """Rows whose lengths round up to the same multiple of this attend together."""
 
 
-@dataclass(frozen=True)
-class KVCache:
-    """The KV cache of a forward pass: per layer (Hkv, N, D), rows one after another."""
-
-    layers: tuple[tuple[Tensor, Tensor], ...]
-    lengths: tuple[int, ...]
-
-    def detached(self) -> KVCache:
-        """The same values without gradient."""
-        return KVCache(tuple((key.detach(), value.detach()) for key, value in self.layers), self.lengths)
-
-    def leaves(self) -> KVCache:
-        """The same values as leaves of a new graph; `backward` passes their gradients on."""
-        fresh = self.detached()
-        for pair in fresh.layers:
-            for tensor in pair:
-                tensor.requires_grad_()
-        return fresh
-
-    def row(self, place: int) -> KVCache:
-        """A copy of one row's cache."""
-        start, length = sum(self.lengths[:place]), self.lengths[place]
-        span = slice(start, start + length)
-        return KVCache(tuple((key[:, span].clone(), value[:, span].clone()) for key, value in self.layers), (length,))
-
-    @staticmethod
-    def joined(caches: Sequence[KVCache]) -> KVCache:
-        """The rows of several caches, in this order."""
-        layers = [zip(*some, strict=True) for some in zip(*(cache.layers for cache in caches), strict=True)]
-        return KVCache(
-            tuple((torch.cat(keys, 1), torch.cat(values, 1)) for keys, values in layers),
-            tuple(length for cache in caches for length in cache.lengths),
-        )
-
-    def backward(self, leaves: KVCache) -> None:
-        """Backpropagate the gradients accumulated in `leaves` through this graph."""
-        pairs = [
-            (mine, leaf.grad)
-            for own, other in zip(self.layers, leaves.layers, strict=True)
-            for mine, leaf in zip(own, other, strict=True)
-            if mine.requires_grad and leaf.grad is not None
-        ]
-        if pairs:
-            torch.autograd.backward([mine for mine, _ in pairs], [grad for _, grad in pairs])
-
-
-@dataclass(frozen=True)
-class Forward:
-    """Output of a pass: hidden states (N, H) after the final norm, and the KV caches of prefix and rows."""
-
-    hidden: Tensor
-    cache: KVCache
-    prefix: KVCache | None
-    continued: bool = False
-    """Whether rows continue earlier ones, so that `cache` is not all of their context, or are trees."""
-    windows: tuple[int | None, ...] = ()
-    """The sliding window of every layer; None: full attention."""
-
-    def last(self) -> Tensor:
-        """(B, H) hidden states at the last token of every row."""
-        ends = torch.tensor(self.cache.lengths, device=self.hidden.device).cumsum(0) - 1
-        return self.hidden[ends]
-
-
-class PackedBody:
+class PackedBody(Body):
     """Runs the body of a model over packed rows.
 
     Args:
@@ -113,8 +49,7 @@ class PackedBody:
 
     def __init__(self, model: Model, *, checkpointing: bool | None = False) -> None:
         _register()
-        self.model = model
-        self.device = model.device
+        super().__init__(model)
         self.dtype = model.dtype
         self._recomputed = _recomputable(model) if checkpointing is not False else []
         self._recomputes_short = bool(checkpointing)
@@ -185,13 +120,9 @@ class PackedBody:
         continued = any(plan.behind) or parents is not None
         return Forward(hidden[len(inline) :], cache, root, continued, tuple(plan.windows))
 
-    def prefix_cache(self, ids: Sequence[int]) -> KVCache | None:
-        """The KV cache of the shared prefix; None if it is empty."""
-        return self.forward([ids]).cache if ids else None
-
-    def decoding(self, forward: Forward, room: int) -> Decoding:
-        """Start decoding after the rows of `forward`, up to `room` tokens each, without gradient."""
-        return Decoding(self, forward, room)
+    def decoding(self, forward: Forward, most: int) -> PackedDecoding:
+        """Start decoding after the rows of `forward`, at most `most` tokens each, without gradient."""
+        return PackedDecoding(self, forward, most)
 
     def _run(self, ids: Tensor, positions: Tensor, plan: _Plan) -> Tensor:
         body = self.model.body
@@ -246,14 +177,14 @@ def _recomputable(model: Model) -> list[Any]:
     return [module for module in model.body.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-class Decoding:
+class PackedDecoding(Decoding):
     """Rows being decoded token by token, without gradient.
 
     The KV cache is in fixed-size buffers. A step never synchronises with the device, and all steps between two calls of
     `keep` run the same operations on the same memory: the network compiles to one graph for all of them.
     """
 
-    def __init__(self, body: PackedBody, forward: Forward, room: int) -> None:
+    def __init__(self, body: PackedBody, forward: Forward, most: int) -> None:
         if forward.continued:
             raise UsageError("decoding starts after a pass over whole prompts", got="a pass over continuations")
         self._body = body
@@ -272,7 +203,7 @@ class Decoding:
             buffers = []
             for side, tensor in enumerate(pair):
                 heads, _, width = tensor.shape
-                buffer = tensor.new_zeros(rows, heads, before + longest + room, width)
+                buffer = tensor.new_zeros(rows, heads, before + longest + most, width)
                 if prefix is not None:
                     buffer[:, :, :before] = prefix.layers[layer][side].detach()
                 own = tensor.detach().index_select(1, index).view(heads, rows, longest, width)
@@ -283,14 +214,12 @@ class Decoding:
 
     @torch.no_grad()
     def step(self, ids: Tensor) -> Tensor:
-        """Append one token to every row, ids (B,) on the device; returns its hidden states (B, H)."""
         self._plan.begin()
         hidden = self._body._run(ids, self._plan.used, self._plan)
         self._plan.used += 1
         return hidden
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
         index = torch.tensor(rows, device=self._body.device)
         layers = [(key[index], value[index]) for key, value in self._plan.layers]
         self._plan = _Decode(layers, [self._plan.lengths[row] for row in rows], self._plan.windows)
@@ -332,6 +261,16 @@ class _Group:
 
 
 class _Rows(_Plan):
+    """Rows of new tokens, each after the prefix and perhaps after an earlier row.
+
+    Args:
+        lengths: Tokens of each row.
+        prefix: The KV cache of the prefix, from an earlier pass.
+        inline: Tokens of a prefix that is part of this pass, before all rows.
+        past: As in `PackedBody.forward`, and so are `after`, `shape` and `parents`.
+        dtype: Of the masks.
+    """
+
     def __init__(
         self,
         lengths: Sequence[int],
@@ -349,67 +288,22 @@ class _Rows(_Plan):
         self.windows: list[int | None] = []
         self.complete = False
         before = inline if prefix is None else prefix.lengths[0]
-        known = (*(past.lengths if past is not None else ()), *lengths, 0)
-        self.behind = behind = [known[place] for place in after]
+        past_lengths = past.lengths if past is not None else ()
+        preceding = (*past_lengths, *lengths, 0)
+        self.behind = [preceding[row] for row in after]
         """Tokens of the row that each row continues."""
-        deep = [depths(parents[row] if parents else None, length) for row, length in enumerate(lengths)]
-        positions = [before + start + depth for start, row in zip(behind, deep, strict=True) for depth in row]
-        self.longest = 1 + max(positions)
-        self.positions = torch.tensor([*range(inline), *positions])
-        """(N,) of the tokens of the pass, the prefix first."""
-        offsets = torch.tensor([inline, *lengths]).cumsum(0)
-        *past_offsets, past_tokens = accumulate(past.lengths if past is not None else (), initial=0)
-        sources = torch.cat([torch.tensor(past_offsets, dtype=torch.long), past_tokens + offsets])
-        self.within = max(after) >= len(past_offsets)
+        self.within = max(after) >= len(past_lengths)
         """Whether rows continue rows of this pass."""
-        owners: Sequence[int] = range(len(lengths))
-        places: tuple[Tensor, Tensor] | None = None
-        if shape is not None and parents is not None:
-            owners, lengths, offsets, places = _ways(lengths, offsets, parents)
-            parents = None
-        sizes: dict[tuple[int, int], list[int]] = {}
-        for row, (owner, length) in enumerate(zip(owners, lengths, strict=True)):
-            size = shape(owner) if shape is not None else (_up(length), _up(behind[owner]))
-            sizes.setdefault(size, []).append(row)
-        self.groups, targets = [], []
-        if inline:
-            seen_here = None if is_long(inline, inline) else _ancestors(None, inline)[None]
-            self.groups.append(_Group(1, inline, slice(0, inline), seen=seen_here, first=True))
-            targets.append(torch.arange(inline))
-        for (room, past_room), rows in sizes.items():
-            own = torch.tensor([lengths[row] for row in rows])
-            length = room if shape is not None else int(own.max())
-            index, real = _padded(own, length, offsets[rows])
-            if places is not None:
-                real = real[places[1][index[real]]]
-                index = places[0][index]
-            past_index = None
-            trees = [parents[row] for row in rows] if parents is not None else []
-            line = all(tree is None for tree in trees)
-            if not past_room and line and is_long(length, before + length) and before <= length:
-                if shape is not None:
-                    targets.append(index[real])
-                    self.groups.append(_Group(len(rows), length, index, real))
-                    continue
-                for row in rows:  # a view, not a copy: autograd would save the copy of a long row
-                    span = slice(int(offsets[row]), int(offsets[row]) + lengths[row])
-                    targets.append(torch.arange(span.start, span.stop))
-                    self.groups.append(_Group(1, lengths[row], span))
-                continue
-            seen_here = torch.stack([_ancestors(tree, length) for tree in ([None] if line else trees)])
-            parts = [torch.ones(1, length, before, dtype=torch.bool).expand(len(seen_here), -1, -1), seen_here]
-            if past_room:
-                seen = torch.tensor([behind[owners[row]] for row in rows])
-                longest = past_room if shape is not None else int(seen.max())
-                past_index, _ = _padded(seen, longest, sources[[after[owners[row]] for row in rows]])
-                visible = (torch.arange(longest) < seen[:, None])[:, None].expand(-1, length, -1)
-                parts = [part.expand(len(rows), -1, -1) for part in parts]
-                parts.insert(1, visible)
-            targets.append(index[real])
-            self.groups.append(_Group(len(rows), length, index, real, past_index, torch.cat(parts, -1)))
-        order = torch.cat(targets)
-        self.order = None if bool((order.diff() > 0).all()) else order.argsort()
-        self.long = any(one.seen is None or is_long(*one.seen.shape[-2:]) for one in self.groups)
+        self.positions = _positions(lengths, inline, before, self.behind, parents)
+        """(N,) of the tokens of the pass, the prefix first."""
+        self.longest = 1 + int(self.positions.max())
+        offsets = torch.tensor([inline, *lengths]).cumsum(0)
+        past_offsets = torch.tensor([0, *past_lengths]).cumsum(0)
+        begins = torch.cat([past_offsets[:-1], past_offsets[-1] + offsets])[[*after]]
+        lines = _Lines.of(lengths, offsets, parents, paths_apart=shape is not None)
+        self.groups = _groups(lines, inline, before, self.behind, begins, shape)
+        self.order = _order(self.groups)
+        self.long = any(group.seen is None or is_long(*group.seen.shape[-2:]) for group in self.groups)
         self._there: dict[torch.device, tuple[list[_Group], Tensor | None]] = {}
         self._masks: dict[tuple[int, int | None, torch.device], Tensor] = {}
 
@@ -622,21 +516,123 @@ def _padded(lengths: Tensor, longest: int, offsets: Tensor | None = None) -> tup
     return index.flatten(), (time < lengths[:, None]).flatten().nonzero()[:, 0]
 
 
-def _ways(
-    lengths: Sequence[int], offsets: Tensor, parents: Sequence[Sequence[int] | None]
-) -> tuple[list[int], list[int], Tensor, tuple[Tensor, Tensor]]:
-    """The paths from root to leaf of rows that are trees, as lines.
+def _positions(lengths: Sequence[int], inline: int, before: int, behind: Sequence[int], parents: Parents) -> Tensor:
+    """(N,) positions of the tokens of a pass: the inline prefix, then each row after all that precedes it."""
+    positions = [*range(inline)]
+    for row, (length, continued) in enumerate(zip(lengths, behind, strict=True)):
+        positions += [before + continued + depth for depth in depths(parents[row] if parents else None, length)]
+    return torch.tensor(positions)
 
-    Returns:
-        The row of each line, its length, and where it begins in a list of the tokens of all lines; for each token of
-        that list its place in the pass, and whether this is the first line that it is in.
+
+class _Lines(NamedTuple):
+    """What attends as one sequence: the rows of a pass, or the paths from root to leaf of rows that are trees."""
+
+    rows: Sequence[int]
+    """The row that each line is from."""
+    lengths: Sequence[int]
+    offsets: Tensor
+    """Where each line begins in a list of the tokens of all lines."""
+    trees: Parents = None
+    """Parents of rows that attend as trees."""
+    tokens: Tensor | None = None
+    """For each token of that list, its index in the pass; None: the list is the pass."""
+    first: Tensor | None = None
+    """For each token of that list, whether this is the first line that it is in: the others compute it again."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], offsets: Tensor, parents: Parents, *, paths_apart: bool) -> _Lines:
+        """The lines of rows; with `paths_apart`, every path of a tree is its own line."""
+        if parents is None or not paths_apart:
+            return cls(range(len(lengths)), lengths, offsets, parents)
+        lines = [(row, path) for row, tree in enumerate(parents) for path in paths(tree, lengths[row])]
+        tokens = torch.cat([offsets[row] + torch.tensor(path) for row, path in lines])
+        first = torch.zeros(len(tokens), dtype=torch.bool)
+        first[np.unique(tokens.numpy(), return_index=True)[1]] = True
+        sizes = [len(path) for _, path in lines]
+        return cls([row for row, _ in lines], sizes, torch.tensor([0, *sizes]).cumsum(0), None, tokens, first)
+
+    def padded(self, members: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
+        """As `_Group.index` and `_Group.real` for some of the lines, padded to `length`."""
+        lengths = torch.tensor([self.lengths[line] for line in members])
+        index, real = _padded(lengths, length, self.offsets[[*members]])
+        if self.tokens is None or self.first is None:
+            return index, real
+        return self.tokens[index], real[self.first[index[real]]]
+
+
+def _groups(
+    lines: _Lines,
+    inline: int,
+    before: int,
+    behind: Sequence[int],
+    begins: Tensor,
+    shape: Callable[[int], tuple[int, int]] | None,
+) -> list[_Group]:
+    """Divide lines into groups of one padded shape, after the group of the inline prefix.
+
+    Args:
+        lines: The lines.
+        inline: Tokens of the inline prefix.
+        before: Tokens of the prefix, inline or not.
+        behind: Tokens of the row that each row continues.
+        begins: Where the keys of that row begin, in `past` and then in the pass.
+        shape: As in `PackedBody.forward`.
     """
-    lines = [(row, way) for row, tree in enumerate(parents) for way in paths(tree, lengths[row])]
-    places = torch.cat([offsets[row] + torch.tensor(way) for row, way in lines])
-    first = torch.zeros(len(places), dtype=torch.bool)
-    first[np.unique(places.numpy(), return_index=True)[1]] = True
-    sizes = [len(way) for _, way in lines]
-    return [row for row, _ in lines], sizes, torch.tensor([0, *sizes]).cumsum(0), (places, first)
+    groups: list[_Group] = []
+    if inline:
+        causal = None if is_long(inline, inline) else _ancestors(None, inline)[None]
+        groups.append(_Group(1, inline, slice(0, inline), seen=causal, first=True))
+    sizes: dict[tuple[int, int], list[int]] = {}
+    for line, (row, length) in enumerate(zip(lines.rows, lines.lengths, strict=True)):
+        size = shape(row) if shape is not None else (_up(length), _up(behind[row]))
+        sizes.setdefault(size, []).append(line)
+    for (length, past_length), members in sizes.items():
+        rows = [lines.rows[line] for line in members]
+        if shape is None:  # no longer than needed
+            length = max(lines.lengths[line] for line in members)
+            past_length = max(behind[row] for row in rows)
+        index, real = lines.padded(members, length)
+        trees = [None if lines.trees is None else lines.trees[line] for line in members]
+        is_tree = any(tree is not None for tree in trees)
+        causal_kernel = not past_length and not is_tree and is_long(length, before + length) and before <= length
+        if causal_kernel and shape is not None:
+            groups.append(_Group(len(members), length, index, real))
+        elif causal_kernel:
+            for line in members:  # a view, not a copy: autograd would save the copy of a long row
+                start, stop = int(lines.offsets[line]), int(lines.offsets[line]) + lines.lengths[line]
+                groups.append(_Group(1, stop - start, slice(start, stop)))
+        else:
+            continued = torch.tensor([behind[row] for row in rows])
+            past_index = _padded(continued, past_length, begins[rows])[0] if past_length else None
+            seen = _seen(trees, length, before, continued, past_length)
+            groups.append(_Group(len(members), length, index, real, past_index, seen))
+    return groups
+
+
+def _seen(
+    trees: Sequence[Sequence[int] | None], length: int, before: int, continued: Tensor, past_length: int
+) -> Tensor:
+    """As `_Group.seen`: keys of the prefix, of the rows that are continued, padded to `past_length`, and of the row."""
+    is_tree = any(tree is not None for tree in trees)
+    own = torch.stack([_ancestors(tree, length) for tree in (trees if is_tree else [None])])
+    parts = [torch.ones(1, length, before, dtype=torch.bool).expand(len(own), -1, -1), own]
+    if past_length:
+        visible = (torch.arange(past_length) < continued[:, None])[:, None].expand(-1, length, -1)
+        parts = [part.expand(len(trees), -1, -1) for part in parts]
+        parts.insert(1, visible)
+    return torch.cat(parts, -1)
+
+
+def _order(groups: Sequence[_Group]) -> Tensor | None:
+    """(N,) where the output of each token of the pass is in that of the groups; None: in the same place."""
+    tokens = []
+    for group in groups:
+        if isinstance(group.index, slice):
+            tokens.append(torch.arange(group.index.start, group.index.stop))
+        else:
+            tokens.append(group.index if group.real is None else group.index[group.real])
+    order = torch.cat(tokens)
+    return None if bool((order.diff() > 0).all()) else order.argsort()
 
 
 def _unpack(tensor: Tensor, index: Tensor | slice, rows: int) -> Tensor:
@@ -659,4 +655,4 @@ def _ancestors(parents: Sequence[int] | None, length: int) -> Tensor:
 
 
 def _up(length: int) -> int:
-    return -(-length // _ROOM) * _ROOM
+    return -(-length // _LENGTH_STEP) * _LENGTH_STEP

