@@ -104,7 +104,7 @@ class DistillationTrace:
         means = {name: math.fsum(values) / len(values) for name, values in rows.items() if name in _MEANS}
         self._trace.rollout(**{name: values for name, values in rows.items() if name not in means})
         objective = self._job.objective
-        moving = {f"{objective.name}_{name}": value for name, value in objective.state().items() if name != "loss"}
+        moving = {f"{objective.name}_{name}": value for name, value in objective.state.items() if name != "loss"}
         more: dict[str, Any] = {**dict.fromkeys(_MAYBE), **means, **self._agreement, **moving}
         if by_teacher:
             more["teachers"] = _by_token(by_teacher)
@@ -182,7 +182,7 @@ class DistillationTrace:
                     entropy=settings.entropy,
                     sampled=torch.tensor([sampled[span]], device=student.device),
                     u=torch.tensor([u[span]], device=student.device),
-                    segment_ids=batch.segments[None, span].to(student.device) if job.objective.ahead() else None,
+                    segment_ids=batch.segments[None, span].to(student.device) if job.objective.prepass() else None,
                     total_tokens=1.0,  # the same for any division of the tokens
                 )
                 parts = kappa_squares(

@@ -163,7 +163,7 @@ class Spec:
             own = self.run_config(candidate, self.config.seeds[0])
             with in_setting(candidate.label):
                 sources = own.rollout.source.shares()
-                build_objective(own.objective, sources=sources)
+                build_objective(own.objective, sources=sources, payload=own.teacher.payload)
 
     @cached_property
     def base(self) -> TrainConfig:
