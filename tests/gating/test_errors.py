@@ -366,26 +366,6 @@ def test_gate_not_applicable_is_not_a_gate() -> None:
     fails(lambda: gated_kl(z(), z(), gate=Gate.named("G5").gap_only()), "gate", "NotApplicable")
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: objective("static", lam=1.5),
-        lambda: objective("static", lam=-0.1),
-        lambda: objective("jsd", beta=1.5),
-        lambda: objective("jsd", beta=-0.5),
-        lambda: objective("skl", alpha=1.5),
-        lambda: objective("srkl", alpha=-0.1),
-        lambda: objective("akl", mass=1.5),
-        lambda: objective("akl", mass=0.0),
-        lambda: objective("abkd", alpha=0.5, beta=-0.5),
-        lambda: distillation_loss(z(), z(), objective=objective("eopd", pg="exact", top_k=0)),
-        lambda: distillation_loss(z(), z(), objective=objective("eopd", pg="exact", top_k=V + 1)),
-    ],
-)
-def test_settings_of_the_published_methods(call: Callable[[], Any]) -> None:
-    fails(call)
-
-
 def test_integer_logits_are_an_error() -> None:
     fails(lambda: gated_kl(torch.zeros(B, T, V, dtype=torch.long), z(), gate=GATE))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from gatespace.config import ObjectiveConfig, in_setting
+from gatespace.config import ObjectiveConfig, TrainConfig, in_setting
 from gatespace.errors import UsageError, unknown_name
 from gatespace.gating.coefficients import Gate
 
@@ -37,17 +37,14 @@ def build_gate(config: ObjectiveConfig, *, path: str = "objective.") -> Gate | N
     return gate
 
 
-def build_objective(
-    config: ObjectiveConfig, *, path: str = "objective.", sources: Collection[str] = (), payload: str = "hidden"
-) -> Objective:
-    """Return the objective of `gatespace.gating` that the section names, if the run gives it what it needs.
+def build_objective(config: ObjectiveConfig, *, path: str = "objective.", run: TrainConfig | None = None) -> Objective:
+    """Return the objective of `gatespace.gating` that the section names.
 
     Args:
         config: The section `objective`. Its `top_k`, `temperature` and `entropy` are arguments of the loss, not of the
             objective.
         path: Prefix of that section's settings in error messages, with the trailing dot.
-        sources: Whose responses are trained on (student, teacher, gold), if known.
-        payload: What the teacher sends (`teacher.payload`).
+        run: The run that it is part of, which has to give the objective what it needs.
 
     Examples:
         >>> build_objective(ObjectiveConfig(method="eopd", params={"tau": 0.5})).tau
@@ -68,13 +65,11 @@ def build_objective(
         params = _parameters(config, kind, without=fixed, path=f"{path}params")
         with in_setting(f"{path}params"):
             objective = kind(**params, **fixed)
-    _check_needs(objective, config, path, sources, payload)
+    _check_needs(objective, config, path, run)
     return objective
 
 
-def _check_needs(
-    objective: Objective, config: ObjectiveConfig, path: str, sources: Collection[str], payload: str
-) -> None:
+def _check_needs(objective: Objective, config: ObjectiveConfig, path: str, run: TrainConfig | None) -> None:
     from gatespace.gating.objectives import Gated
 
     needs, method = objective.needs, f"the method {config.method}"
@@ -84,7 +79,10 @@ def _check_needs(
             got=f"gate {config.gate}, support {config.support}",
             instead="another support, or a gate without signals of the sampled token",
         )
-    if sources and "source" in needs and ("student" not in sources or len(sources) == 1):
+    if run is None:
+        return
+    sources, payload = run.rollout.source.shares(), run.teacher.payload
+    if "source" in needs and ("student" not in sources or len(sources) == 1):
         raise UsageError(
             f"{path}method: {method} needs responses of the student and of the teacher",
             got=f"rollout.from: {', '.join(sources)}",

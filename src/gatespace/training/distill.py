@@ -52,9 +52,7 @@ class Distillation(Job):
         self, config: TrainConfig, run: RunFolder, processes: Processes, progress: Progress, stack: ExitStack
     ) -> None:
         super().__init__(config, run, processes, progress, stack)
-        self.objective = build_objective(
-            config.objective, sources=config.rollout.source.shares(), payload=config.teacher.payload
-        )
+        self.objective = build_objective(config.objective, run=config)
         self.data = material(config.task, "distill")
         pair, scorers = config.pair, config.pair.scorers()
         check_teachers(config, self.data)  # before anything large is loaded
