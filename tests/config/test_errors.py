@@ -114,10 +114,6 @@ def test_wrong_value(override: str, path: str, message: str) -> None:
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        ((), "objective.support: full needs the teacher's full distribution"),
-        (("objective.method=todi",), "objective.method: todi needs the teacher's full distribution"),
-        (("objective.method=taid",), "objective.method: taid needs the teacher's full distribution"),
-        (("objective.support=student",), "objective.support: student needs the teacher's full distribution"),
         (("objective.support=bucket", "objective.entropy=full"), "objective.entropy: full needs"),
         (("objective.support=bucket", "objective.top_k=65"), "objective.top_k: the teacher sends its top 64 only"),
         (("objective.support=bucket", "objective.support_k=65"), "objective.support_k: the teacher sends its top 64"),
