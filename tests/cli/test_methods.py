@@ -19,8 +19,7 @@ def test_one_in_full(run):
     result = run("methods", "taid")
     text = " ".join(result.stdout.split())
     assert "alpha=0.0005" in text
-    assert "a state over steps" in text
-    assert "arXiv:2501.16937" in text
+    assert "a state over steps" in text and "arXiv:2501.16937" in text  # noqa: PT018
     assert "Departures: The restriction gap-only (0,0,0,d) is not ToDi" in " ".join(
         run("methods", "todi").stdout.split()
     )
