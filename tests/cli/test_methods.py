@@ -10,7 +10,6 @@ from gatespace.gating.objectives import OBJECTIVES, described
 
 def test_one_line_each(run):
     result = run("methods")
-    assert result.exit_code == 0
     for name, kind in OBJECTIVES.items():
         assert re.search(rf"^ *{name} +{re.escape(described(kind)['summary'])} *$", result.stdout, re.M), name
 
