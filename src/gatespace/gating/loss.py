@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -221,17 +221,13 @@ def reverse_kl(
 
 
 def _both_kls(
-    student_logits: Tensor,
-    teacher: Tensor | TeacherTopK,
-    support: str,
-    support_k: int | None,
-    **inputs: Any,
+    student_logits: Tensor, teacher: Tensor | TeacherTopK, support: str, support_k: int | None, **inputs: Any
 ) -> KLPair:
     check_support(support)
-    shape, given = student_logits.shape[:-1], LossInputs(**inputs)
-    size = _vocabulary(student_logits, teacher, given.vocab_size)
+    shape = student_logits.shape[:-1]
     flat = torch.Size((1, shape.numel()))
-    given = replace(given, sampled=_row(given.sampled), sampled_log_probs=_row(given.sampled_log_probs))
+    given = LossInputs(**{k: v.reshape(flat) if isinstance(v, Tensor) else v for k, v in inputs.items()})
+    size = _vocabulary(student_logits, teacher, given.vocab_size)
     batch = Batch.of(flat, student_logits.device, size, given)
     if isinstance(teacher, TeacherTopK):
         support_k = min(support_k or teacher.ids.shape[-1], teacher.ids.shape[-1])
@@ -239,10 +235,6 @@ def _both_kls(
         teacher = teacher.reshape(*flat, -1)
     tokens = _tokens(student_logits.reshape(*flat, -1), teacher, batch)
     return KLPair(*(side.reshape(shape) for side in kl_pair(tokens, support, support_k)))
-
-
-def _row(values: Tensor | None) -> Tensor | None:
-    return None if values is None else values.reshape(1, -1)
 
 
 def _tokens(student_logits: Tensor, teacher_logits: Tensor | TeacherTopK, batch: Batch) -> PlainTokens:
@@ -280,9 +272,8 @@ def forbidden(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor] | None:
 def check_objective(objective: Objective, inputs: LossInputs) -> None:
     """Raise if `objective` is not an instance, or has learnable coefficients while `lam_order` fixes λ."""
     if not isinstance(objective, Objective):
-        raise UsageError(
-            "objective must be an Objective", got=type(objective).__name__, instead="ToDi(), Gated(Gate(...)), ..."
-        )
+        got, instead = type(objective).__name__, "ToDi(), Gated(Gate(...)), ..."
+        raise UsageError("objective must be an Objective", got=got, instead=instead)
     if inputs.lam_order is not None and objective.learned() is not None:
         raise UsageError(
             "with lam_order there is nothing to learn for the objective's own coefficients",
