@@ -83,7 +83,7 @@ import torch
 from gatespace import signals
 
 def elsewhere(name, salt):
-    @signals.register(f"{name}_elsewhere", range=(0.0, 1.0), ahead=(name,))
+    @signals.register(f"{name}_elsewhere", range=(0.0, 1.0), prepass=(name,))
     def permuted(tokens):
         values = signals.everywhere(name, tokens)
         places = torch.arange(len(values), device=values.device).double()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -240,78 +241,40 @@ def test_saturation_is_a_small_distance() -> None:
 # ---------------------------------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize("lam", [-0.001, 1.001, 2, -5, math.inf, -math.inf])
-def test_static_outside_the_unit_interval(lam: float) -> None:
-    with pytest.raises(UsageError, match=r"\[0, 1\]"):
-        Gate.static(lam)
+ERRORS: list[tuple[Callable[[], object], str]] = [
+    *[(lambda lam=lam: Gate.static(lam), r"\[0, 1\]") for lam in (-0.001, 1.001, 2, math.inf, -math.inf)],
+    *[(make, "NaN") for make in (lambda: Gate(a=math.nan), lambda: Gate.static(math.nan))],
+    (lambda: Gate.parse("1,2,nan,0"), "NaN"),
+    (lambda: Gate(a="much"), "must be a number"),
+    (lambda: Gate.static(None), "must be a number"),
+    (lambda: Gate(d=[1]), "must be a number"),
+    *[(lambda name=name: Gate(**{name: math.inf}), "finite") for name in "abd"],
+    *[(lambda name=name: Gate(c=math.inf, **{name: 1}), "infinite") for name in "abd"],
+    (lambda: Gate(c=math.inf, extra={"jsd": 1}), "infinite"),
+    (lambda: Gate(extra={"jsd": math.inf}), "finite"),
+    *[
+        (lambda text=text: Gate.parse(text), "four coefficients")
+        for text in ("1,2,3", "1,2", "1,2,3,4,5", "1,2,3,4,", "1,2,3,4,jsd", "1,2,3,4,jsd=x")
+    ],
+    *[(lambda value=value: Gate.parse(value), "not a gate") for value in (None, 4, [1, 2, 3])],
+    (lambda: Gate.parse("G6"), "did you mean 'G"),
+    (lambda: Gate.parse("HG4,d+3"), r"did you mean 'HG4,d\+"),
+    (lambda: Gate.parse("entropy-onl(4)"), "did you mean 'entropy-only"),
+    (lambda: Gate.parse("statc:0.3"), "did you mean 'static"),
+    (lambda: Gate.named("zzzzzzzzzz"), "G1.*HG5,d-4"),
+    *[
+        (lambda name=name: Gate(extra={name: 1.0}), "further signal")
+        for name in ("h", "gap", "a", "two words", "", "3d")
+    ],
+    (lambda: Gate(extra={"jsd": 1.0}).lam(jds=0.5), "jsd"),
+    *[(lambda name=name: Gate.named(name), "other than 0") for name in ("entropy-only(0)", "gap-only(0)")],
+]
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: Gate(a=math.nan), lambda: Gate.static(math.nan), lambda: Gate.parse("1,2,nan,0")]
-)
-def test_nan_is_an_error(make: object) -> None:
-    with pytest.raises(UsageError, match="NaN"):
-        make()  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("make", [lambda: Gate(a="much"), lambda: Gate.static(None), lambda: Gate(d=[1])])
-def test_not_a_number(make: object) -> None:
-    with pytest.raises(UsageError, match="must be a number"):
-        make()  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("field", ["a", "b", "d"])
-def test_infinite_weights(field: str) -> None:
-    with pytest.raises(UsageError, match="finite"):
-        Gate(**{field: math.inf})
-
-
-@pytest.mark.parametrize("gate", [{"a": 1}, {"b": 1}, {"d": -1}, {"extra": {"jsd": 1}}])
-def test_an_infinite_bias_leaves_no_room_for_a_signal(gate: dict[str, object]) -> None:
-    with pytest.raises(UsageError, match="infinite"):
-        Gate(c=math.inf, **gate)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("text", ["1,2,3", "1,2", "1,2,3,4,5", "1,2,3,4,", "1,2,3,4,jsd", "1,2,3,4,jsd=x"])
-def test_wrong_number_of_coefficients(text: str) -> None:
-    with pytest.raises(UsageError):
-        Gate.parse(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "nearest"),
-    [("G6", "G"), ("HG4,d+3", "HG4,d+"), ("entropy-onl(4)", "entropy-only"), ("statc:0.3", "static")],
-)
-def test_unknown_names_suggest_the_nearest(text: str, nearest: str) -> None:
-    with pytest.raises(UsageError) as error:
-        Gate.parse(text)
-    hint = error.value.instead.split("?")[0]
-    assert "did you mean" in hint
-    assert nearest in hint
-
-
-def test_nonsense_lists_what_is_known() -> None:
-    with pytest.raises(UsageError) as error:
-        Gate.named("zzzzzzzzzz")
-    assert "G1" in error.value.instead
-    assert "HG5,d-4" in error.value.instead
-
-
-@pytest.mark.parametrize("name", ["h", "u", "gap", "a", "two words", "", "3d"])
-def test_names_that_no_further_signal_may_have(name: str) -> None:
-    with pytest.raises(UsageError, match="further signal"):
-        Gate(extra={name: 1.0})
-
-
-def test_lam_of_a_signal_the_gate_does_not_have() -> None:
-    with pytest.raises(UsageError, match="jsd"):
-        Gate(extra={"jsd": 1.0}).lam(jds=0.5)
-
-
-@pytest.mark.parametrize("name", ["entropy-only(0)", "gap-only(0)"])
-def test_a_restriction_of_nothing(name: str) -> None:
-    with pytest.raises(UsageError, match="other than 0"):
-        Gate.named(name)
+@pytest.mark.parametrize(("make", "words"), ERRORS)
+def test_what_is_no_gate(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        make()
 
 
 @given(COEFFICIENT)

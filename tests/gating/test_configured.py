@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any, get_args
 
 import pytest
 
-from gatespace.config import ObjectiveConfig, parse_config
+from gatespace.config import ObjectiveConfig, TrainConfig, parse_config
 from gatespace.errors import UsageError
 from gatespace.gating import OBJECTIVES, Gate, Gated, Static, objective
 from gatespace.gating.configured import build_gate, build_objective
@@ -80,11 +81,14 @@ def test_names_are_those_of_gating() -> None:
             "objective.params.support: unknown parameter of static",
         ),
         ({"method": "todi", "params": {"bta": 1}}, "objective.params.bta: unknown parameter of todi 'bta'"),
-        ({"method": "todi", "params": {"beta": "x"}}, "objective.params.beta: must be a number\n  got: 'x'"),
-        ({"method": "todi", "params": {"beta": True}}, "objective.params.beta: must be a number"),
-        ({"method": "eopd", "params": {"top_k": 1.5}}, "objective.params.top_k: must be a whole number"),
+        ({"method": "todi", "params": {"beta": "x"}}, "objective.params.beta: must be a valid number\n  got: 'x'"),
+        ({"method": "todi", "params": {"beta": True}}, "objective.params.beta: must be a valid number"),
+        ({"method": "eopd", "params": {"top_k": 1.5}}, "objective.params.top_k: must be a valid integer"),
         ({"method": "eopd", "params": {"pg": "none"}}, "objective.params: unknown policy-gradient term"),
-        ({"method": "srkl", "params": {"detach_mixture": 1}}, "objective.params.detach_mixture: must be true or false"),
+        (
+            {"method": "srkl", "params": {"detach_mixture": 1}},
+            "objective.params.detach_mixture: must be a valid boolean",
+        ),
         ({"gate": "static:0.5", "shuffle": True}, "objective.shuffle: a static gate has one λ and nothing to shuffle"),
         ({"gate": [0, 0, 3, 0], "shuffle": True}, "objective.shuffle: a static gate"),
         ({"gate": {"c": 1}, "shuffle": True}, "objective.shuffle: a static gate"),
@@ -100,3 +104,24 @@ def test_errors_name_the_setting(settings: dict[str, Any], message: str) -> None
 def test_errors_name_the_place_of_the_section() -> None:
     with pytest.raises(UsageError, match=r"^points\.3\.gate: unknown gate"):
         build_objective(ObjectiveConfig(gate="G9"), path="points.3.")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "objective.support: the support full needs the teacher's full distribution"),
+        ({"support": "student"}, "objective.support: the support student needs the teacher's full distribution"),
+        ({"method": "todi"}, "objective.method: the method todi needs the teacher's full distribution"),
+        ({"method": "taid"}, "objective.method: the method taid needs the teacher's full distribution"),
+        ({"support": "bucket"}, None),
+        ({"method": "iw_opd"}, None),
+    ],
+)
+def test_what_a_top_k_payload_cannot_serve(settings: dict[str, Any], message: str | None) -> None:
+    pair = {"student": "tiny", "teacher": "tiny"}
+    run = parse_config(TrainConfig, {"pair": pair, "objective": settings, "teacher": {"payload": "top_k"}})
+    if message is None:
+        build_objective(run.objective, run=run)
+    else:
+        with pytest.raises(UsageError, match=f"^{re.escape(message)}"):
+            build_objective(run.objective, run=run)

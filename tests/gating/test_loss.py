@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gatespace import Gate, gated_kl
+from gatespace.gating.inputs import ENTROPIES
 
 from . import oracle
 from .compare import TELEMETRY, assert_close, assert_matches, fixed, leaf, numbers
@@ -55,66 +56,56 @@ def run(student: Any, teacher: Any, gate: Gate, **options: Any) -> tuple[Any, np
 # ---------------------------------------------------------------------------------------------- against the definition
 
 
-@pytest.mark.parametrize("stop_gradient", [False, True])
-@pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
-@pytest.mark.parametrize("gate", GATES)
-def test_value_telemetry_and_gradient(gate: str, temperature: float, stop_gradient: bool) -> None:
-    student, teacher, mask = batch(1)
-    point = Gate.parse(gate)
-    options = {"top_k": 8, "temperature": temperature, "stop_gradient": stop_gradient}
-    out, grad = run(student, teacher, point, mask=torch.as_tensor(mask), **options)
-    expected = oracle.gated(student, teacher, abcd=point.abcd, mask=mask, **options)
+MASK = batch(1)[2]
+LOG_MU = np.log(np.random.default_rng(4).uniform(0.05, 0.9, size=MASK.shape))
+SAMPLED = np.random.default_rng(3).integers(0, 11, size=MASK.shape)
+CASES: dict[str, dict[str, Any]] = {
+    **{
+        f"{gate}, T {temperature}, {'stopped' if stop else 'through'}": {
+            "gate": gate,
+            "temperature": temperature,
+            "stop_gradient": stop,
+        }
+        for gate in GATES
+        for temperature in (1.0, 0.5, 3.0)
+        for stop in (False, True)
+    },
+    **{
+        f"{support}, T {temperature}": {"support": support, "support_k": 3, "top_k": 4, "temperature": temperature}
+        | ({"sampled": SAMPLED} if support == "hybrid" else {})
+        for support in ("bucket", "hybrid", "renorm")
+        for temperature in (1.0, 2.0)
+    },
+    "hybrid off policy": {"support": "hybrid", "support_k": 5, "sampled": SAMPLED, "sampled_log_probs": LOG_MU},
+    "support_k is top_k": {"support": "bucket", "top_k": 3},
+    **{f"{entropy}, K {k}": {"entropy": entropy, "top_k": k} for entropy in ENTROPIES for k in (1, 4, 11)},
+    "no mask": {"mask": None},
+    "total_tokens": {"total_tokens": 100},
+    "segments": {
+        "top_k": 4,
+        "mask": np.array([[0, 1, 1, 1], [1, 1, 1, 0]]),
+        "segment_ids": np.array([[0, 0, 1, 1]] * 2),
+    },
+    "u per sample": {"gate": "G4", "u": np.array([0.2, 0.9])},
+    "u per token": {"gate": "G4", "u": np.random.default_rng(0).uniform(size=MASK.shape)},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_value_telemetry_and_gradient(name: str) -> None:
+    student, teacher, _ = batch(1)
+    options = {"mask": MASK, **CASES[name]}
+    gate = Gate.parse(options.pop("gate", "H2"))
+    tensors = {
+        key: torch.as_tensor(value) if isinstance(value, np.ndarray) else value for key, value in options.items()
+    }
+    out, grad = run(student, teacher, gate, **tensors)
+    expected = oracle.gated(student, teacher, abcd=gate.abcd, **options)
     assert_matches(out, expected)
     assert_close(grad, expected.grad)
+    mask = np.ones(MASK.shape) if options["mask"] is None else options["mask"]
     assert out.tokens == int(mask.sum())
     assert_close(out.weight, mask)
-
-
-@pytest.mark.parametrize("stop_gradient", [False, True])
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-@pytest.mark.parametrize("support", ["bucket", "hybrid", "renorm"])
-def test_every_support(support: str, temperature: float, stop_gradient: bool) -> None:
-    student, teacher, mask = batch(2)
-    sampled = np.random.default_rng(3).integers(0, 11, size=mask.shape)
-    log_mu = np.log(np.random.default_rng(4).uniform(0.05, 0.9, size=mask.shape))
-    for k, off_policy in ((3, False), (5, True)):
-        if off_policy and support != "hybrid":
-            continue
-        options: dict[str, Any] = {
-            "top_k": 4,
-            "support_k": k,
-            "support": support,
-            "temperature": temperature,
-            "stop_gradient": stop_gradient,
-        }
-        arrays: dict[str, np.ndarray] = {"mask": mask}
-        if support == "hybrid":
-            arrays["sampled"] = sampled
-        if off_policy:
-            arrays["sampled_log_probs"] = log_mu
-        tensors = {name: torch.as_tensor(array) for name, array in arrays.items()}
-        out, grad = run(student, teacher, Gate(2, -1, 0.3, 3), **options, **tensors)
-        expected = oracle.gated(student, teacher, abcd=(2, -1, 0.3, 3), **options, **arrays)
-        assert_matches(out, expected)
-        assert_close(grad, expected.grad)
-
-
-def test_support_k_defaults_to_top_k() -> None:
-    student, teacher, _ = batch(5)
-    out, grad = run(student, teacher, Gate.named("H1"), top_k=3, support="bucket")
-    expected = oracle.gated(student, teacher, abcd=(4, 4, -1.5, 2), top_k=3, support="bucket", support_k=3)
-    assert_matches(out, expected)
-    assert_close(grad, expected.grad)
-
-
-@pytest.mark.parametrize("entropy", ["top_k", "full", "bucket"])
-@pytest.mark.parametrize("top_k", [1, 4, 11])
-def test_entropy_variants(entropy: str, top_k: int) -> None:
-    student, teacher, mask = batch(6)
-    out, grad = run(student, teacher, Gate.named("H2"), mask=torch.as_tensor(mask), top_k=top_k, entropy=entropy)
-    expected = oracle.gated(student, teacher, abcd=(4, 4, -1.5, 4), mask=mask, top_k=top_k, entropy=entropy)
-    assert_matches(out, expected)
-    assert_close(grad, expected.grad)
 
 
 @given(cases(), st.booleans())
@@ -234,15 +225,6 @@ def test_kinds_of_mask(dtype: torch.dtype) -> None:
     assert_close(grad, expected.grad)
 
 
-def test_no_mask_is_all_tokens() -> None:
-    student, teacher, _ = batch(12)
-    out, grad = run(student, teacher, Gate.named("H3"))
-    expected = oracle.gated(student, teacher, abcd=(4, 4, -1.5, -2))
-    assert_matches(out, expected)
-    assert_close(grad, expected.grad)
-    assert out.tokens == 8
-
-
 def test_micro_batches_add_up_to_the_batch() -> None:
     """Divide once by the global count: the split into micro-batches changes nothing."""
     student, teacher, mask = batch(13, 5, 4, 9)
@@ -263,38 +245,6 @@ def test_micro_batches_add_up_to_the_batch() -> None:
             grads.append(part)
         assert loss == pytest.approx(float(whole.loss.detach()), abs=1e-12)
         np.testing.assert_allclose(np.concatenate(grads), grad, atol=1e-14)
-
-
-def test_total_tokens_divides() -> None:
-    student, teacher, mask = batch(14)
-    out, grad = run(student, teacher, Gate.named("H1"), mask=torch.as_tensor(mask), total_tokens=100)
-    expected = oracle.gated(student, teacher, abcd=(4, 4, -1.5, 2), mask=mask, total_tokens=100)
-    assert_matches(out, expected)
-    assert_close(grad, expected.grad)
-    assert out.tokens == int(mask.sum())
-
-
-def test_segments_of_packed_rows() -> None:
-    student, teacher, _ = batch(15, 2, 6, 9)
-    mask = np.array([[0, 1, 1, 0, 1, 1], [1, 1, 1, 1, 1, 0]])
-    segment_ids = np.array([[0, 0, 0, 1, 1, 1], [4, 4, 2, 2, 2, 2]])
-    tensors = {"mask": torch.as_tensor(mask), "segment_ids": torch.as_tensor(segment_ids)}
-    out, grad = run(student, teacher, Gate.named("H1"), top_k=4, **tensors)
-    expected = oracle.gated(student, teacher, abcd=(4, 4, -1.5, 2), top_k=4, mask=mask, segment_ids=segment_ids)
-    assert_matches(out, expected)
-    assert_close(grad, expected.grad)
-    unpacked = oracle.gated(student, teacher, abcd=(4, 4, -1.5, 2), top_k=4, mask=mask)
-    assert abs(unpacked.loss - expected.loss) > 1e-6
-
-
-@pytest.mark.parametrize("shape", ["per sample", "per token"])
-def test_u_can_be_given(shape: str) -> None:
-    student, teacher, mask = batch(16)
-    given_u = np.array([0.2, 0.9]) if shape == "per sample" else np.random.default_rng(0).uniform(size=mask.shape)
-    out, grad = run(student, teacher, Gate.named("G4"), mask=torch.as_tensor(mask), u=fixed(given_u))
-    expected = oracle.gated(student, teacher, abcd=(0, 4, -1, 0), mask=mask, u=given_u)
-    assert_matches(out, expected)
-    assert_close(grad, expected.grad)
 
 
 def test_padded_vocabularies_are_cut() -> None:
@@ -358,38 +308,17 @@ def test_one_hot_teacher_with_forward_kl_only() -> None:
     assert_close(grad, (s - np.exp(teacher)) / 2)
 
 
-def test_outputs_are_detached_but_the_loss() -> None:
-    student, teacher, _ = batch(22)
-    out = gated_kl(
-        leaf(student),
-        fixed(teacher),
-        gate=Gate.named(
-            "H1",
-        ),
-    )
-    assert out.loss.requires_grad
-    assert out.loss.shape == ()
-    for name in (*TELEMETRY, "weight"):
-        value = getattr(out, name)
-        assert not value.requires_grad, name
-        assert value.shape == (2, 4), name
-
-
 def test_the_teacher_gets_no_gradient_and_inputs_are_not_changed() -> None:
     student, teacher, mask = batch(23)
     z, zt = leaf(student), leaf(teacher)
-    gated_kl(z, zt, gate=Gate.named("H1"), mask=torch.as_tensor(mask)).loss.backward()
+    out = gated_kl(z, zt, gate=Gate.named("H1"), mask=torch.as_tensor(mask))
+    assert not any(getattr(out, name).requires_grad for name in (*TELEMETRY, "weight"))
+    out.loss.backward()
     assert zt.grad is None
+    with torch.no_grad():
+        assert not gated_kl(z, zt, gate=Gate.named("H1")).loss.requires_grad
     np.testing.assert_array_equal(numbers(z), student)
     np.testing.assert_array_equal(numbers(zt), teacher)
-
-
-def test_no_grad_mode() -> None:
-    student, teacher, _ = batch(24)
-    with torch.no_grad():
-        out = gated_kl(leaf(student), fixed(teacher), gate=Gate.named("H1"))
-    assert not out.loss.requires_grad
-    assert_matches(out, oracle.gated(student, teacher, abcd=(4, 4, -1.5, 2)))
 
 
 def test_bf16_logits_against_the_same_numbers_in_float64() -> None:

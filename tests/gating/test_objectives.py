@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,8 +32,6 @@ def even() -> Iterator[type[objectives.Objective]]:
     @objectives.register("even_kl")
     @dataclass(frozen=True)
     class EvenKL(objectives.Objective):
-        formula: ClassVar[str] = "w·(KL(s‖t) + KL(t‖s))"
-
         weight: float = 1.0
 
         def divergence(self, tokens: Tokens) -> torch.Tensor:

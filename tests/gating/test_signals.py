@@ -12,9 +12,12 @@ import torch
 
 from gatespace import Gate, fused_gated_kl, gated_kl, signals
 from gatespace.errors import UsageError
+from gatespace.gating import Gated, StudentTopK, distillation_loss, fused_distillation_loss
+from gatespace.gating.vocabulary import top_k_overlap
 
 from . import oracle
-from .compare import assert_close, assert_matches, fixed, leaf
+from .compare import assert_close, assert_matches, fixed, leaf, numbers
+from .test_methods import drift, world
 
 INF = math.inf
 LN2 = math.log(2)
@@ -84,44 +87,25 @@ def test_h_never_leaves_the_unit_interval_in_float32() -> None:
 # ---------------------------------------------------------------------------------------------- u
 
 
-def test_u_is_h_of_the_first_masked_token() -> None:
-    teacher = np.random.default_rng(1).normal(size=(3, 5, 9)) * 2
-    mask = np.array([[1, 1, 1, 0, 0], [0, 0, 1, 1, 1], [0, 1, 0, 1, 0]])  # right-padded, left-padded, with a hole
-    u = signals.prompt_entropy(fixed(teacher), mask=torch.as_tensor(mask), top_k=4)
-    first = [0, 2, 1]
-    for b in range(3):
-        value = oracle.teacher_entropy(teacher[b, first[b]], 4)
-        assert_close(u[b], mask[b] * value)
-        assert value != pytest.approx(oracle.teacher_entropy(teacher[b, (first[b] + 1) % 5], 4))
-
-
-def test_u_without_a_mask_is_h_of_position_0() -> None:
-    teacher = np.random.default_rng(2).normal(size=(2, 3, 9))
-    u = signals.prompt_entropy(fixed(teacher), top_k=4)
-    assert_close(u, [[oracle.teacher_entropy(teacher[b, 0], 4)] * 3 for b in range(2)])
-
-
 @pytest.mark.parametrize("entropy", ["top_k", "full", "bucket"])
-def test_u_per_segment_of_a_packed_row(entropy: str) -> None:
-    teacher = np.random.default_rng(3).normal(size=(2, 6, 9)) * 2
-    mask = np.array([[0, 1, 1, 0, 1, 1], [1, 1, 1, 1, 1, 0]])
-    segment_ids = np.array([[0, 0, 0, 1, 1, 1], [4, 4, 2, 2, 2, 2]])
-    u = signals.prompt_entropy(
-        fixed(teacher),
-        mask=torch.as_tensor(mask),
-        top_k=4,
-        entropy=entropy,
-        segment_ids=torch.as_tensor(segment_ids),
-    )
-    assert_close(u, oracle.prompt_entropy(teacher, mask, 4, entropy, segment_ids))
-    assert float(u[0, 1]) == float(u[0, 2]) != float(u[0, 4]) == float(u[0, 5])
-
-
-def test_equal_segment_ids_in_different_rows_are_different_samples() -> None:
-    teacher = np.random.default_rng(4).normal(size=(2, 2, 9)) * 2
-    u = signals.prompt_entropy(fixed(teacher), top_k=4, segment_ids=torch.zeros(2, 2, dtype=torch.long))
-    assert_close(u, oracle.prompt_entropy(teacher, np.ones((2, 2)), 4))
-    assert float(u[0, 0]) != float(u[1, 0])
+@pytest.mark.parametrize(
+    ("mask", "segment_ids"),
+    [
+        (None, None),
+        # right-padded, left-padded, with a hole
+        ([[1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1], [0, 1, 0, 1, 0, 0]], None),
+        # packed rows; equal ids in different rows are different samples
+        ([[0, 1, 1, 0, 1, 1], [1, 1, 1, 1, 1, 0], [1] * 6], [[0, 0, 0, 1, 1, 1], [4, 4, 2, 2, 2, 2], [0] * 6]),
+    ],
+)
+def test_u_is_h_of_the_first_masked_token_of_each_sample(mask: Any, segment_ids: Any, entropy: str) -> None:
+    rng = np.random.default_rng(3)
+    teacher = rng.normal(size=(3, 6, 9)) * 2
+    mask, segments = np.ones((3, 6)) if mask is None else np.array(mask), segment_ids and np.array(segment_ids)
+    given = {"mask": torch.as_tensor(mask), "segment_ids": segment_ids and torch.tensor(segment_ids)}
+    out, _ = run(rng.normal(size=(3, 6, 9)), teacher, Gate.named("G4"), top_k=4, entropy=entropy, **given)
+    assert_close(out.u, oracle.prompt_entropy(teacher, mask, 4, entropy, segments))
+    assert len({float(u) for u in out.u.flatten()}) > 2
 
 
 # ---------------------------------------------------------------------------------------------- gap
@@ -231,6 +215,68 @@ def test_extra_signals_at_their_limits() -> None:
     assert_close(out.signals["log_ratio"], [[40.0 - LN2, 0.0]], atol=1e-12)
     assert_close(out.signals["student_entropy"], [[0.0, oracle.teacher_entropy(student[0, 1], 3)]], atol=1e-12)
     assert np.isfinite(grad).all()
+
+
+# ---------------------------------------------------------------------------------------------- of the response
+
+
+def test_trust_drift_and_advantage_are_what_they_are_called() -> None:
+    x = world(1)
+    on = x.mask != 0
+    ratio = np.take_along_axis(
+        oracle.probabilities(x.teacher) / oracle.probabilities(x.student), x.sampled[..., None], -1
+    )[..., 0]
+    gate = Gate(c=0.3, extra={"advantage": 0.1, "drift": 2.0, "trust": -1.0})
+    z = leaf(x.student)
+    out = distillation_loss(z, fixed(x.teacher), objective=Gated(gate), inputs=x.inputs())
+    out.loss.backward()
+    expected = {"advantage": np.log(ratio), "drift": drift(x), "trust": np.minimum(ratio, 1.0)}
+    for name, values in expected.items():
+        assert_close(out.signals[name], np.where(on, values, 0.0))
+    logit = 0.3 + sum(gate.extra[name] * values for name, values in expected.items())
+    assert_close(numbers(out.lam)[on], 1 / (1 + np.exp(-logit[on])))
+    stopped = leaf(x.student)  # the three are constants
+    inputs = x.inputs()
+    distillation_loss(
+        stopped, fixed(x.teacher), objective=Gated(gate, stop_gradient=True), inputs=inputs
+    ).loss.backward()
+    assert torch.equal(z.grad, stopped.grad)
+    alone = distillation_loss(
+        fixed(x.student[:1]), fixed(x.teacher[:1]), objective=Gated(gate), inputs=_first_row(x).inputs()
+    )
+    assert torch.equal(alone.signals["drift"][0], out.signals["drift"][0])  # whatever is beside it
+
+
+def _first_row(x: Any) -> Any:
+    return type(x)(*(None if values is None else values[:1] for values in x))
+
+
+def test_overlap_of_both_top_k() -> None:
+    x = world(4)
+    out = distillation_loss(fixed(x.student), fixed(x.teacher), objective=StudentTopK(), inputs=x.inputs(top_k=5))
+    for bt in zip(*np.nonzero(x.mask), strict=True):
+        s, t = oracle.probabilities(x.student[bt]), oracle.probabilities(x.teacher[bt])
+        both = set(oracle.top_ids(s, 5)) & set(oracle.top_ids(t, 5))
+        assert_close(out.signals["overlap"][bt], len(both) / 5, rtol=1e-6)
+        assert_close(out.signals["overlap_mass"][bt], sum(s[v] for v in both))
+    ids = torch.tensor([[4, 1, 9]])
+    assert (top_k_overlap(ids, ids.flip(-1)).item(), top_k_overlap(ids, ids + 10).item()) == (1.0, 0.0)
+
+
+def test_a_signal_of_all_tokens_must_be_named_for_the_prepass() -> None:
+    @signals.register("rank_of_h", range=(0.0, 1.0))
+    def rank(tokens: Any) -> torch.Tensor:
+        every = signals.everywhere("h", tokens)
+        return (every.argsort().argsort() / max(every.numel() - 1, 1)).to(tokens.dtype)[tokens.span]
+
+    rng = np.random.default_rng(0)
+    hidden, head = fixed(rng.normal(size=(1, 40, 6))), fixed(rng.normal(size=(23, 6)))
+    gated = Gated(Gate(extra={"rank_of_h": 1.0}))
+    try:
+        with pytest.raises(UsageError, match="needed of all tokens"):
+            fused_distillation_loss(hidden, head, hidden, head, objective=gated, chunk_mb=0.005)
+    finally:
+        signals.unregister("rank_of_h")
 
 
 # ---------------------------------------------------------------------------------------------- a signal of one's own
@@ -372,7 +418,7 @@ def test_what_a_signal_may_ask(second_choice: str) -> None:
             student_top=tokens.student_top(3),
             at=tokens.teacher_at(torch.zeros(tokens.count, 1, dtype=torch.long)),
             student_at=tokens.student_at(torch.ones(tokens.count, 1, dtype=torch.long)),
-            nats=tokens.teacher_entropy(),
+            nats=tokens.teacher.entropy,
         )
         return torch.zeros(tokens.count, dtype=torch.float64)
 

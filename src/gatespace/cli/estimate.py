@@ -153,7 +153,7 @@ def estimate(
 
 
 def _train(config: TrainConfig, place: Placement, load: Callable[..., Model]) -> Training:
-    build_objective(config.objective, sources=config.rollout.source.shares())
+    build_objective(config.objective, run=config)
     data, pair = material(config.task, "distill"), config.pair
 
     def outline(setting: str, name: str, revision: str | None, role: str) -> Model:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,15 +15,6 @@ from gatespace.plugins import load_plugins
 
 if TYPE_CHECKING:
     from gatespace.gating.objectives import Objective
-
-_NEEDS = {
-    "uses_sampled": "the sampled token",
-    "selects": "random choice or ranking of tokens",
-    "by_source": "responses of student and teacher",
-    "skips_special": "the tokenizer's special tokens",
-    "state": "a state over steps",
-}
-"""Hook of `Objective` → what the method needs from a run besides both distributions."""
 
 
 def methods(
@@ -38,75 +31,54 @@ def methods(
 
     \b
     gatespace methods                     one line each
-    gatespace methods taid                formula, parameters, citation
+    gatespace methods taid                its docstring: loss, parameters, source
     gatespace train --set objective.method=taid --set objective.params.alpha=1e-3
     gatespace run methods                 a study that compares them all
 
     JSON, alone on standard output:
 
     \b
-    {"methods": \\[{"name", "summary", "formula", "parameters": {},
-      "needs": \\[], "citation", "departures"}]}
+    {"methods": \\[{"name", "summary", "formula", "citation",
+      "departures", "parameters": {}, "needs": \\[]}]}
     """
     from gatespace.gating import objectives
 
     load_plugins(plugins or [])
-    objectives.get("gated")  # registers the published methods
     kinds = objectives.OBJECTIVES
     if name is not None:
         if name not in kinds:
             raise unknown_name("method", name, kinds)
         kinds = {name: kinds[name]}
-    found = [_about(kind) for kind in kinds.values()]
+    about = [_about(kind) for kind in kinds.values()]
     if as_json:
-        print_json({"methods": found})
+        print_json({"methods": about})
     elif name is not None:
-        _print_one(found[0])
+        text = re.sub(r"(?<=\S)\n(?=\S)", " ", inspect.getdoc(kinds[name]) or "")  # paragraphs in one line
+        console().print(f"{name}: {text}\n", highlight=False, markup=False)
+        given = ", ".join(f"{key}={value}" for key, value in about[0]["parameters"].items())
+        console().print(f"parameters: {given or 'none'}", markup=False)
+        console().print(f"needs: {', '.join(about[0]['needs']) or 'only the log-probabilities of a top-k'}")
     else:
         rows = table("Objectives", "method", "what it minimises")
-        for one in found:
-            rows.add_row(one["name"], one["summary"])
+        for method in about:
+            rows.add_row(method["name"], method["summary"])
         console().print(rows)
 
 
 def _about(kind: type[Objective]) -> dict[str, Any]:
-    import inspect
+    from gatespace.gating.objectives import NEEDS, described
 
     parameters = {
         name: None if one.default is one.empty else one.default if _plain(one.default) else str(one.default)
         for name, one in inspect.signature(kind).parameters.items()
     }
     try:
-        made = kind()
+        needs = kind().needs
     except TypeError:  # a plugin's method with a required parameter
-        needs = []
-    else:
-        needs = [words for hook, words in _NEEDS.items() if getattr(made, hook)()]
-    return {
-        "name": kind.name,
-        "summary": kind.summary or (inspect.getdoc(kind) or kind.formula).splitlines()[0].rstrip("."),
-        "formula": kind.formula,
-        "parameters": parameters,
-        "needs": needs,
-        "citation": kind.citation,
-        "departures": kind.departures,
-    }
+        needs = frozenset()
+    needed = [words for need, words in NEEDS.items() if need in needs]
+    return {"name": kind.name, **described(kind), "parameters": parameters, "needs": needed}
 
 
 def _plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
-
-
-def _print_one(about: dict[str, Any]) -> None:
-    given = ", ".join(f"{name}={value}" for name, value in about["parameters"].items())
-    parts = {
-        about["name"]: about["summary"],
-        "formula": about["formula"],
-        "parameters": given or "none",
-        "needs": ", ".join(about["needs"]) or "only both distributions",
-        "source": about["citation"],
-        "beside the family": about["departures"],
-    }
-    for title, text in parts.items():
-        if text:
-            console().print(f"{title}: {text}")

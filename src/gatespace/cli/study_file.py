@@ -114,8 +114,7 @@ def checked_plan(config: StudyConfig, *, yes: bool = False) -> Plan:
     for (task, _), point in plan.points.items():
         path = "points." if point.method is None else "axes.published."
         run = train_config(config, task, config.seeds[0], objective(point, lam=0.5), rollout=point.rollout)
-        sources = run.rollout.source.shares()
-        build_objective(run.objective, path=path, sources=sources)
+        build_objective(run.objective, path=path, run=run)
     return plan
 
 

@@ -37,8 +37,8 @@ def gate_value(value: Any) -> GateValue | None:
     )
 
 
-def _coefficient(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
+def _coefficient(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not _is_finite(value):
         raise ValueError(f"{name} of the gate must be a finite number")
     return float(value) + 0.0  # turns -0.0, which JSON distinguishes, into 0.0
 
@@ -118,16 +118,14 @@ class ObjectiveConfig(Section):
         if self.method != "gated" and self.gate is not None:
             hint = "params: {lam: 0.5}, or method: gated" if self.method == "static" else "gate: null, or method: gated"
             raise Fault("gate", f"the method {self.method} has no gate", instead=hint)
-        if self.method != "gated" and self.stop_gradient:
-            raise Fault("stop_gradient", f"the method {self.method} has no gate to stop the gradient of")
-        if self.method != "gated" and self.shuffle:
-            raise Fault("shuffle", f"the method {self.method} has no gate whose λ could be shuffled", instead="false")
+        for name in ("stop_gradient", "shuffle"):
+            if self.method != "gated" and getattr(self, name):
+                raise Fault(name, f"no meaning without a gate, and {self.method} has none", instead="false")
         if self.method not in ("gated", "static") and self.support != "full":
             raise Fault("support", f"the method {self.method} defines its own support", instead="full")
         if (self.support == "full" or self.over_labels) and self.support_k is not None:
-            raise Fault(
-                "support_k", f"the support {self.support} has no K", instead="support_k: null, or support: bucket"
-            )
+            what = f"the support {self.support} has no K"
+            raise Fault("support_k", what, instead="support_k: null, or support: bucket")
         return self
 
     @property

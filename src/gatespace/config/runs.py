@@ -28,9 +28,6 @@ from gatespace.config.sections import (
 )
 from gatespace.config.task import TaskConfig
 
-_NEED_ALL = ("todi", "eopd", "akl", "jsd", "skl", "srkl", "abkd", "student_top_k", "tip", "vopd", "distillm2", "taid")
-"""Published methods that sum over the whole vocabulary. A plugin's method checks this in its loss."""
-
 
 def _check_probabilities(task: TaskConfig, evaluation: EvaluationConfig) -> None:
     if task.text is not None and evaluation.probabilities:
@@ -174,24 +171,17 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _top_k_is_enough(self) -> TrainConfig:
-        """Reject objectives that a top-K payload cannot serve now, not in the first step."""
+        """Reject settings that a top-K payload cannot serve; `build_objective` asks the method whether it can."""
         if self.teacher.payload == "hidden":
             return self
         goal, k = self.objective, self.teacher.k
         hidden = "teacher.payload: hidden"
-        if goal.method in ("gated", "static"):
-            if goal.support in ("full", "student"):
-                what = f"{goal.support} needs the teacher's full distribution"
-                raise Fault("objective.support", what, instead=f"bucket, or {hidden}")
-            if goal.temperature != 1 and goal.support != "renorm":
-                what = f"with a top-K teacher the support {goal.support} is known at temperature 1 only"
-                raise Fault("objective.temperature", what, instead=f"1, objective.support: renorm, or {hidden}")
-        elif goal.method in _NEED_ALL:
-            raise Fault("objective.method", f"{goal.method} needs the teacher's full distribution", instead=hidden)
+        if goal.temperature != 1 and goal.support not in ("full", "renorm"):
+            what = f"with a top-K teacher the support {goal.support} is known at temperature 1 only"
+            raise Fault("objective.temperature", what, instead=f"1, objective.support: renorm, or {hidden}")
         if goal.entropy == "full":
-            raise Fault(
-                "objective.entropy", "full needs the teacher's full distribution", instead=f"top_k, or {hidden}"
-            )
+            what = "full needs the teacher's full distribution"
+            raise Fault("objective.entropy", what, instead=f"top_k, or {hidden}")
         for name, value in (("top_k", goal.top_k), ("support_k", goal.support_k)):
             if value is not None and value > k:
                 raise Fault(f"objective.{name}", f"the teacher sends its top {k} only (teacher.k)")

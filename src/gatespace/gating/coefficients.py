@@ -32,10 +32,7 @@ _GRID: dict[str, tuple[float, float, float, float]] = {
     **{f"HG5,d{d:+g}": (4, 0, -1, d) for d in _D_STEPS},
 }
 _FAMILIES = ("entropy-only(β)", "gap-only(d)", "static:λ")
-_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?"
-_RESTRICTION = re.compile(rf"(entropy|gap)[-_ ]?only\s*[(:]\s*({_NUMBER})\s*\)?", re.IGNORECASE)
-_STATIC = re.compile(rf"static\s*[(:]\s*({_NUMBER})\s*\)?", re.IGNORECASE)
-_SIGNAL_NAME = re.compile(r"[A-Za-z_]\w*")
+_FAMILY = re.compile(r"(static|entropy[-_ ]?only|gap[-_ ]?only)\s*[(:]\s*(.+?)\s*\)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ class Gate:
             object.__setattr__(self, name, _number(name, getattr(self, name)))
         pairs = {str(k): _number(str(k), v) for k, v in sorted(dict(self.extra).items())}
         for name, value in pairs.items():
-            if not _SIGNAL_NAME.fullmatch(name) or name in (*COEFFICIENTS, "h", "u", "gap"):
+            if not name.isidentifier() or name in (*COEFFICIENTS, "h", "u", "gap"):
                 raise UsageError(
                     f"{name!r} cannot name a further signal of a gate",
                     why="h, u and gap have the coefficients a, b and d; other names must be Python identifiers",
@@ -103,15 +100,10 @@ class Gate:
                 raise UsageError(f"the coefficient of {name} must be finite", got=value)
         object.__setattr__(self, "extra", {k: v for k, v in pairs.items() if v != 0.0})
         if math.isinf(self.a) or math.isinf(self.b) or math.isinf(self.d):
-            raise UsageError(
-                "a, b and d must be finite", got=self, why="an infinite weight of a signal at 0 is not a number"
-            )
+            raise UsageError("a, b and d must be finite", got=self, why="an infinite weight times 0 is not a number")
         if math.isinf(self.c) and not self.is_static:
-            raise UsageError(
-                "c may be infinite only where a = b = d = 0",
-                got=self,
-                why="an infinite bias is the static λ of 0 or 1 and leaves no place for a signal",
-            )
+            why = "an infinite bias is the static λ of 0 or 1 and leaves no place for a signal"
+            raise UsageError("c may be infinite only where a = b = d = 0", got=self, why=why)
 
     def __hash__(self) -> int:
         return hash((*self.abcd, tuple(self.extra.items())))
@@ -136,66 +128,47 @@ class Gate:
         ``gap-only(-2)``, ``static:0.388``. The sign of entropy-only is fixed by its meaning (high entropy → forward
         KL), so ``entropy-only(4)`` and the paper's spelling ``entropy-only(-4)`` are the same point.
         """
-        text = name.strip()
-        if match := _STATIC.fullmatch(text):
-            return cls.static(float(match[1]))
-        if match := _RESTRICTION.fullmatch(text):
-            value = float(match[2])
+        if (match := _FAMILY.fullmatch(name.strip())) and _is_number(match[2]):
+            family, value = match[1].lower(), float(match[2])
+            if family == "static":
+                return cls.static(value)
             if value == 0:
-                raise UsageError(
-                    f"{match[1].lower()}-only needs a magnitude other than 0",
-                    got=name,
-                    instead="Gate.static(0.5) is the gate with all coefficients 0",
-                )
-            return cls(a=-abs(value)) if match[1].lower() == "entropy" else cls(d=value)
-        key = _fold(text)
+                instead = "Gate.static(0.5) is the gate with all coefficients 0"
+                raise UsageError(f"{family} needs a magnitude other than 0", got=name, instead=instead)
+            return cls(a=-abs(value)) if family.startswith("entropy") else cls(d=value)
         for known, abcd in _GRID.items():
-            if _fold(known) == key:
+            if _fold(known) == _fold(name):
                 return cls(*abcd)
         raise unknown_name("gate", name, [*_GRID, *_FAMILIES])
 
     @classmethod
-    def parse(cls, text: str) -> Gate:
-        """Parse a gate: a name, or four numbers, then ``signal=coefficient`` for each extra signal.
+    def parse(cls, value: object) -> Gate:
+        """Return the gate as written in a call or a configuration.
+
+        A name, four numbers as text or list, a mapping of coefficients, or a gate. Text may go on with
+        ``signal=coefficient`` for each extra signal; so may a mapping.
 
         Examples:
             >>> Gate.parse("4, 0, -1, 0, student_entropy=2").extra
             {'student_entropy': 2.0}
-        """
-        stripped = text.strip().removeprefix("(").removesuffix(")") if text.strip().startswith("(") else text.strip()
-        parts = [part.strip() for part in stripped.split(",")]
-        if len(parts) < 4 or not all(_is_number(part) for part in parts[:4]):
-            if len(parts) > 1 and all(_is_number(part) for part in parts):
-                raise UsageError(
-                    "a gate has four coefficients a,b,c,d", got=f"{text!r} ({len(parts)})", instead="e.g. 4,0,-1,0"
-                )
-            return cls.named(text)
-        extra: dict[str, float] = {}
-        for part in parts[4:]:
-            name, equals, value = part.partition("=")
-            if not equals or not _is_number(value):
-                raise UsageError(
-                    "after a,b,c,d a gate takes signal=coefficient", got=part, instead="e.g. 4,0,-1,0,jsd=2"
-                )
-            extra[name.strip()] = float(value)
-        a, b, c, d = (float(part) for part in parts[:4])
-        return cls(a, b, c, d, extra)
-
-    @classmethod
-    def of(cls, value: object) -> Gate:
-        """Return the gate given as in a configuration: text, four numbers, a mapping of coefficients, or a gate.
-
-        Examples:
-            >>> Gate.of({"a": 4, "c": -1}) == Gate.of("G5") == Gate.of([4, 0, -1, 0])
+            >>> Gate.parse({"a": 4, "c": -1}) == Gate.parse("G5") == Gate.parse([4, 0, -1, 0])
             True
         """
         if isinstance(value, Gate):
             return value
-        if isinstance(value, str):
-            return cls.parse(value)
         if isinstance(value, Mapping):
             extra = {str(name): weight for name, weight in value.items() if name not in COEFFICIENTS}
             return cls(**{name: value.get(name, 0.0) for name in COEFFICIENTS}, extra=extra)
+        if isinstance(value, str):
+            parts = (value.strip()[1:-1] if value.strip().startswith("(") else value).split(",")
+            if not _is_number(parts[0]):
+                return cls.named(value)
+            pairs = [part.partition("=") for part in parts[4:]]
+            if len(parts) < 4 or not all(map(_is_number, [*parts[:4], *(weight for _, _, weight in pairs)])):
+                what = "a gate has four coefficients a,b,c,d, then signal=coefficient for each extra signal"
+                raise UsageError(what, got=repr(value), instead="e.g. 4,0,-1,0 or 4,0,-1,0,jsd=2")
+            a, b, c, d = map(float, parts[:4])
+            return cls(a, b, c, d, {name.strip(): float(weight) for name, _, weight in pairs})
         if isinstance(value, Sequence) and len(value) == len(COEFFICIENTS):
             return cls(*value)
         raise UsageError("this is not a gate", got=repr(value), instead="G5, [4, 0, -1, 0] or {a: 4, c: -1}")
@@ -221,9 +194,9 @@ class Gate:
             if self.abcd == abcd:
                 return known
         if self.is_static:
-            return f"static:{_short(self.lam())}"
+            return f"static:{self.lam():.12g}"
         if self.a < 0 and self.abcd == (self.a, 0, 0, 0):
-            return f"entropy-only({_short(self.a)})"
+            return f"entropy-only({self.a:.12g})"
         if self.abcd == (0, 0, 0, self.d):
             return f"gap-only({self.d:+g})"
         return None
@@ -268,7 +241,7 @@ class Gate:
 
         It shares EOPD's direction (high entropy → forward KL) but is not EOPD: EOPD adds a forward-KL term behind a
         hard threshold; this is a convex mixture behind a sigmoid, with no threshold (paper, §"What the aligned
-        restrictions do not capture"). `gatespace.gating.published.EOPD` is the published method.
+        restrictions do not capture"). `gatespace.gating.EOPD` is the published method.
         """
         if self.a == 0:
             return NotApplicable("entropy-only keeps a, and a = 0 here")
@@ -278,7 +251,7 @@ class Gate:
         """The matched-magnitude restriction to the gap channel: (0, 0, 0, d), sign kept.
 
         Only d < 0 has ToDi's direction (student under-estimates → forward KL), and even that is not ToDi, whose weight
-        is per vocabulary entry, from a log-ratio, and detached. `gatespace.gating.published.ToDi` is the published
+        is per vocabulary entry, from a log-ratio, and detached. `gatespace.gating.ToDi` is the published
         method.
         """
         if self.d == 0:
@@ -324,7 +297,3 @@ def _fold(name: str) -> str:
 def _text(value: float) -> str:
     """The shortest text that parses back to the same float."""
     return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
-
-
-def _short(value: float) -> str:
-    return f"{value:.12g}"

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from gatespace.errors import UsageError
 from gatespace.gating import signals
 from gatespace.gating.coefficients import Gate
-from gatespace.gating.inputs import Batch, LossInputs, LossOptions
+from gatespace.gating.inputs import Batch, LossInputs
 from gatespace.gating.loss import (
     DEFAULTS,
     LossOutput,
@@ -61,7 +61,7 @@ def fused_gated_kl(
     coefficients: Tensor | None = None,
     recompute: bool | None = None,
     chunk_mb: float = CHUNK_MB,
-    **inputs: Unpack[LossOptions],
+    **inputs: Any,
 ) -> LossOutput:
     """`gated_kl` of the two heads' logits, same value and gradient, without materialising them.
 
@@ -114,7 +114,7 @@ def fused_distillation_loss(
     """Compute any objective from hidden states and heads.
 
     Arguments as in `fused_gated_kl` and `distillation_loss`. `inputs.lam_order` costs one extra pass over the
-    vocabulary, since λ of all chunks is needed before the first loss; so does an objective with `ahead`.
+    vocabulary, since λ of all chunks is needed before the first loss; so does an objective with `prepass`.
     """
     check_objective(objective, inputs)
     if not chunk_mb > 0:
@@ -277,7 +277,7 @@ class _Work:
         learned = self.objective.learned()
         if learned is not None and not learned.requires_grad:
             learned = None
-        self._look_ahead()
+        self._prepass()
         order = self.batch.given.lam_order
         if order is not None and self.lam is None:
             with torch.no_grad():
@@ -307,9 +307,9 @@ class _Work:
         return self.batch.weighted(torch.cat(self.per_token)).sum() / self.batch.total_tokens
 
     @torch.no_grad()
-    def _look_ahead(self) -> None:
+    def _prepass(self) -> None:
         """Compute, once, the signals that the objective needs for all tokens before the first loss."""
-        names = [name for name in self.objective.ahead() if name not in self.everywhere]
+        names = [name for name in self.objective.prepass() if name not in self.everywhere]
         if names:
             parts = [[signals.read(name, tokens) for name in names] for tokens in self._chunks()]
             self.everywhere = dict(zip(names, map(torch.cat, zip(*parts, strict=True)), strict=True))
@@ -318,7 +318,7 @@ class _Work:
     def _complain(self) -> None:
         """Raise at the first non-finite number, with its position."""
         self.strict, self.everywhere = True, {}
-        self._look_ahead()
+        self._prepass()
         for tokens in self._chunks():
             check_finite(self.objective(tokens), tokens, self.objective)
 

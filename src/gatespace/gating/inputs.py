@@ -6,7 +6,7 @@ The rest of the package works on the N masked tokens in row-major order; only th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from gatespace.errors import UsageError, unknown_name
 
 ENTROPIES = ("top_k", "full", "bucket")
 _PER_TOKEN = ("weights", "sampled", "sampled_log_probs", "u", "from_teacher", "noise")
+_PER_SAMPLE = ("u", "from_teacher")
+"""Those of them that may be (B,) instead of (B, T)."""
 
 
 @dataclass(frozen=True, eq=False)  # a tensor has no single truth value, so no generated ==
@@ -69,30 +71,6 @@ class LossInputs:
             raise unknown_name("entropy", self.entropy, ENTROPIES)
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 1:
             raise UsageError("top_k is a whole number of at least 1", got=self.top_k)
-
-
-class TokenOptions(TypedDict, total=False):
-    """Fields of `LossInputs` as keyword arguments, restricted to those meaningful for a single token."""
-
-    temperature: float
-    sampled: Tensor | None
-    sampled_log_probs: Tensor | None
-    vocab_size: int | None
-
-
-class LossOptions(TokenOptions, total=False):
-    """All fields of `LossInputs` as keyword arguments."""
-
-    mask: Tensor | None
-    weights: Tensor | None
-    top_k: int
-    entropy: str
-    segment_ids: Tensor | None
-    u: Tensor | None
-    total_tokens: float | Tensor | None
-    lam_order: Tensor | None
-    from_teacher: Tensor | None
-    noise: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,46 +129,28 @@ class Batch:
         """Drop tokens of weight 0, except the first of a response, which u needs."""
         keep = (self.select(weights) > 0) | begins
         first = (keep.cumsum(0) - 1)[self.first]
-        return replace(
-            self, index=self.index[keep], position=self.position[keep], length=self.length[keep], first=first[keep]
-        )
+        index, position, length = self.index[keep], self.position[keep], self.length[keep]
+        return replace(self, index=index, position=position, length=length, first=first[keep])
 
     def _selected(self, inputs: LossInputs) -> LossInputs:
         """The inputs, with per-token fields gathered at the N tokens."""
-        shape, device = self.shape, self.index.device
-        sampled, log_probs, u, order = inputs.sampled, inputs.sampled_log_probs, inputs.u, inputs.lam_order
-        if sampled is not None:
-            sampled = self.select(_shaped("sampled", sampled, shape).to(device)).long()
-            if sampled.numel() and not bool(((sampled >= 0) & (sampled < self.vocab_size)).all()):
+        given: dict[str, Any] = {}
+        for name in _PER_TOKEN:
+            values = getattr(inputs, name)
+            if values is None:
+                continue
+            if name in _PER_SAMPLE and values.shape == self.shape[:1]:
+                values = values[:, None].expand(self.shape)
+            given[name] = self.select(_shaped(name, values, self.shape).to(self.index.device)).detach()
+        if "sampled" in given:
+            ids = given["sampled"] = given["sampled"].long()
+            if ids.numel() and not bool(((ids >= 0) & (ids < self.vocab_size)).all()):
                 raise UsageError("sampled holds an id outside the vocabulary", got=f"V={self.vocab_size}")
-        if log_probs is not None:
-            log_probs = self.select(_shaped("sampled_log_probs", log_probs, shape).to(device)).detach()
-        u, from_teacher = self._per_sample("u", u), self._per_sample("from_teacher", inputs.from_teacher)
-        noise = inputs.noise
-        if noise is not None:
-            noise = self.select(_shaped("noise", noise, shape).to(device)).detach()
-        if order is not None:
-            order = _permutation(order.to(device), self.count)
-        weights = inputs.weights
-        if weights is not None:
-            weights = self.select(weights.to(device)).detach()
-        return replace(
-            inputs,
-            weights=weights,
-            sampled=sampled,
-            sampled_log_probs=log_probs,
-            u=u,
-            lam_order=order,
-            from_teacher=None if from_teacher is None else from_teacher.bool(),
-            noise=noise,
-        )
-
-    def _per_sample(self, name: str, values: Tensor | None) -> Tensor | None:
-        """Gather (B,) or (B, T) values at the N tokens."""
-        if values is None:
-            return None
-        values = values[:, None].expand(self.shape) if values.shape == self.shape[:1] else values
-        return self.select(_shaped(name, values, self.shape).to(self.index.device)).detach()
+        if "from_teacher" in given:
+            given["from_teacher"] = given["from_teacher"].bool()
+        if inputs.lam_order is not None:
+            given["lam_order"] = _permutation(inputs.lam_order.to(self.index.device), self.count)
+        return replace(inputs, **given)
 
     @property
     def count(self) -> int:
@@ -210,16 +170,9 @@ class Batch:
 
     def part(self, span: slice) -> Batch:
         """A slice of the tokens; `first` still indexes the whole batch."""
-        given = {name: getattr(self.given, name) for name in _PER_TOKEN}
-        given = {name: values if values is None else values[span] for name, values in given.items()}
-        return replace(
-            self,
-            index=self.index[span],
-            position=self.position[span],
-            length=self.length[span],
-            first=self.first[span],
-            given=replace(self.given, **given),
-        )
+        given = {name: values[span] for name in _PER_TOKEN if (values := getattr(self.given, name)) is not None}
+        own: dict[str, Any] = {name: getattr(self, name)[span] for name in ("index", "position", "length", "first")}
+        return replace(self, given=replace(self.given, **given), **own)
 
     def select(self, values: Tensor) -> Tensor:
         """(B, T, …) → (N, …); differentiable. No copy if every position is selected."""

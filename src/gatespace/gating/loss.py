@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Unpack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gatespace.errors import UsageError
 from gatespace.gating.coefficients import Gate
-from gatespace.gating.inputs import Batch, LossInputs, LossOptions, TokenOptions
+from gatespace.gating.inputs import Batch
+from gatespace.gating.inputs import LossInputs as LossInputs
 from gatespace.gating.objectives import Gated, Objective, TokenLoss
 from gatespace.gating.supports import KLPair, check_support, kl_pair
 from gatespace.gating.tokens import LogitsTeacher, PlainTokens, Teacher, TeacherTopK, TopKTeacher
@@ -20,8 +21,6 @@ from gatespace.gating.vocabulary import LOWEST, check_rows, computable
 
 if TYPE_CHECKING:
     from gatespace.gating.tape import ChunkTokens
-
-__all__ = ["LossInputs", "LossOutput", "distillation_loss", "forward_kl", "gated_kl", "reverse_kl"]
 
 DEFAULTS = LossInputs()
 _INFINITE = -LOWEST * 1e-9
@@ -85,7 +84,7 @@ def gated_kl(
     support: str = "full",
     support_k: int | None = None,
     coefficients: Tensor | None = None,
-    **inputs: Unpack[LossOptions],
+    **inputs: Any,
 ) -> LossOutput:
     """Per-token gated mixture of reverse and forward KL, from logits.
 
@@ -116,6 +115,35 @@ def gated_kl(
     """
     objective = Gated(gate, support, support_k, stop_gradient, coefficients)
     return distillation_loss(student_logits, teacher_logits, objective=objective, inputs=LossInputs(**inputs))
+
+
+def reference_gated_kl(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    gate: Gate,
+    mask: Tensor,
+    top_k: int = 8,
+    temperature: float = 1.0,
+) -> Tensor:
+    """The loss of `gated_kl` in plain torch, to read and to check against: the whole mathematics of the family.
+
+    Examples:
+        >>> student, teacher = torch.randn(2, 3, 4, 20, generator=torch.Generator().manual_seed(0)).unbind()
+        >>> call = {"gate": Gate.named("H1"), "mask": torch.tensor([[0, 1, 1, 1], [1, 1, 0, 1], [1, 0, 0, 0]])}
+        >>> ours = gated_kl(student, teacher, **call).loss
+        >>> torch.testing.assert_close(reference_gated_kl(student, teacher, **call), ours)
+    """
+    top = teacher_logits.topk(top_k).values.log_softmax(-1)  # (B, T, K)
+    h = -(top.exp() * top).sum(-1) / math.log(top_k)  # (B, T) entropy of the teacher's top-K, from 0 to 1
+    u = h.gather(1, mask.argmax(1, keepdim=True))  # (B, 1) h at the first response token
+    choice = teacher_logits.argmax(-1, keepdim=True)
+    gap = 1 - student_logits.softmax(-1).gather(-1, choice).squeeze(-1)  # (B, T)
+    lam = torch.sigmoid(gate.a * h + gate.b * u + gate.c + gate.d * gap)
+    log_s, log_t = ((logits / temperature).log_softmax(-1) for logits in (student_logits, teacher_logits))
+    reverse_kl = (log_s.exp() * (log_s - log_t)).sum(-1)
+    forward_kl = (log_t.exp() * (log_t - log_s)).sum(-1)
+    return ((lam * reverse_kl + (1 - lam) * forward_kl) * mask).sum() / mask.sum()
 
 
 def distillation_loss(
@@ -160,7 +188,7 @@ def forward_kl(
     *,
     support: str = "full",
     support_k: int | None = 8,
-    **inputs: Unpack[TokenOptions],
+    **inputs: Any,
 ) -> Tensor:
     """KL(teacher‖student), nats, per token.
 
@@ -182,7 +210,7 @@ def reverse_kl(
     *,
     support: str = "full",
     support_k: int | None = 8,
-    **inputs: Unpack[TokenOptions],
+    **inputs: Any,
 ) -> Tensor:
     """KL(student‖teacher), nats, per token. Arguments as in `forward_kl`.
 
@@ -193,17 +221,13 @@ def reverse_kl(
 
 
 def _both_kls(
-    student_logits: Tensor,
-    teacher: Tensor | TeacherTopK,
-    support: str,
-    support_k: int | None,
-    **inputs: Unpack[TokenOptions],
+    student_logits: Tensor, teacher: Tensor | TeacherTopK, support: str, support_k: int | None, **inputs: Any
 ) -> KLPair:
     check_support(support)
-    shape, given = student_logits.shape[:-1], LossInputs(**inputs)
-    size = _vocabulary(student_logits, teacher, given.vocab_size)
+    shape = student_logits.shape[:-1]
     flat = torch.Size((1, shape.numel()))
-    given = replace(given, sampled=_row(given.sampled), sampled_log_probs=_row(given.sampled_log_probs))
+    given = LossInputs(**{k: v.reshape(flat) if isinstance(v, Tensor) else v for k, v in inputs.items()})
+    size = _vocabulary(student_logits, teacher, given.vocab_size)
     batch = Batch.of(flat, student_logits.device, size, given)
     if isinstance(teacher, TeacherTopK):
         support_k = min(support_k or teacher.ids.shape[-1], teacher.ids.shape[-1])
@@ -211,10 +235,6 @@ def _both_kls(
         teacher = teacher.reshape(*flat, -1)
     tokens = _tokens(student_logits.reshape(*flat, -1), teacher, batch)
     return KLPair(*(side.reshape(shape) for side in kl_pair(tokens, support, support_k)))
-
-
-def _row(values: Tensor | None) -> Tensor | None:
-    return None if values is None else values.reshape(1, -1)
 
 
 def _tokens(student_logits: Tensor, teacher_logits: Tensor | TeacherTopK, batch: Batch) -> PlainTokens:
@@ -252,9 +272,8 @@ def forbidden(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor] | None:
 def check_objective(objective: Objective, inputs: LossInputs) -> None:
     """Raise if `objective` is not an instance, or has learnable coefficients while `lam_order` fixes λ."""
     if not isinstance(objective, Objective):
-        raise UsageError(
-            "objective must be an Objective", got=type(objective).__name__, instead="ToDi(), Gated(Gate(...)), ..."
-        )
+        got, instead = type(objective).__name__, "ToDi(), Gated(Gate(...)), ..."
+        raise UsageError("objective must be an Objective", got=got, instead=instead)
     if inputs.lam_order is not None and objective.learned() is not None:
         raise UsageError(
             "with lam_order there is nothing to learn for the objective's own coefficients",

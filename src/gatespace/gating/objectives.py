@@ -3,7 +3,7 @@
     L_t = w_t · (λ_t · R_t + (1-λ_t) · F_t)
 
 `divergence` returns R_t and F_t (or a single divergence for methods without a mixture), `lam` returns λ_t,
-`token_weight` returns w_t. Every method in `gatespace.gating.published` uses these three, and so can your own:
+`token_weight` returns w_t. Every method in `gatespace.gating.methods` uses these three, and so can your own:
 
     >>> from gatespace.gating import Tokens, objectives
     >>> from gatespace.gating.divergences import ReverseKL
@@ -21,8 +21,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, TypeVar
 
@@ -35,6 +36,16 @@ from gatespace.gating import signals
 from gatespace.gating.coefficients import Gate
 from gatespace.gating.supports import KLPair, check_support, kl_pair
 from gatespace.gating.tokens import Tokens, TopKTeacher
+
+NEEDS = {
+    "full": "the teacher's full distribution",
+    "sampled": "the sampled token",
+    "selection": "random choice or ranking of tokens",
+    "source": "responses of student and teacher",
+    "special": "the tokenizer's special tokens",
+    "state": "a state over steps",
+}
+"""What an objective may need from a run (`Objective.needs`), in words."""
 
 
 class Terms(NamedTuple):
@@ -58,13 +69,6 @@ class Objective(ABC):
 
     name: ClassVar[str]
     """Its name in configurations; set by `register`."""
-    summary: ClassVar[str] = ""
-    """What it minimises, in a few words."""
-    formula: ClassVar[str] = ""
-    """The loss at a token in one line: s student, t teacher, sg stop-gradient."""
-    citation: ClassVar[str] = ""
-    departures: ClassVar[str] = ""
-    """How the paper's restriction to the same signal, if any, differs from this method."""
 
     @abstractmethod
     def divergence(self, tokens: Tokens) -> KLPair | Terms | Tensor:
@@ -78,37 +82,23 @@ class Objective(ABC):
         """Return w_t, or None for 1."""
         return None
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """What it needs beside both sides' log-probabilities of selected ids: keys of `NEEDS`."""
+        return frozenset()
+
     def learned(self) -> Tensor | None:
         """Return the objective's own tensor that receives gradient, or None."""
         return None
 
-    def uses_sampled(self) -> bool:
-        """Whether it uses the sampled response token, and hence its probability under the sampler."""
-        return False
-
-    def ahead(self) -> tuple[str, ...]:
+    def prepass(self) -> tuple[str, ...]:
         """Signals needed for all tokens before the first loss, see `signals.everywhere`."""
-        return tuple(dict.fromkeys(one for name in self.further_signals() for one in signals.get(name).ahead))
+        return tuple(dict.fromkeys(name for own in self.further_signals() for name in signals.get(own).prepass))
 
-    def selects(self) -> bool:
-        """Whether it selects a subset of a micro-batch's tokens to train on (TIP by `LossInputs.noise`)."""
-        return False
-
-    def by_source(self) -> bool:
-        """Whether it depends on the source of the response (`LossInputs.from_teacher`)."""
-        return False
-
-    def skips_special(self) -> bool:
-        """Whether special tokens of the response, such as end of turn, are masked."""
-        return False
-
+    @property
     def state(self) -> dict[str, float]:
-        """Return the state that changes from step to step; saved in checkpoints."""
+        """What changes from step to step, saved in checkpoints and updated from them; empty for most."""
         return {}
-
-    def restore(self, state: Mapping[str, float]) -> None:
-        """Restore what `state` returned."""
-        return
 
     def advance(self, loss: float, progress: float) -> None:
         """Update the state after a step from its mean loss per token; `progress` (0 to 1) is as of before the step."""
@@ -190,8 +180,6 @@ def unregister(name: str) -> None:
 
 def get(name: str) -> type[Objective]:
     """Return the class of that name: registered, or an entry point of the group `gatespace.objectives`."""
-    import gatespace.gating.published  # noqa: F401 - registers the published methods
-
     if name not in OBJECTIVES:
         kind = plugins.provider("objectives", name, kind="objective", known=OBJECTIVES)
         if name not in OBJECTIVES:  # its module may have registered it on import
@@ -214,6 +202,24 @@ def objective(name: str, **parameters: object) -> Objective:
     return kind(**parameters)
 
 
+def described(kind: type[Objective]) -> dict[str, str]:
+    """The parts of a method's docstring, each in one line: summary, formula, citation, departures; "" if missing.
+
+    Examples:
+        >>> described(get("skl"))["formula"]
+        'KL(t‖α·t + (1-α)·s)'
+    """
+    text = inspect.getdoc(kind) or ""
+    parts = dict(re.findall(r"^(Loss|Source|Departures): (.+?)(?=\n\n|\Z)", text, re.MULTILINE | re.DOTALL))
+    line = {name: " ".join(part.split()) for name, part in parts.items()}
+    return {
+        "summary": text.partition("\n")[0].rstrip("."),
+        "formula": line.get("Loss", "").rstrip("."),
+        "citation": line.get("Source", ""),
+        "departures": line.get("Departures", ""),
+    }
+
+
 def mix(lam: Tensor, reverse: Tensor, forward: Tensor) -> Tensor:
     """Return λ·R + (1-λ)·F; a side of weight exactly 0 adds nothing, even if infinite."""
     reverse = torch.where(lam == 0, 0.0, reverse)
@@ -224,7 +230,9 @@ def mix(lam: Tensor, reverse: Tensor, forward: Tensor) -> Tensor:
 @register("gated")
 @dataclass(frozen=True, eq=False)  # a tensor has no single truth value, so no generated ==
 class Gated(Objective):
-    """λ_t = σ(a·h + b·u + c + d·gap + …) mixing reverse and forward KL: a point of the family.
+    """λ per token mixes reverse and forward KL: the family.
+
+    Loss: λ·KL(s‖t) + (1-λ)·KL(t‖s), λ = σ(a·h + b·u + c + d·gap + …).
 
     Args:
         gate: The point. A static λ is the point with a = b = d = 0.
@@ -233,14 +241,10 @@ class Gated(Objective):
         stop_gradient: Treat λ as a constant. By default gradient flows through the gate, as in the paper.
         coefficients: (4+E,) tensor (a, b, c, d, extra signals in the gate's order) that replaces the gate's numbers
             and receives gradient.
-    """
 
-    summary: ClassVar[str] = "λ per token mixes reverse and forward KL: the family"
-    formula: ClassVar[str] = "λ·KL(s‖t) + (1−λ)·KL(t‖s), λ = σ(a·h + b·u + c + d·gap)"
-    citation: ClassVar[str] = (
-        "Wu, Lin, Yuan, Jiang (2026). A Unified Per-Token Gating Family for On-Policy Distillation: FKL/RKL Mixing "
-        "with Multi-Channel and Bias Coefficients. Findings of EMNLP 2026."
-    )
+    Source: Wu, Lin, Yuan, Jiang (2026). A Unified Per-Token Gating Family for On-Policy Distillation: FKL/RKL Mixing
+    with Multi-Channel and Bias Coefficients. Findings of EMNLP 2026.
+    """
 
     gate: Gate = field(default_factory=Gate)
     support: str = "full"
@@ -268,8 +272,11 @@ class Gated(Objective):
     def learned(self) -> Tensor | None:
         return self.coefficients
 
-    def uses_sampled(self) -> bool:
-        return self.support == "hybrid" or any(signals.get(name).sampled for name in self.gate.extra)
+    @property
+    def needs(self) -> frozenset[str]:
+        sampled = self.support == "hybrid" or any(signals.get(name).sampled for name in self.gate.extra)
+        full = self.support in ("full", "student")
+        return frozenset(name for name, needed in (("full", full), ("sampled", sampled)) if needed)
 
     def divergence(self, tokens: Tokens) -> KLPair:
         return kl_pair(tokens, self.support, self.support_k)
@@ -294,10 +301,15 @@ class Gated(Objective):
 
 @register("static")
 class Static(Gated):
-    """A constant λ: the fixed mixture λ·R + (1-λ)·F, the point (0, 0, logit λ, 0) of the family."""
+    """A constant λ mixes reverse and forward KL.
 
-    summary: ClassVar[str] = "a constant λ mixes reverse and forward KL"
-    formula: ClassVar[str] = "λ·KL(s‖t) + (1−λ)·KL(t‖s)"
+    Loss: λ·KL(s‖t) + (1-λ)·KL(t‖s), the point (0, 0, logit λ, 0) of the family.
+
+    Source: Wu, Lin, Yuan, Jiang (2026), as for the method gated.
+    """
 
     def __init__(self, lam: float = 0.5, support: str = "full", support_k: int | None = None) -> None:
         super().__init__(Gate.static(lam), support, support_k)
+
+
+import gatespace.gating.methods  # noqa: E402, F401 - registers the published methods, after the family

@@ -54,7 +54,7 @@ class Signal:
     range: tuple[float, float]
     sampled: bool = False
     """Whether it uses the sampled response token."""
-    ahead: tuple[str, ...] = ()
+    prepass: tuple[str, ...] = ()
     """Signals that it needs for all tokens of the call, see `everywhere`."""
 
     def __call__(self, tokens: Tokens) -> Tensor:
@@ -69,7 +69,7 @@ _REGISTRY: dict[str, Signal] = {}
 
 
 def register(
-    name: str, *, range: tuple[float, float], sampled: bool = False, ahead: tuple[str, ...] = ()
+    name: str, *, range: tuple[float, float], sampled: bool = False, prepass: tuple[str, ...] = ()
 ) -> Callable[[SignalFunction], SignalFunction]:
     """Register a function of `Tokens` as a signal.
 
@@ -80,7 +80,7 @@ def register(
         name: Its name in gates.
         range: Its smallest and largest value.
         sampled: Whether it uses the sampled response token.
-        ahead: Signals that it needs for all tokens of the call, through `everywhere`.
+        prepass: Signals that it needs for all tokens of the call, through `everywhere`.
     """
 
     def wrap(function: SignalFunction) -> SignalFunction:
@@ -91,7 +91,7 @@ def register(
         low, high = float(range[0]), float(range[1])
         if not low < high:
             raise UsageError("a signal's range is (low, high) with low < high", got=range)
-        _REGISTRY[name] = Signal(name, function, (low, high), sampled, ahead)
+        _REGISTRY[name] = Signal(name, function, (low, high), sampled, prepass)
         return function
 
     return wrap
@@ -133,13 +133,13 @@ def read(name: str, tokens: Tokens) -> Tensor:
 def everywhere(name: str, tokens: Tokens) -> Tensor:
     """(N,) values of a signal for all tokens of the call, in the order of `tokens.whole`, detached.
 
-    The fused path works chunk by chunk: a signal or objective that calls this lists the name in `ahead`, so that the
+    The fused path works chunk by chunk: a signal or objective that calls this lists the name in `prepass`, so that the
     values are computed in an earlier pass.
     """
     if name in tokens.everywhere:
         return tokens.everywhere[name]
     if tokens.count < tokens.whole.count:
-        raise UsageError(f"the signal {name!r} is needed of all tokens at once", instead="name it in `ahead`")
+        raise UsageError(f"the signal {name!r} is needed of all tokens at once", instead="name it in `prepass`")
     return read(name, tokens).detach()
 
 
@@ -227,7 +227,7 @@ def _trust(tokens: Tokens) -> Tensor:
     return read("advantage", tokens).clamp(max=0.0).exp()
 
 
-@register("drift", range=(0.0, 1.0), sampled=True, ahead=("advantage",))
+@register("drift", range=(0.0, 1.0), sampled=True, prepass=("advantage",))
 def _drift(tokens: Tokens) -> Tensor:
     """Share of the response's disagreement Σ|A| before the token: 0 at the first; no gradient."""
     before, total = _sums(everywhere("advantage", tokens).abs().double(), tokens.whole)
@@ -287,29 +287,6 @@ def teacher_entropy(teacher_logits: Tensor, *, top_k: int = 8, entropy: str = "t
     values = normalised_entropy(LogitsTeacher(logits), LossInputs(top_k=top_k, entropy=entropy))
     values = torch.where(logits.amax(-1) <= LOWEST, 0.0, values)  # every entry is -inf
     return values.reshape(teacher_logits.shape[:-1])
-
-
-def prompt_entropy(
-    teacher_logits: Tensor,
-    *,
-    mask: Tensor | None = None,
-    top_k: int = 8,
-    entropy: str = "top_k",
-    segment_ids: Tensor | None = None,
-) -> Tensor:
-    """u(x): h at the first response token of each sample, repeated over the sample's tokens.
-
-    Args:
-        teacher_logits: (B, T, V).
-        mask: (B, T) of 0 and 1; the first token of a sample is the first 1 of its row (or segment).
-
-    Returns:
-        (B, T), 0 outside the mask.
-    """
-    inputs = LossInputs(mask=mask, segment_ids=segment_ids)
-    batch = Batch.of(teacher_logits.shape[:-1], teacher_logits.device, teacher_logits.shape[-1], inputs)
-    values = teacher_entropy(batch.select(teacher_logits), top_k=top_k, entropy=entropy)
-    return batch.spread(values[batch.first])
 
 
 def gap(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:

@@ -57,7 +57,17 @@ def kl_pair(tokens: Tokens, support: str = "full", k: int | None = None) -> KLPa
     check_k(k, tokens.vocab_size, "support_k")
     if support == "student":
         return with_tail(tokens, *chosen_ids(tokens, k, "student"))
-    return {"bucket": _bucket, "hybrid": _hybrid, "renorm": _renorm}[support](tokens, k)
+    if support == "hybrid":
+        return _hybrid(tokens, k)
+    top, at = tokens.teacher_top(k), tokens.temperature
+    if support == "renorm":
+        # the teacher's log-probabilities at T=1, divided by T and renormalised, equal softmax(logits / T) on the top-K,
+        # so a top-K teacher works at any temperature here
+        return renormalised_pair(tokens.student_at(top.ids, temperature=at), top.log_probs / at)
+    if k == tokens.vocab_size:  # no tail
+        log_t = tokens.teacher_at(top.ids, temperature=at)
+        return _pair(tokens.student_at(top.ids, temperature=at), log_t, torch.zeros_like(log_t[:, 0]))
+    return with_tail(tokens, *chosen_ids(tokens, k, "teacher"))
 
 
 IDS = ("student", "teacher", "union", "intersection")
@@ -69,9 +79,6 @@ def chosen_ids(tokens: Tokens, k: int, whose: str) -> tuple[Tensor, Tensor, Tens
     Args:
         whose: student, teacher, union or intersection of both top-k.
     """
-    if whose not in IDS:
-        raise unknown_name("choice of ids", whose, IDS)
-    check_k(k, tokens.vocab_size)
     ids = tokens.teacher_top(k).ids if whose == "teacher" else tokens.student_top_ids(k)
     again = torch.zeros_like(ids, dtype=torch.bool)
     counts = ~again
@@ -88,44 +95,21 @@ def with_tail(tokens: Tokens, ids: Tensor, counts: Tensor, again: Tensor) -> KLP
     """Both KLs over the ids that count, and everything else as one more outcome (see `chosen_ids`)."""
     at = tokens.temperature
     log_s, log_t = tokens.student_at(ids, temperature=at), tokens.teacher_at(ids, temperature=at)
-    single = counts & (log_t > LOWEST / 2)  # an id that the teacher forbids goes to the tail, as in `_bucket`
+    single = counts & (log_t > LOWEST / 2)  # an id that the teacher forbids is not an outcome: it goes to the tail
     rest = ~single & ~again
     tail_s = _and_rest(tokens.student_log_tail(ids, temperature=at), log_s, rest)
-    tail_t = _and_rest(tokens.teacher_log_tail(ids, temperature=at), log_t, rest)
+    tail_t = _and_rest(tokens.teacher.log_tail(ids, at), log_t, rest)
     log_s, log_t = log_s.masked_fill(~single, LOWEST), log_t.masked_fill(~single, LOWEST)
     # a tail of exactly 0 on the teacher's side alone would make reverse KL infinite
     floor = torch.full_like(tail_t, TAIL_FLOOR).log()
     tail_t = torch.where((tail_t <= LOWEST / 2) & (tail_s > LOWEST / 2), floor, tail_t)
-    return _pair(
-        torch.cat([log_s, tail_s[:, None]], -1), torch.cat([log_t, tail_t[:, None]], -1), tail_s.detach().exp()
-    )
+    log_s, log_t = torch.cat([log_s, tail_s[:, None]], -1), torch.cat([log_t, tail_t[:, None]], -1)
+    return _pair(log_s, log_t, tail_s.detach().exp())
 
 
 def _and_rest(log_tail: Tensor, log_probs: Tensor, rest: Tensor) -> Tensor:
     """log of the tail's mass plus that of the ids in `rest`."""
     return torch.cat([log_tail[:, None], log_probs.masked_fill(~rest, LOWEST)], -1).logsumexp(-1)
-
-
-def _bucket(tokens: Tokens, k: int) -> KLPair:
-    temperature = tokens.temperature
-    ids = tokens.teacher_top(k).ids
-    log_t = tokens.teacher_at(ids, temperature=temperature)
-    log_s = tokens.student_at(ids, temperature=temperature)
-    if k == tokens.vocab_size:
-        return _pair(log_s, log_t, torch.zeros_like(log_t[:, 0]))
-    tail_t = tokens.teacher_log_tail(ids, temperature=temperature)
-    tail_s = tokens.student_log_tail(ids, temperature=temperature)
-    # an id that the teacher forbids is not an outcome: its student mass goes to the tail
-    dead = log_t <= LOWEST / 2
-    tail_s = torch.cat([tail_s[:, None], log_s.masked_fill(~dead, LOWEST)], -1).logsumexp(-1)
-    log_s = log_s.masked_fill(dead, LOWEST)
-    log_t = log_t.masked_fill(dead, LOWEST)
-    # a tail of exactly 0 would make reverse KL infinite, which this support is meant to avoid
-    floor = torch.full_like(tail_t, TAIL_FLOOR).log()
-    tail_t = torch.where(tail_t <= LOWEST / 2, floor, tail_t)
-    return _pair(
-        torch.cat([log_s, tail_s[:, None]], -1), torch.cat([log_t, tail_t[:, None]], -1), tail_s.detach().exp()
-    )
 
 
 def _pair(log_s: Tensor, log_t: Tensor, tail_mass: Tensor) -> KLPair:
@@ -143,13 +127,6 @@ def renormalised_pair(log_s: Tensor, log_t: Tensor) -> KLPair:
 
 def _mass_outside(log_s: Tensor) -> Tensor:
     return (1 - log_s.detach().exp().sum(-1)).clamp(min=0.0)
-
-
-def _renorm(tokens: Tokens, k: int) -> KLPair:
-    top, temperature = tokens.teacher_top(k), tokens.temperature
-    # the teacher's log-probabilities at T=1, divided by T and renormalised, equal softmax(logits / T) on the top-K, so
-    # a top-K teacher works at any temperature here
-    return renormalised_pair(tokens.student_at(top.ids, temperature=temperature), top.log_probs / temperature)
 
 
 def _hybrid(tokens: Tokens, k: int) -> KLPair:

@@ -52,6 +52,11 @@ class Tokens(ABC):
         self.batch = batch
         self.infinite = infinite
         """(N,) each: where reverse and where forward KL is infinite, because only one side forbids an id."""
+        self.count, self.vocab_size, self.device = batch.count, batch.vocab_size, batch.index.device
+        self.position, self.length = batch.position, batch.length
+        """(N,) index of the token within its response, from 0, and length of the response."""
+        self.temperature, self.top_k = batch.given.temperature, batch.given.top_k
+        """Temperature of the divergences (signals are computed at 1), and K of the entropy signals."""
         self.lam: Tensor | None = None
         """(N,) constant λ that replaces the objective's own (`LossInputs.lam_order`), or None."""
         self.memo: dict[tuple[str, bool], Tensor] = {}
@@ -61,43 +66,7 @@ class Tokens(ABC):
         self.span = slice(None)
         """Where these tokens lie in `whole`."""
         self.everywhere: dict[str, Tensor] = {}
-        """Signals (N,) of all tokens of the call by name, from an earlier pass (`Objective.ahead`)."""
-
-    # ------------------------------------------------------------------ positions and settings
-
-    @property
-    def count(self) -> int:
-        """N."""
-        return self.batch.count
-
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        return self.batch.vocab_size
-
-    @property
-    def device(self) -> torch.device:
-        return self.batch.index.device
-
-    @property
-    def position(self) -> Tensor:
-        """(N,) index within the response, from 0."""
-        return self.batch.position
-
-    @property
-    def length(self) -> Tensor:
-        """(N,) length of the response."""
-        return self.batch.length
-
-    @property
-    def temperature(self) -> float:
-        """Temperature of the divergences; signals are computed at 1."""
-        return self.batch.given.temperature
-
-    @property
-    def top_k(self) -> int:
-        """K of the entropy signals."""
-        return self.batch.given.top_k
+        """Signals (N,) of all tokens of the call by name, from an earlier pass (`Objective.prepass`)."""
 
     def at_first(self, name: str, values: Tensor) -> Tensor:
         """(N,) value at the first token of each token's response, detached. `name` is unique per quantity."""
@@ -118,14 +87,6 @@ class Tokens(ABC):
     def teacher_at(self, ids: Tensor, *, temperature: float = 1.0) -> Tensor:
         """(N, M) teacher log-probabilities of `ids` (N, M)."""
         return self.teacher.at(ids, temperature)
-
-    def teacher_log_tail(self, ids: Tensor, *, temperature: float = 1.0) -> Tensor:
-        """(N,) log of the teacher's mass outside `ids` (N, K)."""
-        return self.teacher.log_tail(ids, temperature)
-
-    def teacher_entropy(self) -> Tensor:
-        """(N,) teacher entropy over the full vocabulary, in nats."""
-        return self.teacher.entropy
 
     # ------------------------------------------------------------------ student (differentiable)
 
@@ -364,10 +325,7 @@ class TopKTeacher:
 
     @property
     def entropy(self) -> Tensor:
-        raise UsageError(
-            "the teacher's entropy over the full vocabulary is not known from its top-K",
-            instead="use entropy='top_k' or 'bucket', or a teacher that gives hidden states or logits",
-        )
+        raise _unknown("its entropy over the full vocabulary", "entropy='top_k' or 'bucket'")
 
     def top(self, k: int) -> Top:
         if k > self.k:
@@ -381,10 +339,7 @@ class TopKTeacher:
         _only_at_one(temperature)
         hit = ids[:, :, None] == self.ids[:, None, :]
         if self.strict and not bool(hit.any(-1).all()):
-            raise UsageError(
-                "a top-K teacher was asked for a token outside its top-K",
-                instead="use support bucket, hybrid or renorm, or a teacher that gives hidden states or logits",
-            )
+            raise _unknown("its probability of a token outside its top-K", "support bucket, hybrid or renorm")
         return torch.where(hit.any(-1), (self.known[:, None, :] * hit).sum(-1), torch.nan)
 
     def log_tail(self, ids: Tensor, temperature: float) -> Tensor:
@@ -401,27 +356,25 @@ class TopKTeacher:
         hit = ids[:, None] == self.ids
         given = self.sampled_log_probs
         if given is None and self.strict and not bool(hit.any(-1).all()):
-            raise UsageError(
-                "the teacher's log-probability of a response token outside its top-K is needed and was not given",
-                instead="pass TeacherTopK(..., sampled_log_probs=...) of shape (B, T)",
+            raise _unknown(
+                "its log-probability of a response token outside its top-K", "TeacherTopK(sampled_log_probs=...) (B, T)"
             )
         return torch.where(hit.any(-1), (self.known * hit).sum(-1), torch.nan if given is None else given)
 
     def log_probs(self, start: int, stop: int, temperature: float) -> Tensor:
-        raise UsageError(
-            "a sum over the full vocabulary needs the teacher's full distribution, and only its top-K is known",
-            instead="support='bucket' or 'hybrid', or a teacher that gives hidden states or logits",
-        )
+        raise _unknown("its full distribution, for a sum over the vocabulary", "support='bucket' or 'hybrid'")
 
 
 Teacher = LogitsTeacher | TopKTeacher
 
 
+def _unknown(what: str, instead: str) -> UsageError:
+    return UsageError(
+        f"the teacher sent its top-K, and {what} is needed",
+        instead=f"{instead}, or a teacher that gives hidden states or logits",
+    )
+
+
 def _only_at_one(temperature: float) -> None:
     if temperature != 1.0:
-        raise UsageError(
-            "a top-K teacher knows its log-probabilities at temperature 1 only",
-            got=f"temperature={temperature:g}",
-            why="the tail's share at another temperature cannot be told from the top-K",
-            instead="temperature=1, or support='renorm', which needs no tail",
-        )
+        raise _unknown(f"its tail at temperature {temperature:g}", "temperature=1, or support='renorm'")

@@ -84,7 +84,7 @@ class Catalogue:
             grid: dict[str, Gate | None] = {name: Gate.named(name) for name in (*GRID, "H1", "H2", "H3", "H4")}
             return grid | self._on_base()
         if isinstance(wanted, dict):
-            return {name: Gate.of(value) for name, value in wanted.items()}
+            return {name: Gate.parse(value) for name, value in wanted.items()}
         points: dict[str, Gate | None] = {}
         for text in wanted:
             gate = Gate.parse(text)

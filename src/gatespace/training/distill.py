@@ -53,7 +53,7 @@ class Distillation(Job):
         self, config: TrainConfig, run: RunFolder, processes: Processes, progress: Progress, stack: ExitStack
     ) -> None:
         super().__init__(config, run, processes, progress, stack)
-        self.objective = build_objective(config.objective, sources=config.rollout.source.shares())
+        self.objective = build_objective(config.objective, run=config)
         self.data = material(config.task, "distill")
         pair, scorers = config.pair, config.pair.scorers()
         check_teachers(config, self.data)  # before anything large is loaded
@@ -240,7 +240,7 @@ class Distillation(Job):
             "processes": self.processes,
             "share": config.engine.share_prompt,
             # permutation and selection are over the tokens of every sample
-            "merge": not (config.objective.shuffle or self.objective.selects()),
+            "merge": not (config.objective.shuffle or "selection" in self.objective.needs),
         }
         self.rollouts = self.open_rollouts(**options)
         self.trace = StepMetrics(
@@ -288,7 +288,7 @@ class Distillation(Job):
         if not bool(torch.isfinite(hidden).all()):
             raise RunError("the student's hidden states are not finite", instead="a smaller learning rate, or fp32")
         batch.hidden = hidden.detach()
-        if self.objective.skips_special():
+        if "special" in self.objective.needs:
             batch.leave_out({*self.model.end_ids, *self.encoder.tokenizer.all_special_ids})
         assert batch.scores is not None
         payload, teacher_head = batch.scores.payload, batch.scores.head
@@ -321,11 +321,11 @@ class Distillation(Job):
             order = torch.tensor(permutation(len(drawn), self.config.seed, "shuffle", step, batch.places[0]))
         weights = None if batch.weights is None else [[weight for row in batch.weights for weight in row]]
         noise = from_teacher = None
-        if self.objective.selects():
+        if "selection" in self.objective.needs:
             draws = [generator(self.config.seed, "select", step, place).random for place in batch.places]
             drawn_by_row = [draw() for draw, row in zip(draws, responses, strict=True) for _ in row]
             noise = torch.tensor([drawn_by_row], dtype=torch.float64, device=device)
-        if self.objective.by_source():
+        if "source" in self.objective.needs:
             others = torch.tensor([source != "student" for source in batch.sources])
             from_teacher = others[batch.segments][None].to(device)
         return LossInputs(
@@ -387,13 +387,13 @@ class Distillation(Job):
 
     def state(self, done: int) -> dict[str, Any]:
         """Checkpoint state besides tensors, after `done` steps."""
-        moving = self.objective.state()
+        moving = dict(self.objective.state)
         return {**self.trace.state(), **self.rollouts.state(), **({"objective": moving} if moving else {})}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
         rest = dict(state)
-        self.objective.restore(rest.pop("objective", {}))
+        self.objective.state.update(rest.pop("objective", {}))
         self.trace.restore(self.rollouts.restore(rest))
 
     def evidence(self) -> dict[str, Any]:

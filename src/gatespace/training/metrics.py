@@ -235,7 +235,7 @@ class StepMetrics:
             for totals in (teachers.setdefault(name, {}), self._run["teachers"].setdefault(name, {})):
                 for key, value in sums.items():
                     totals[key] = totals.get(key, 0) + value
-        moving = {name: value for name, value in self._objective.state().items() if name != "loss"}
+        moving = {name: value for name, value in self._objective.state.items() if name != "loss"}
         metrics = {
             "step": self._step,
             "rows": len(responses["response_length"]),
@@ -358,7 +358,7 @@ class StepMetrics:
                     entropy=self._settings.entropy,
                     sampled=torch.tensor([sampled[span]], device=student.device),
                     u=torch.tensor(columns.values["u"][None, span], dtype=torch.float32, device=student.device),
-                    segment_ids=batch.segments[None, span].to(student.device) if self._objective.ahead() else None,
+                    segment_ids=batch.segments[None, span].to(student.device) if self._objective.prepass() else None,
                     total_tokens=1.0,  # the same for any division of the tokens
                 )
                 support = "full" if self._settings.over_labels else self._settings.support

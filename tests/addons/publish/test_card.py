@@ -26,7 +26,7 @@ from gatespace.config.text import read_yaml, write_yaml
 from gatespace.errors import UsageError
 from gatespace.evaluation import measure
 from gatespace.gating.coefficients import Gate, named_points
-from gatespace.gating.published import OBJECTIVES
+from gatespace.gating.objectives import OBJECTIVES, described
 from gatespace.models.packaged import PACKAGED
 from gatespace.runs import RunFolder
 from gatespace.tasks import Prompt
@@ -271,8 +271,8 @@ TODI = {"objective.method": "todi", "objective.gate": None, "objective.params": 
         ({"task.split": None}, None, "all training rows"),
         ({"rollout.per_prompt": 4}, None, "25 × 12 prompts × 4 responses"),
         (TODI, "None", "`todi`, with beta = 0.5, the rest at the published defaults."),
-        (TODI, "None", f"Published in: {OBJECTIVES['todi'].citation}"),
-        (TODI, "None", OBJECTIVES["todi"].formula),
+        (TODI, "None", f"Published in: {described(OBJECTIVES['todi'])['citation']}"),
+        (TODI, "None", described(OBJECTIVES["todi"])["formula"]),
         ({**TODI, "objective.params": {}}, "None", "`todi`, with all parameters at the published defaults."),
         ({"objective.method": "static", "objective.gate": None, "objective.params": {"lam": 0.3}}, "None", "λ = 0.3"),
     ],

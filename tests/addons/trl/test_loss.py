@@ -19,7 +19,7 @@ from tests.models.architectures import made
 pytest.importorskip("trl", reason="no TRL here; `make test-engines` makes an environment with it")
 
 from gatespace.addons.trl.trainer import _head
-from gatespace.gating.published import OBJECTIVES
+from gatespace.gating.objectives import OBJECTIVES
 
 H2 = (4.0, 4.0, -1.5, 4.0)
 MIXED = (2.0, -3.0, 0.5, -2.0)

@@ -75,7 +75,7 @@ def test_verl_accepts_the_shipped_configuration() -> None:
 )
 def test_a_gate_on_verls_command_line(override: str, gate: Gate) -> None:
     config = composed(f"distillation.distillation_loss.{override}")
-    assert Gate.of(omega_conf_to_dataclass(config.distillation).distillation_loss.gate) == gate
+    assert Gate.parse(omega_conf_to_dataclass(config.distillation).distillation_loss.gate) == gate
 
 
 def test_the_prompt_ends_where_gatespace_would_end_it() -> None:

@@ -179,14 +179,14 @@ class _Run:
         return f"{(self.base or shown_name(self.start)).rpartition('/')[2]} {how} on {self.task}, {self.point}"
 
     @property
-    def method(self) -> Any:
-        """The class of a published method, which has its formula and citation; None for a gate."""
+    def method(self) -> dict[str, str] | None:
+        """Formula and citation of a published method (`objectives.described`); None for a gate."""
         if isinstance(self.config, TeachConfig) or self.gate is not None:
             return None
         from gatespace.gating import objectives
 
         try:
-            return objectives.get(self.config.objective.method)
+            return objectives.described(objectives.get(self.config.objective.method))
         except UsageError:  # from a plugin that this process has not imported
             return None
 

@@ -13,8 +13,7 @@ from gatespace.errors import UsageError
 from gatespace.gating.coefficients import Gate
 from gatespace.gating.configured import build_gate, build_objective
 from gatespace.gating.fused import CHUNK_MB
-from gatespace.gating.objectives import Objective
-from gatespace.gating.published import OBJECTIVES
+from gatespace.gating.objectives import NEEDS, OBJECTIVES, Objective
 
 
 @dataclass
@@ -126,28 +125,15 @@ class GatedDistillationConfig(DistillationConfig):  # type: ignore[misc]  # TRL 
 
     def _check_needs(self, objective: Objective) -> None:
         """Raise if the method needs something that TRL lacks."""
+        srkl = "method='srkl' with params={'detach_mixture': True} for its part on them, or gatespace train"
         missing = {
-            "a state over steps": (
-                bool(objective.state()),
-                "TRL's checkpoints have no place for it",
-                "gatespace train",
-            ),
-            "responses of the teacher": (
-                objective.by_source(),
-                "TRL samples all responses from the student",
-                "method='srkl' with params={'detach_mixture': True} for its part on them, or gatespace train",
-            ),
-            "special tokens left out": (
-                objective.skips_special(),
-                "TRL counts the tokens of a step itself",
-                "params={'mask_special': False}",
-            ),
+            "state": ("TRL's checkpoints have no place for it", "gatespace train"),
+            "source": ("TRL samples all responses from the student", srkl),
+            "special": ("TRL counts the tokens of a step itself", "params={'mask_special': False}"),
         }
-        for need, (needed, why, instead) in missing.items():
-            if needed:
-                raise UsageError(
-                    f"the method {objective.name} needs {need}", got=f"method={self.method!r}", why=why, instead=instead
-                )
+        for need in objective.needs & missing.keys():
+            what, (why, instead) = f"the method {objective.name} needs {NEEDS[need]}", missing[need]
+            raise UsageError(what, got=f"method={self.method!r}", why=why, instead=instead)
 
     def _check_sampler(self, objective: Objective) -> None:
         """Raise if the objective uses sampled tokens and the sampler changes their probabilities."""
@@ -162,7 +148,7 @@ class GatedDistillationConfig(DistillationConfig):  # type: ignore[misc]  # TRL 
         }
         drawn = {name: getattr(self, name) for name in own if hasattr(self, name)} | dict(self.generation_kwargs or {})
         changed = {name: value for name, value in drawn.items() if name in own and value not in own[name]}
-        if objective.uses_sampled() and changed:
+        if "sampled" in objective.needs and changed:
             raise UsageError(
                 "this objective uses the sampled tokens, and they must be the student's own at temperature 1",
                 got=", ".join(f"{name}={value}" for name, value in changed.items()),

@@ -27,7 +27,6 @@ class Watched(Objective):
     inner: Objective
 
     name: ClassVar[str] = "watched"
-    citation: ClassVar[str] = ""
 
     def divergence(self, tokens: Tokens) -> KLPair | Terms | Tensor:
         return self.inner.divergence(tokens)
@@ -38,8 +37,8 @@ class Watched(Objective):
     def further_signals(self) -> tuple[str, ...]:
         return (*self.inner.further_signals(), STUDENT_ENTROPY)
 
-    def ahead(self) -> tuple[str, ...]:
-        return self.inner.ahead()
+    def prepass(self) -> tuple[str, ...]:
+        return self.inner.prepass()
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
         result = self.inner(tokens)

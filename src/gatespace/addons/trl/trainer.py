@@ -134,7 +134,7 @@ class GatedDistillationTrainer(DistillationTrainer):  # type: ignore[misc]  # as
                 sampled=inputs["completion_ids"],
                 total_tokens=total,
                 lam_order=self._order(int(mask.sum())) if self.args.shuffle else None,
-                noise=self._noise(mask) if self._objective.inner.selects() else None,
+                noise=self._noise(mask) if "selection" in self._objective.inner.needs else None,
             ),
             chunk_mb=self.args.chunk_mb,
         )

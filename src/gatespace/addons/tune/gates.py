@@ -99,7 +99,7 @@ class Signals:
         free = sum(value * self.values[name] for name, value in found.items())
         far = float(np.abs(free).max()) + 60
         c = brentq(lambda c: self.mean(_sigmoid(free + c)) - place.lam, -far, far, xtol=1e-12)
-        return Gate.of({_COEFFICIENT.get(name, name): value for name, value in found.items()} | {"c": _rounded(c)})
+        return Gate.parse({_COEFFICIENT.get(name, name): value for name, value in found.items()} | {"c": _rounded(c)})
 
     def place(self, gate: Gate) -> Place | None:
         """The place of a gate; its direction is over `channels`, or empty for a static gate.

@@ -162,8 +162,7 @@ class Spec:
         for candidate in self.fixed():
             own = self.run_config(candidate, self.config.seeds[0])
             with in_setting(candidate.label):
-                sources = own.rollout.source.shares()
-                build_objective(own.objective, sources=sources)
+                build_objective(own.objective, run=own)
 
     @cached_property
     def base(self) -> TrainConfig:

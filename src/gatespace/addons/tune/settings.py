@@ -155,7 +155,7 @@ def study_of_train_file(path: Path, sets: list[str]) -> StudyConfig:
     own, published = config.objective, []
     if own.method in ("gated", "static"):
         gate = own.gate if own.method == "gated" else f"static:{own.params.get('lam', HALF)}"
-        gate = gate if isinstance(gate, str) else str(Gate.of(gate))
+        gate = gate if isinstance(gate, str) else str(Gate.parse(gate))
         points = tune.get("points", list(TuneConfig().points))
         if gate not in points and ("gate" in objective or own.method == "static"):
             tune = {**tune, "points": [*points, gate]}

@@ -185,7 +185,7 @@ def gated_kl_topk(
     losses = seam.no_padding_2_padding(model_output["distillation_losses"], data)
     mask = data["response_mask"].bool()
     mask = mask.to_padded_tensor(False) if mask.is_nested else mask
-    further = tuple(Gate.of(loss_config.gate).extra)
+    further = tuple(Gate.parse(loss_config.gate).extra)
     columns = {
         name: seam.no_padding_2_padding(model_output[COLUMN.format(name)], data)[mask]
         for name in (*TELEMETRY, *further)

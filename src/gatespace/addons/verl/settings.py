@@ -60,7 +60,7 @@ class GatedLossConfig(seam.DistillationLossConfig):  # type: ignore[misc]
             raise UsageError(
                 "vocab_size is more than the student has logits", got=f"{size} of {rows}", instead="null, or less"
             )
-        objective = Gated(Gate.of(self.gate), self.support, self.support_k, self.stop_gradient)
+        objective = Gated(Gate.parse(self.gate), self.support, self.support_k, self.stop_gradient)
         inputs = LossInputs(top_k=self.signal_top_k, entropy=self.entropy, vocab_size=size, total_tokens=1.0)
         return LossSettings(objective, inputs, size, self.chunked_topk_chunk_size)
 
@@ -105,8 +105,8 @@ class GatedLossConfig(seam.DistillationLossConfig):  # type: ignore[misc]
                 why="clamped probabilities no longer add up to 1, and the KL of them is none",
                 instead="null: the bucket keeps every term finite",
             )
-        objective = Gated(Gate.of(self.gate))  # raises unless it is a gate of known signals
-        if objective.uses_sampled():
+        objective = Gated(Gate.parse(self.gate))  # raises unless it is a gate of known signals
+        if "sampled" in objective.needs:
             raise UsageError(
                 "this gate has a signal of the sampled token",
                 got=f"gate {self.gate}",
