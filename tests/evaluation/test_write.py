@@ -19,12 +19,12 @@ TEXTS = ('he said "no"\n', "😀 é\u2028\u0085 end", "half a pair \ud83d", "")
 @pytest.fixture
 def evaluation() -> Evaluation:
     predictions = [
-        Prediction(0, TEXTS[0], "anger", "anger", 'anger"}', True),
-        Prediction(1, TEXTS[1], "joy", "anger", 'anger"}', True),
-        Prediction(2, TEXTS[2], "joy", None, "jo\ufffd\n", False),
-        Prediction(3, TEXTS[3], "joy", "joy", 'joy"}', True),
+        Prediction(0, TEXTS[0], ("anger",), "anger", 1.0, 'anger"}'),
+        Prediction(1, TEXTS[1], ("joy",), "anger", 0.0, 'anger"}'),
+        Prediction(2, TEXTS[2], ("joy",), None, 0.0, "jo\ufffd\n", ended=False),
+        Prediction(3, TEXTS[3], ("joy",), "joy", 1.0, 'joy"}'),
     ]
-    gold, said = [row.gold for row in predictions], [row.label for row in predictions]
+    gold, said = [row.gold for row in predictions], [row.response for row in predictions]
     return Evaluation(
         task="t",
         task_digest="0" * 32,
@@ -48,7 +48,7 @@ def test_two_files_that_say_what_was_found(evaluation: Evaluation, tmp_path: Pat
     assert {*contents(folder)} == {"predictions-test.jsonl", "evaluation-test.json"}
     # splitlines would also break at the separators in the second text
     lines = (folder / "predictions-test.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [Prediction(**json.loads(line)) for line in lines] == evaluation.predictions
+    assert [Prediction.from_json(json.loads(line)) for line in lines] == evaluation.predictions
     summary = json.loads((folder / "evaluation-test.json").read_text(encoding="utf-8"))
     assert summary == evaluation.as_json()
     assert (summary["task"], summary["split"], summary["available"], summary["ended"]) == ("t", "test", 9, 3)

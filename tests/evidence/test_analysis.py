@@ -198,7 +198,7 @@ def test_baselines(results, found):
     start = results.baselines["hate"].start["test"]
     runs = [r.scores["test"] for r in results.done if r.spec.task == "hate" and r.spec.kind == "point"]
     assert base.start == start.accuracy
-    assert base.best_constant_label == start.best_constant_label
+    assert base.best_constant_label == start.best_constant.label
     assert base.runs == 39
     assert base.gain == pytest.approx(100 * (fmean(r.accuracy for r in runs) - start.accuracy))
     assert base.done == sum(r.spec.task == "hate" for r in results.done)

@@ -74,6 +74,10 @@ class TableConfig(Section):
     label_column: Name = "label"
     """The column or key of the label."""
 
+    metric: Name = "accuracy"
+    """How a label is judged: accuracy, or a metric that a plugin registers. Validation selects by it, and reports use
+    it."""
+
     teacher_column: Name | None = None
     """The column that names the teacher of each training row, one of pair.teachers; null: all rows have the same."""
 

@@ -10,14 +10,13 @@ from dataclasses import replace
 from gatespace.config import TaskConfig, TextConfig, in_setting
 from gatespace.config.sections import TeacherPromptConfig
 from gatespace.errors import UsageError
-from gatespace.tasks.data import AnyExample, AnyTask, Task, split_rows
+from gatespace.tasks.data import Example, Task, split_rows
 from gatespace.tasks.load import load_task
-from gatespace.tasks.prompt import AnyPrompt, Prompt
-from gatespace.tasks.table import load_table
-from gatespace.tasks.text import OtherPrompt, Template, TextPrompt, TextTask, load_text
+from gatespace.tasks.prompt import Prompt, TeacherPrompt, Template
+from gatespace.tasks.read import load_table, load_text
 
 
-def load_configured_task(config: TaskConfig, *, path: str = "task") -> AnyTask:
+def load_configured_task(config: TaskConfig, *, path: str = "task") -> Task:
     """The task with all its rows.
 
     Args:
@@ -53,6 +52,7 @@ def load_configured_task(config: TaskConfig, *, path: str = "task") -> AnyTask:
             definitions=table.definitions,
             text_column=table.text_column,
             label_column=table.label_column,
+            metric=table.metric,
             teacher_column=table.teacher_column,
             split=table.carve.shares(),
             seed=table.carve_seed,
@@ -61,9 +61,9 @@ def load_configured_task(config: TaskConfig, *, path: str = "task") -> AnyTask:
         )
 
 
-def text_prompt(text: TextConfig) -> TextPrompt:
+def text_prompt(text: TextConfig) -> Prompt:
     """The prompt of a text task, except for the prefill."""
-    return TextPrompt(
+    return Prompt(
         conversations=text.messages is not None,
         system=text.system,
         stop=text.stop,
@@ -73,30 +73,32 @@ def text_prompt(text: TextConfig) -> TextPrompt:
     )
 
 
-def configured_prompt(config: TaskConfig, task: AnyTask, *, path: str = "task") -> AnyPrompt:
+def configured_prompt(config: TaskConfig, task: Task, *, path: str = "task") -> Prompt:
     """The prompt of `task`, as configured."""
-    if isinstance(task, TextTask):
-        return replace(task.prompt, prefill=config.prefill if config.text is not None else task.prompt.prefill)
-    assert isinstance(task, Task)
+    # The default prefill begins a label: a free-text task that is loaded by its name keeps its own.
+    prefill = config.prefill if task.labels or config.text is not None else None
     with in_setting(f"{path}.prefill"):
-        return Prompt.of(task, config.prefill, brief=config.brief)
+        return Prompt.of(task, prefill, brief=config.brief)
 
 
-def teacher_prompt(own: TeacherPromptConfig | None, prompt: AnyPrompt) -> AnyPrompt:
-    """The teacher's prompt: the student's `prompt`, unless it has its `own`."""
-    if own is None:
+def teacher_prompt(settings: TeacherPromptConfig | None, prompt: Prompt) -> Prompt:
+    """The teacher's prompt: the student's `prompt`, unless the settings give it another."""
+    if settings is None:
         return prompt
     with in_setting("teacher.prompt.prompt"):
-        template = None if own.prompt is None else Template(own.prompt)
-    return OtherPrompt(prompt, template, own.system, tuple((shot.user, shot.assistant) for shot in own.examples))
+        if settings.prompt is not None:
+            Template(settings.prompt)
+    examples = tuple((shot.user, shot.assistant) for shot in settings.examples)
+    # Only the student's prompts are cut.
+    return replace(prompt, teacher=TeacherPrompt(settings.prompt, settings.system, examples), max_prompt_tokens=None)
 
 
-def configured_rows(config: TaskConfig, task: AnyTask, part: str, *, path: str = "task") -> list[AnyExample]:
+def configured_rows(config: TaskConfig, task: Task, part: str, *, path: str = "task") -> list[Example]:
     """The training rows of one part: ``teacher`` to train a teacher on, ``distill`` to distil on.
 
     Without a split each part is all of train.
     """
-    rows: list[AnyExample] = task.rows("train")
+    rows = task.train
     if config.split is None:
         return task.lessons(rows) if part == "teacher" else rows
     shares = config.split.shares()
@@ -107,5 +109,5 @@ def configured_rows(config: TaskConfig, task: AnyTask, part: str, *, path: str =
             instead="teacher: 0.6, distill: 0.4; or split: null, all rows for both",
         )
     with in_setting(f"{path}.split"):
-        found = split_rows(rows, shares, config.split_seed)[part]
-    return task.lessons(found) if part == "teacher" else found
+        rows = split_rows(rows, shares, config.split_seed)[part]
+    return task.lessons(rows) if part == "teacher" else rows

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from gatespace.config import TrainConfig, dump_config
 from gatespace.errors import GatespaceError, RunError
-from gatespace.evaluation import Evaluation, Metrics, TextMetrics, write
+from gatespace.evaluation import Evaluation, Metrics, write
 from gatespace.evaluation.concerns import concerns, of_choice, start_of
 from gatespace.evaluation.metrics import metric_of
 from gatespace.files import JsonLines, Mark
@@ -93,17 +93,10 @@ class Records:
         if any(record["step"] == done for record in self._evaluations):
             return
         evaluation = self._job.evaluate(self._job.config.evaluation.split)
-        metrics = evaluation.metrics
-        record: dict[str, Any] = {"step": done, "split": evaluation.split}
-        if isinstance(metrics, TextMetrics):
-            record |= metrics.as_json()
-            shown = ("score", "truncated", "length")
-        else:
-            record |= _of_labels(metrics)
-            shown = ("accuracy", "macro_f1", "parse_failures")
+        record = {"step": done, "split": evaluation.split, **_line(evaluation.metrics)}
         self._append("evaluations", record)
         self._evaluations.append(record)
-        self._trackers.log(done, {f"eval/{key}": record[key] for key in shown})
+        self._trackers.log(done, {f"eval/{key}": record[key] for key in _TRACKED if key in record})
         self._job.progress.evaluated(done, evaluation)
 
     def stop_on_alarm(self, done: int) -> None:
@@ -270,13 +263,12 @@ class Records:
         return start
 
 
-def _of_labels(metrics: Metrics) -> dict[str, Any]:
-    """Label metrics, as in evaluations.jsonl."""
-    return {
-        "count": metrics.count,
-        "accuracy": metrics.accuracy,
-        "balanced_accuracy": metrics.balanced_accuracy,
-        "macro_f1": metrics.macro_f1,
-        "parse_failures": metrics.parse_failures,
-        "predicted": {row.label: row.predicted for row in metrics.per_label},
-    }
+_TRACKED = ("score", "truncated", "length", "accuracy", "macro_f1", "parse_failures")
+
+
+def _line(metrics: Metrics) -> dict[str, Any]:
+    """Metrics as in evaluations.jsonl: of labels, how often each was predicted in place of their tables."""
+    values = metrics.as_json()
+    if metrics.labels is not None:
+        values["predicted"] = {row.label: row.predicted for row in metrics.labels.per_label}
+    return {key: value for key, value in values.items() if key not in ("per_label", "confusion", "best_constant")}
