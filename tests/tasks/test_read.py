@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gatespace.errors import MissingExtraError, UsageError
-from gatespace.tasks import Example, Prompt, Task, load_table, load_text
+from gatespace.tasks import Example, Task, load_table, load_text
 from gatespace.tasks.read import _READERS
 
 LABELS = ("not spam", "spam")
@@ -50,23 +50,16 @@ def test_one_file_is_carved(tmp_path: Path) -> None:
     )
     assert all(row.label == LABELS[int(row.text.split()[1]) % 2] for row in task.train + task.val + task.test)
     assert task == load(str(path))
-    assert task.test != load(path, seed=1).test
-    other = load(path, split={"val": 0.3, "test": 0.3}, name="mails", question="Is it spam?")
+    assert task.test != load(path, carve_seed=1).test
+    other = load(path, carve={"val": 0.3, "test": 0.3}, name="mails", question="Is it spam?")
     assert (len(other.train), len(other.val), len(other.test), other.name) == (40, 30, 30, "mails")
     assert other.question == "Is it spam?"
 
 
-@pytest.mark.parametrize(
-    "split, message",
-    [
-        ({"val": 0.1}, "there are no test rows"),
-        ({"val": 0.5, "test": 0.5}, "leave nothing of train"),
-        ({"val": 0.1, "tset": 0.1}, "did you mean 'test'"),
-    ],
-)
-def test_shares_are_checked(split: dict[str, float], message: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=message):
-        load(jsonl(tmp_path / "mails.jsonl", many(20)), split=split)
+@pytest.mark.parametrize("carve", [{"val": 0.1}, {"val": 0.5, "test": 0.5}, {"val": 0.1, "tset": 0.1}])
+def test_shares_are_checked(carve: dict[str, float], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there are no val and no test rows"):
+        load(jsonl(tmp_path / "mails.jsonl", many(20)), carve=carve)
 
 
 def test_folder_and_mapping(tmp_path: Path) -> None:
@@ -326,7 +319,7 @@ def test_a_table_gives_the_same_rows(tmp_path: Path) -> None:
 def test_several_references_in_a_cell(tmp_path: Path) -> None:
     rows = [{"mr": str(i), "ref": ["a", "b", "a"]} for i in range(9)] + [{"mr": "nine", "ref": 9}]
     rows += [{"mr": "ten", "ref": [{"role": "assistant", "content": "ten"}]}]
-    task = texts(jsonl(tmp_path / "x.jsonl", rows), split={"val": 0.1, "test": 0.1})
+    task = texts(jsonl(tmp_path / "x.jsonl", rows), carve={"val": 0.1, "test": 0.1})
     found = {row.text: row.references for split in ("train", "val", "test") for row in task.rows(split)}
     assert found["Describe: 3"] == ("a", "b")
     assert found["Describe: nine"] == ("9",)
@@ -413,12 +406,12 @@ def test_what_changes_the_digest(tmp_path: Path) -> None:
         {"also": ("exact",)},
         {"prompt": "{mr}"},
         {"group": False},
-        {"seed": 1},
-        {"how": Prompt(system="s")},
-        {"how": Prompt(stop=("x",))},
-        {"how": Prompt(thinking=True)},
-        {"how": Prompt(max_prompt_tokens=9)},
-        {"how": Prompt(max_prompt_tokens=9, too_long="truncate")},
+        {"carve_seed": 1},
+        {"system": "s"},
+        {"stop": ("x",)},
+        {"thinking": True},
+        {"max_prompt_tokens": 9},
+        {"max_prompt_tokens": 9, "too_long": "truncate"},
     ]
     assert len({texts(path, **options).digest for options in variants}) == len(variants)
     assert texts(path, name="other").digest == texts(path).digest
@@ -440,7 +433,7 @@ def test_e2e(text_data: Path) -> None:
         prompt="Describe: {mr}",
         answer="ref",
         metric="token_f1",
-        split={"val": 0.1},
+        carve={"val": 0.1},
     )
     assert len(task.train) + len(task.val) == 547
     assert len(task.test) == 630
@@ -449,7 +442,7 @@ def test_e2e(text_data: Path) -> None:
 
 
 def test_gsm8k(text_data: Path) -> None:
-    task = load_text(text_data / "gsm8k", prompt="{question}", answer="answer", metric="number", split={"val": 0.02})
+    task = load_text(text_data / "gsm8k", prompt="{question}", answer="answer", metric="number", carve={"val": 0.02})
     assert len(task.train) + len(task.val) == 7473
     assert len(task.test) == 1319
     assert all(task.judge(row, row.label) == 1 for row in task.test)

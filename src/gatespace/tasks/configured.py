@@ -23,54 +23,19 @@ def load_configured_task(config: TaskConfig, *, path: str = "task") -> Task:
         config: The section `task`.
         path: Of that section, for errors.
     """
-    table, text = config.table, config.text
-    if text is not None:
-        with in_setting(f"{path}.text"):
-            return load_text(
-                text.source,
-                prompt=text.prompt,
-                messages=text.messages,
-                answer=text.answer,
-                metric=text.metric,
-                also=text.also,
-                columns=text.columns,
-                teacher_column=text.teacher_column,
-                group=text.group,
-                how=text_prompt(text),
-                split=text.carve.shares(),
-                seed=text.carve_seed,
-                name=text.name,
-            )
-    if table is None:
-        assert config.name is not None  # a section has a name or a table
-        with in_setting(f"{path}.name" if config.root is None else path):
-            return load_task(config.name, config.root)
-    with in_setting(f"{path}.table"):
-        return load_table(
-            table.source,
-            labels=table.labels,
-            definitions=table.definitions,
-            text_column=table.text_column,
-            label_column=table.label_column,
-            metric=table.metric,
-            teacher_column=table.teacher_column,
-            split=table.carve.shares(),
-            seed=table.carve_seed,
-            name=table.name,
-            question=table.question,
-        )
+    for kind, load in (("table", load_table), ("text", load_text)):
+        if (section := getattr(config, kind)) is not None:
+            with in_setting(f"{path}.{kind}"):  # its settings are the arguments
+                return load(**dict(section) | {"carve": section.carve.shares()})
+    assert config.name is not None  # a section has a name, a table or texts
+    with in_setting(f"{path}.name" if config.root is None else path):
+        return load_task(config.name, config.root)
 
 
 def text_prompt(text: TextConfig) -> Prompt:
     """The prompt of a text task, except for the prefill."""
-    return Prompt(
-        conversations=text.messages is not None,
-        system=text.system,
-        stop=text.stop,
-        thinking=text.thinking,
-        max_prompt_tokens=text.max_prompt_tokens,
-        too_long=text.too_long,
-    )
+    names = ("system", "stop", "thinking", "max_prompt_tokens", "too_long")
+    return Prompt(conversations=text.messages is not None, **{name: getattr(text, name) for name in names})
 
 
 def configured_prompt(config: TaskConfig, task: Task, *, path: str = "task") -> Prompt:

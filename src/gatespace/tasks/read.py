@@ -53,8 +53,8 @@ def load_table(
     label_column: str = "label",
     metric: str = "accuracy",
     teacher_column: str | None = None,
-    split: Mapping[str, float] = CARVED,
-    seed: int = 0,
+    carve: Mapping[str, float] = CARVED,
+    carve_seed: int = 0,
     name: str | None = None,
     question: str = "Which label fits the text best?",
 ) -> Task:
@@ -74,8 +74,8 @@ def load_table(
         label_column: The column or key of the label.
         metric: A name of `gatespace.tasks.scores`.
         teacher_column: The column or key that names a training row's teacher; None: rows name none.
-        split: Shares of train that become ``val`` and ``test`` if the source has no such split.
-        seed: Of that split.
+        carve: Shares of train that become ``val`` and ``test`` if the source has no such split.
+        carve_seed: Of that choice.
         name: Of the task; by default the source.
         question: What the prompt asks about a text.
     """
@@ -111,8 +111,8 @@ def load_table(
         example,
         settings=_TABLE_COLUMNS,
         teacher_column=teacher_column,
-        split=split,
-        seed=seed,
+        carve=carve,
+        carve_seed=carve_seed,
         name=name,
         labels=tuple(labels),
         definitions=dict(definitions),
@@ -132,10 +132,10 @@ def load_text(
     columns: Sequence[str] = (),
     teacher_column: str | None = None,
     group: bool = True,
-    how: Prompt | None = None,
-    split: Mapping[str, float] = CARVED,
-    seed: int = 0,
+    carve: Mapping[str, float] = CARVED,
+    carve_seed: int = 0,
     name: str | None = None,
+    **how: Any,
 ) -> Task:
     """Load a task of prompts and free-text references. A bad row is an error that names its file and line.
 
@@ -150,10 +150,10 @@ def load_text(
         columns: Further columns for custom metrics.
         teacher_column: The column that names a training row's teacher; None: rows name none.
         group: Merge rows of one prompt and teacher into one, with the references of all.
-        how: The other settings of the prompt.
-        split: Shares of train that become ``val`` and ``test`` if the source has no such split.
-        seed: Of that split.
+        carve: Shares of train that become ``val`` and ``test`` if the source has no such split.
+        carve_seed: Of that choice.
         name: Of the task; by default the source.
+        how: Settings of `Prompt`: system, prefill, stop, thinking, max_prompt_tokens, too_long.
     """
     if (prompt is None) == (messages is None):
         raise UsageError("a text task has a prompt template, or a column of messages", got=f"{prompt!r}, {messages!r}")
@@ -182,13 +182,13 @@ def load_text(
         example,
         settings=_TEXT_COLUMNS,
         teacher_column=teacher_column,
-        split=split,
-        seed=seed,
+        carve=carve,
+        carve_seed=carve_seed,
         name=name,
         group=group,
         metric=metric,
         also=tuple(also),
-        prompt=replace(how or Prompt(), conversations=messages is not None),
+        prompt=Prompt(conversations=messages is not None, **how),
     )
 
 
@@ -199,8 +199,8 @@ def _load(
     *,
     settings: str,
     teacher_column: str | None,
-    split: Mapping[str, float],
-    seed: int,
+    carve: Mapping[str, float],
+    carve_seed: int,
     name: str | None,
     group: bool = False,
     **task: Any,
@@ -225,33 +225,27 @@ def _load(
             notes.append(f"{shown}: empty rows of {part}, which are left out: {dropped[part]}")
         if group:
             rows[part] = _grouped(rows[part])
-    _carve(rows, split, seed)
+    _carve(rows, carve, carve_seed)
     train, val, test = (rows[part] for part in SPLITS)
     return Task(
         name or shown, train, val, test, dropped=dropped, source=shown, notes=tuple(dict.fromkeys(notes)), **task
     )
 
 
-def _carve(rows: dict[str, list[Example]], split: Mapping[str, float], seed: int) -> None:
+def _carve(rows: dict[str, list[Example]], shares: Mapping[str, float], seed: int) -> None:
     """Give val and test their shares of the training rows if they have none."""
-    for part in split:
-        if part not in ("val", "test"):
-            raise unknown_name("split to carve from train", part, ("val", "test"))
-    missing = [part for part in SPLITS if part not in rows]
-    for part in missing:
-        if part not in split:
-            raise UsageError(
-                f"there are no {part} rows, and no share of train is given for them",
-                got=f"split={dict(split)}",
-                instead=f"a {part} file, or split={{'{part}': 0.1, …}}",
-            )
-    if missing:
-        shares = {part: split[part] for part in missing}
-        left = 1.0 - sum(shares.values())
-        if left <= 0:
-            raise UsageError("the shares of val and test leave nothing of train", got=dict(split))
-        carved = stream(seed, "tasks", "table", "carve", *missing)
-        rows.update(split_rows(rows["train"], {"train": left, **shares}, carved))
+    missing = [part for part in ("val", "test") if part not in rows]
+    if not missing:
+        return
+    if not {*missing} <= {*shares} or sum(shares[part] for part in missing) >= 1:
+        raise UsageError(
+            f"there are no {' and no '.join(missing)} rows, and the shares of train for them do not give any",
+            got=f"carve={dict(shares)}",
+            instead=f"a {missing[0]} file, or shares such as {dict(CARVED)}",
+        )
+    carved = {part: shares[part] for part in missing}
+    named = stream(seed, "tasks", "table", "carve", *missing)
+    rows.update(split_rows(rows["train"], {"train": 1.0 - sum(carved.values()), **carved}, named))
 
 
 # ---------------------------------------------------------------------------------------------------- one row
