@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError
 
-from gatespace.errors import MissingExtraError, UsageError, missing_extra, unknown_name
+from gatespace.errors import MissingExtraError, UsageError, missing_extra
 from gatespace.seeding import stream
 from gatespace.tasks.data import SPLITS, Example, Task, check_labels, split_rows
 from gatespace.tasks.parser import label_key
@@ -155,10 +155,10 @@ def load_text(
         name: Of the task; by default the source.
         how: Settings of `Prompt`: system, prefill, stop, thinking, max_prompt_tokens, too_long.
     """
-    if (prompt is None) == (messages is None):
-        raise UsageError("a text task has a prompt template, or a column of messages", got=f"{prompt!r}, {messages!r}")
-    if answer is None and messages is None:
-        raise UsageError("answer: which column has the right response?", instead="answer: NAME")
+    if (prompt is None) == (messages is None) or (answer or messages) is None:
+        raise UsageError(
+            "a text task has a prompt template and an answer, or messages", got=f"{prompt!r}, {messages!r}"
+        )
     template = None if prompt is None else Template(prompt)
     if template is not None and not template.columns:
         raise UsageError("prompt: the template names no column", got=repr(prompt), instead='e.g. "Describe: {mr}"')
@@ -402,11 +402,8 @@ def read_source(
 
     if isinstance(source, Mapping):
         files = {split: path_of(path) for split, path in source.items()}
-        for split in files:
-            if split not in SPLITS:
-                raise unknown_name("split", split, SPLITS)
-        if "train" not in files:
-            raise UsageError("a mapping of split to file names train", got=", ".join(files) or "nothing")
+        if "train" not in files or not {*files} <= {*SPLITS}:
+            raise UsageError("a mapping names files of train, val and test, and train at least", got=", ".join(files))
         shown = str(files["train"])
     else:
         path = path_of(source)
