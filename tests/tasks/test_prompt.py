@@ -186,7 +186,6 @@ def test_the_prefix_is_the_longest(make: Any) -> None:
     left, right = prompt.render(tokenizer, "a"), prompt.render(tokenizer, "Zebra")
     prefix = prompt.prefix(tokenizer)
     assert left[len(prefix)] != right[len(prefix)]
-    assert prompt.prefix(tokenizer, texts=TEXTS) == prefix
 
 
 def test_without_a_chat_template(make: Any) -> None:

@@ -281,16 +281,15 @@ class Prompt:
         # The template has already written the special tokens.
         return list(tokenizer.encode(opened + self.prefill, add_special_tokens=False))
 
-    def prefix(self, tokenizer: Tokenizer, texts: Iterable[str] = ()) -> list[int] | None:
+    def prefix(self, tokenizer: Tokenizer) -> list[int] | None:
         """The longest token prefix that the prompts of different texts have in common; None: known only from the texts.
 
-        It is computed, not assumed: the fixed part need not end at a token boundary. `texts` are compared in addition
-        to the built-in ones; with all texts of a task, every prompt begins with the result.
+        It is computed, not assumed: the fixed part need not end at a token boundary.
         """
         if not self.labels or self.teacher is not None:
             return None
         shared: list[int] | None = None
-        for text in (*_PROBES, *texts):
+        for text in _PROBES:
             ids = self.render(tokenizer, text)
             shared = ids if shared is None else shared[: shared_length(shared, ids)]
         return shared or []
