@@ -118,12 +118,9 @@ def test_the_order_of_rows_does_not_matter(rows: list[tuple[str, str | None]], o
     assert statistics(gold, said, LABELS) == statistics(again, said_again, LABELS)
 
 
-def test_the_baseline() -> None:
-    gold, said = ["b", "a", "b", "a", "c"], ["c"] * 5
-    # of equally frequent labels the first of the task
-    assert statistics(gold, said, ("a", "b", "c")).best_constant == ("a", 0.4)
-    assert statistics(gold, said, ("b", "a", "c")).best_constant == ("b", 0.4)
-    assert statistics(gold, said, ("a", "b", "c")).balanced_accuracy == pytest.approx(1 / 3)
+def test_of_equally_frequent_labels_the_first_is_the_baseline() -> None:
+    for labels in (("a", "b", "c"), ("b", "a", "c")):
+        assert statistics(["b", "a", "b", "a", "c"], ["c"] * 5, labels).best_constant == (labels[0], 0.4)
 
 
 @pytest.mark.parametrize(

@@ -256,11 +256,11 @@ def results_table(evaluations: Mapping[str, Mapping[str, Any]], on_the_way: Sequ
 
     The lines of evaluations.jsonl add one for the model before training.
     """
-    first = Metrics.from_json(next(iter(evaluations.values()))["metrics"])
-    columns = ("rows", first.metric, *first.also, *first.figures, "tokens", "cut off")
-    if first.labels is not None:
-        more = "" if first.metric != "accuracy" else ", 95 % CI"
-        columns = ("rows", f"{first.metric}{more}", "best constant", "balanced", "macro-F1", "no label")
+    columns: tuple[str, ...] = ("rows",)
+    for first in [Metrics.from_json(found["metrics"]) for found in evaluations.values()][:1]:
+        interval = ", 95 % CI" if first.labels is not None and first.metric == "accuracy" else ""
+        columns += (f"{first.metric}{interval}", *first.also, *first.figures)
+        columns += ("best constant", "balanced", "macro-F1", "no label") if first.labels else ("tokens", "cut off")
     likely = {split: one["calibration"] for split, one in evaluations.items() if "calibration" in one}
     likely = likely if any(one.get("prior_corrected") is not None for one in likely.values()) else {}
     columns += ("prior corrected", "AUC") if likely else ()
@@ -281,24 +281,15 @@ def results_table(evaluations: Mapping[str, Mapping[str, Any]], on_the_way: Sequ
 
 def _cells(metrics: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> list[str]:
     found, shown = Metrics.from_json(metrics), Metrics.from_json(before or metrics)
-    rows = shown.count
+    rows, interval = shown.count, found.labels is not None and shown.metric == "accuracy"
+    score = with_interval(shown.score, rows) if interval else rounded(shown.score, rows)
+    cells = [str(rows), score, *(rounded(value, rows) for value in (*shown.also.values(), *shown.figures.values()))]
     if found.labels is None:
-        values = (shown.score, *shown.also.values(), *shown.figures.values())
-        return [
-            str(rows),
-            *(rounded(value, rows) for value in values),
-            f"{shown.length:.1f}",
-            f"{shown.truncated:.1%}",
-        ]
+        return [*cells, f"{shown.length:.1f}", f"{shown.truncated:.1%}"]
     labels = before or found.labels.as_json()  # a line of evaluations.jsonl has the same figures
     shares = (found.labels.best_constant.accuracy, labels.get("balanced_accuracy"), labels["macro_f1"])
-    score = with_interval(shown.score, rows) if shown.metric == "accuracy" else rounded(shown.score, rows)
-    return [
-        str(rows),
-        score,
-        *("n/a" if share is None else rounded(share, rows) for share in shares),
-        str(labels["parse_failures"]),
-    ]
+    cells += ["n/a" if share is None else rounded(share, rows) for share in shares]
+    return [*cells, str(labels["parse_failures"])]
 
 
 def curve(evaluations: Mapping[str, Mapping[str, Any]], on_the_way: Sequence[Mapping[str, Any]], steps: int) -> str:
