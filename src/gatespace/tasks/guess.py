@@ -12,7 +12,6 @@ from gatespace.errors import UsageError
 from gatespace.tasks.data import check_text
 from gatespace.tasks.read import path_of, read_source
 from gatespace.tasks.scores import number_in
-from gatespace.tasks.scores import number_in
 
 _MESSAGES = ("messages", "conversations", "conversation", "chat", "dialog", "dialogue")
 _LABELS = ("label", "labels", "class", "category", "intent", "sentiment")
