@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -339,6 +339,14 @@ class _Draws:
             rows = (gold, self.likely(split, said))
             record["calibration"] = calibrate(*rows, rows).as_json()
         return Score.from_json(record)
+
+
+def with_labels(score: Score, **changes: Any) -> Score:
+    """The score with other statistics of its labels; its accuracy is that of `correct`."""
+    assert score.labels is not None
+    labels = replace(score.labels, **changes)
+    accuracy = labels.correct / score.count
+    return replace(score, accuracy=accuracy, metrics=replace(score.metrics, score=accuracy, labels=labels))
 
 
 def _run(spec: RunSpec, folder: Path, draws: _Draws, *, effect: float, noise: float, steps: int) -> RunResult:

@@ -61,7 +61,7 @@ def test_json_is_alone(cli, taught):
 
 def test_duplicates_have_a_row_of_their_own(cli, taught, tmp_path):
     rows = [json.loads(line) for line in (taught.folder / "predictions-test.jsonl").read_text().splitlines()]
-    table = [json.dumps({"text": row["text"], "label": row["gold"]}) for row in rows]
+    table = [json.dumps({"text": row["text"], "label": row["references"][0]}) for row in rows]
     (tmp_path / "train.jsonl").write_text("\n".join(table[:20]))
     (tmp_path / "val.jsonl").write_text("\n".join(table[20:30]))
     (tmp_path / "test.jsonl").write_text("\n".join(table[10:40]))
@@ -70,7 +70,7 @@ def test_duplicates_have_a_row_of_their_own(cli, taught, tmp_path):
     (tmp_path / "own.yaml").write_text(json.dumps({"task": section}))
     result = cli("evaluate", taught.folder, "--config", tmp_path / "own.yaml", "--precision", "fp32")
     assert result.exit_code == 0, result.stderr
-    right = [row["label"] == row["gold"] for row in rows]
+    right = [row["references"] == [row["response"]] for row in rows]
     lines = [line.split() for line in result.stdout.splitlines()]
     assert next(line for line in lines if line[:1] == ["test"])[1:3] == ["30", f"{sum(right[10:40]) / 30:.2f}"]
     without = next(line for line in lines if line[:3] == ["test", "without", "10"])

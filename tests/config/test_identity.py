@@ -34,6 +34,7 @@ TASK: dict[str, Any] = {
     "task.table.definitions": {"a": "First.", "b": "Second."},
     "task.table.text_column": "body",
     "task.table.label_column": "kind",
+    "task.table.metric": "near",
     "task.table.teacher_column": "who",
     "task.table.carve.val": 0.2,
     "task.table.carve.test": 0.1,

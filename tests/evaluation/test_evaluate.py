@@ -8,16 +8,26 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from gatespace import evaluation
+from gatespace.config import EvaluationConfig
 from gatespace.errors import UsageError
-from gatespace.evaluation import Evaluation, LabelProbabilities, calibrate, evaluate, measure
+from gatespace.evaluation import Evaluation, LabelProbabilities, calibrate, measure
 from gatespace.tasks import Prompt, Task, load_task, parse_label
 
 if TYPE_CHECKING:
     from gatespace.models import Model
+
+
+SETTINGS = ("limit", "max_new_tokens", "batch_size")
+
+
+def evaluate(model: Model, task: Task, prompt: Prompt, **options: Any) -> Evaluation:
+    settings = EvaluationConfig(**{name: options.pop(name) for name in SETTINGS if name in options})
+    return evaluation.evaluate(model, task, prompt, settings, **options)
 
 
 def check_raw(raw: str, model: Model, prompt: Prompt, text: str, max_new_tokens: int) -> None:
@@ -55,21 +65,22 @@ def test_predictions_are_those_of_generate(trained: Model, task: Task, prompt: P
     for index, (row, said) in enumerate(zip(task.test, whole.predictions, strict=True)):
         assert (said.index, said.text, said.gold) == (index, row.text, row.label)
         check_raw(said.raw, trained, prompt, row.text, 32)
-        assert said.label == json.loads(prompt.prefill + said.raw)["label"]
+        assert said.response == json.loads(prompt.prefill + said.raw)["label"]
         assert said.ended
 
 
 def test_the_measures_are_counted_over_all_rows(task: Task, whole: Evaluation) -> None:
-    right = sum(said.label == row.label for row, said in zip(task.test, whole.predictions, strict=True))
-    found = whole.metrics
-    assert (found.correct, found.count, found.accuracy) == (right, 80, right / 80)
+    right = sum(said.response == row.label for row, said in zip(task.test, whole.predictions, strict=True))
+    found = whole.metrics.labels
+    assert found is not None
+    assert (found.correct, whole.metrics.count, whole.metrics.score) == (right, 80, right / 80)
     # Neither perfect nor blind, or the comparisons here would say little.
     assert found.best_constant.accuracy + 0.1 < found.accuracy < 1
     assert found.best_constant == task.best_constant("test")
     assert [row.label for row in found.per_label] == list(task.labels)
     assert (whole.task, whole.task_digest, whole.split, whole.available) == (task.name, task.digest, "test", 80)
     # No text of the generated task stands twice.
-    assert (whole.duplicates, whole.without_duplicates, whole.not_applicable) == (0, found, "")
+    assert (whole.duplicates, whole.without_duplicates, whole.not_applicable) == (0, whole.metrics, "")
 
 
 def test_probabilities_of_labels_are_those_of_the_network(
@@ -94,7 +105,7 @@ def test_probabilities_of_labels_are_those_of_the_network(
     assert found.calibration == calibrate([row.label for row in task.test], likely)
     assert found.calibration is not None
     # What it writes is what it holds for the most probable, in a task whose labels it can spell.
-    assert found.calibration.accuracy == pytest.approx(whole.metrics.accuracy, abs=0.05)
+    assert found.calibration.accuracy == pytest.approx(whole.metrics.score, abs=0.05)
     assert found.as_json() == {**whole.as_json(), "calibration": found.calibration.as_json()}
     assert "calibration" not in whole.as_json()
     assert "probabilities" not in whole.predictions[0].as_json()
@@ -123,6 +134,7 @@ def test_samples_have_the_probabilities_of_their_labels(
     sampled = found.sampled
     assert sampled is not None
     each = [fmean((row.samples or ())[k] == row.gold for row in found.predictions) for k in range(20)]
+    assert all(row.sample_scores == tuple(one == row.gold for one in row.samples or ()) for row in found.predictions)
     assert (sampled.samples, sampled.accuracy, sampled.sd) == (
         20,
         pytest.approx(met / 1600),
@@ -138,7 +150,8 @@ def test_samples_have_the_probabilities_of_their_labels(
 def test_the_best_constant_is_that_of_the_split(trained: Model, task: Task, prompt: Prompt) -> None:
     rare = Counter(row.label for row in task.train).most_common()[-1][0]
     only = [row for row in task.test if row.label == rare][:3]
-    found = evaluate(trained, replace(task, test=only), prompt).metrics
+    found = evaluate(trained, replace(task, test=only), prompt).metrics.labels
+    assert found is not None
     assert found.best_constant == (rare, 1.0)
 
 
@@ -200,10 +213,11 @@ def test_other_splits_are_not_held_against_train(split: str, trained: Model, tas
 def test_an_answer_that_is_cut_off_is_wrong(trained: Model, task: Task, prompt: Prompt) -> None:
     # every label of the task has two words, so none of them is whole after one token
     found = evaluate(trained, task, prompt, max_new_tokens=1, limit=20)
-    assert [said.label for said in found.predictions] == [None] * 20
+    assert [said.response for said in found.predictions] == [None] * 20
     assert not any(said.ended for said in found.predictions)
     assert {said.raw for said in found.predictions} <= {"good", "bad", "open"}
-    assert (found.metrics.parse_failures, found.metrics.parsed, found.metrics.accuracy) == (20, 0.0, 0.0)
+    assert found.metrics.labels is not None
+    assert (found.metrics.labels.parse_failures, found.metrics.labels.parsed, found.metrics.score) == (20, 0.0, 0.0)
     assert found.metrics.count == 20
     assert found.max_new_tokens == found.as_json()["max_new_tokens"] == 1
 
@@ -212,9 +226,10 @@ def test_a_model_that_has_learnt_nothing(blank: Model, task: Task, prompt: Promp
     found = evaluate(blank, task, prompt, max_new_tokens=12, limit=10)
     for said in found.predictions:
         check_raw(said.raw, blank, prompt, said.text, 12)
-    failures = sum(said.label is None for said in found.predictions)
+    failures = sum(said.response is None for said in found.predictions)
     assert failures > 0
-    assert found.metrics.parse_failures == failures
+    assert found.metrics.labels is not None
+    assert found.metrics.labels.parse_failures == failures
     assert found.metrics.count == 10
 
 
@@ -223,9 +238,6 @@ def test_a_model_that_has_learnt_nothing(blank: Model, task: Task, prompt: Promp
     [
         ({"split": "tests"}, "unknown split 'tests'"),
         ({"split": "val"}, "has no val rows"),
-        ({"limit": 0}, "limit is at least 1"),
-        ({"batch_size": 0}, "batch_size is at least 1"),
-        ({"max_new_tokens": 0}, "max_new_tokens is at least 1"),
         ({"prompt": Prompt("x", ("good news", "bad news"))}, "asks for other labels"),
     ],
 )
@@ -256,5 +268,5 @@ def test_real_tweets_and_a_real_model(short_smollm2: Path, tweeteval: Path) -> N
         for row, said in zip(task.test, found.predictions, strict=False):
             check_raw(said.raw, model, prompt, row.text, 10)
         labels = [parse_label(prefill + said.raw, task.labels) for said in found.predictions]
-        assert [said.label for said in found.predictions] == labels
-        assert found.metrics == measure([row.label for row in task.test[:3]], labels, task.labels)
+        assert [said.response for said in found.predictions] == labels
+        assert found.metrics.labels == measure([row.label for row in task.test[:3]], labels, task.labels).labels

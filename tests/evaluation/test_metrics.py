@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from fractions import Fraction
 
 import pytest
@@ -12,16 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gatespace.errors import UsageError
-from gatespace.evaluation.metrics import LabelRow, Metrics, measure
+from gatespace.evaluation import LabelRow, LabelStatistics, Metrics, Prediction, measure
+from gatespace.tasks import Example, Prompt, Task
 
 LABELS = ("anger", "joy", "optimism", "sadness")
+
+
+def statistics(gold: Sequence[str], said: Sequence[str | None], labels: Sequence[str]) -> LabelStatistics:
+    found = measure(gold, said, labels)
+    assert found.labels is not None
+    assert (found.metric, found.score, found.count) == ("accuracy", found.labels.accuracy, len(gold))
+    return found.labels
 
 
 def test_by_hand() -> None:
     gold = ["anger", "anger", "anger", "anger", "joy", "joy", "joy", "sadness", "sadness", "sadness"]
     said = ["anger", "anger", "joy", None, "joy", "anger", "optimism", "sadness", None, None]
-    found = measure(gold, said, LABELS)
-    assert (found.count, found.correct, found.accuracy) == (10, 4, 0.4)
+    found = statistics(gold, said, LABELS)
+    assert (found.correct, found.accuracy) == (4, 0.4)
     assert (found.parse_failures, found.parsed) == (3, 0.7)
     assert found.best_constant == ("anger", 0.4)
     assert found.balanced_accuracy == pytest.approx((2 / 4 + 1 / 3 + 1 / 3) / 3)  # no row is optimism
@@ -62,7 +71,7 @@ def test_by_hand() -> None:
 def test_limits(
     gold: list[str], said: list[str | None], accuracy: float, macro_f1: Fraction | int, parsed: float
 ) -> None:
-    found = measure(gold, said, ("a", "b", "c"))
+    found = statistics(gold, said, ("a", "b", "c"))
     assert found.accuracy == accuracy
     assert found.macro_f1 == pytest.approx(float(macro_f1), abs=1e-15)
     assert found.parsed == parsed
@@ -77,7 +86,7 @@ def rows_of(labels: tuple[str, ...]) -> st.SearchStrategy[list[tuple[str, str | 
 
 @given(rows=rows_of(LABELS))
 def test_the_definitions_in_fractions(rows: list[tuple[str, str | None]]) -> None:
-    found = measure([right for right, _ in rows], [said for _, said in rows], LABELS)
+    found = statistics([right for right, _ in rows], [said for _, said in rows], LABELS)
     f1s = []
     for row, label in zip(found.per_label, LABELS, strict=True):
         hits = sum(1 for right, said in rows if right == label and said == label)
@@ -106,15 +115,12 @@ def test_the_order_of_rows_does_not_matter(rows: list[tuple[str, str | None]], o
     shuffled = [rows[place] for place in order if place < len(rows)]
     gold, said = zip(*rows, strict=True)
     again, said_again = zip(*shuffled, strict=True)
-    assert measure(gold, said, LABELS) == measure(again, said_again, LABELS)
+    assert statistics(gold, said, LABELS) == statistics(again, said_again, LABELS)
 
 
-def test_the_baseline() -> None:
-    gold, said = ["b", "a", "b", "a", "c"], ["c"] * 5
-    # of equally frequent labels the first of the task
-    assert measure(gold, said, ("a", "b", "c")).best_constant == ("a", 0.4)
-    assert measure(gold, said, ("b", "a", "c")).best_constant == ("b", 0.4)
-    assert measure(gold, said, ("a", "b", "c")).balanced_accuracy == pytest.approx(1 / 3)
+def test_of_equally_frequent_labels_the_first_is_the_baseline() -> None:
+    for labels in (("a", "b", "c"), ("b", "a", "c")):
+        assert statistics(["b", "a", "b", "a", "c"], ["c"] * 5, labels).best_constant == (labels[0], 0.4)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +151,36 @@ def test_as_json() -> None:
     assert plain["best_constant"] == {"label": "joy", "accuracy": 2 / 3}
     assert [row["label"] for row in plain["per_label"]] == list(LABELS)
     assert plain["confusion"]["joy"] == {"anger": 1, "joy": 1, "optimism": 0, "sadness": 0}
-    assert {*plain} == {*Metrics.__dataclass_fields__}
+    assert {*plain} == {*Metrics.__dataclass_fields__, *LabelStatistics.__dataclass_fields__} - {"labels"}
+    before = {
+        "accuracy": plain["accuracy"],
+        "count": 3,
+        "per_label": plain["per_label"],
+        "confusion": plain["confusion"],
+    }
+    assert Metrics.from_json(before) == found  # as published before 0.2
+
+
+def test_free_text() -> None:
+    task = Task("t", [Example("a", "b")], [], [], prompt=Prompt(), metric="token_f1", also=("exact",))
+    rows = [
+        Prediction(i, "a", ("b",), "b", score, tokens=3 + i, ended=i > 0, also={"exact": float(i == 2)})
+        for i, score in enumerate((0.25, 0.5, 1.0))
+    ]
+    found = Metrics.of(task, rows)
+    assert (found.metric, found.score, found.count, found.length) == ("token_f1", 1.75 / 3, 3, 4)
+    assert (found.truncated, found.also, found.figures, found.labels) == (1 / 3, {"exact": 1 / 3}, {}, None)
+    assert found.sd == pytest.approx(0.3818813)
+    assert Metrics.from_json(json.loads(json.dumps(found.as_json()))) == found
+    with pytest.raises(UsageError, match="nothing to measure"):
+        Metrics.of(task, [])
+
+
+def test_predictions_are_read_as_they_were_written() -> None:
+    row = Prediction(3, "x", ("joy",), None, 0.0, raw="?", tokens=1, probabilities={"joy": 0.5, "anger": 0.5}, mass=1.0)
+    assert Prediction.from_json(json.loads(json.dumps(row.as_json()))) == row
+    before = {"index": 3, "text": "x", "gold": "joy", "label": "joy", "raw": 'joy"}', "ended": True}  # before 0.2
+    assert Prediction.from_json(before) == Prediction(3, "x", ("joy",), "joy", 1.0, raw='joy"}')
 
 
 def test_without_torch() -> None:

@@ -6,10 +6,10 @@ import pytest
 from numpy.random import default_rng
 from scipy import stats
 
-from gatespace.evaluation.metrics import measure
-from gatespace.evaluation.text import TextPrediction, measure_text
+from gatespace.evaluation import Metrics, Prediction, measure
 from gatespace.evidence.accuracy import accuracy_interval, wilson
 from gatespace.study.records import Score
+from gatespace.tasks import Example, Prompt, Task
 
 
 def score(correct, count=100):
@@ -33,8 +33,9 @@ def test_seeds_have_students_interval():
 
 
 def text_score(values):
-    rows = [TextPrediction(i, "", ("x",), "", "", value, {}, 3, ended=True) for i, value in enumerate(values)]
-    record = {"split": "test", "metrics": measure_text("rouge_l", rows).as_json(), "duplicates": 0}
+    rows = [Prediction(i, "", ("x",), "", value, tokens=3) for i, value in enumerate(values)]
+    task = Task("t", [Example("", "x")], [], [], prompt=Prompt(), metric="token_f1")
+    record = {"split": "test", "metrics": Metrics.of(task, rows).as_json(), "duplicates": 0}
     return Score.from_json({**record, "without_duplicates": {}})
 
 

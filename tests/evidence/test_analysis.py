@@ -20,7 +20,7 @@ from gatespace.gating.coefficients import NotApplicable
 from gatespace.seeding import stream
 from gatespace.study.records import Look
 from tests.evidence import oracle
-from tests.sample_study import sample_results
+from tests.sample_study import sample_results, with_labels
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def test_selection_is_on_validation_and_the_other_is_optimistic(results, found):
 def test_the_best_on_validation_is_chosen_whatever_test_says(results, found):
     label = next(p for p in results.points("emotion", "point") if p != found.selection["emotion"].observed.label)
     runs = {
-        key: replace(run, scores={**run.scores, "val": replace(run.scores["val"], correct=run.scores["val"].count)})
+        key: replace(run, scores={**run.scores, "val": with_labels(run.scores["val"], correct=run.scores["val"].count)})
         if (run.spec.task, run.spec.point) == ("emotion", label)
         else run
         for key, run in results.runs.items()
@@ -198,7 +198,7 @@ def test_baselines(results, found):
     start = results.baselines["hate"].start["test"]
     runs = [r.scores["test"] for r in results.done if r.spec.task == "hate" and r.spec.kind == "point"]
     assert base.start == start.accuracy
-    assert base.best_constant_label == start.best_constant_label
+    assert base.best_constant_label == start.best_constant.label
     assert base.runs == 39
     assert base.gain == pytest.approx(100 * (fmean(r.accuracy for r in runs) - start.accuracy))
     assert base.done == sum(r.spec.task == "hate" for r in results.done)

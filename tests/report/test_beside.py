@@ -16,7 +16,7 @@ from gatespace.report.drawing import render
 from gatespace.report.view import View
 from gatespace.study.plan import NINE
 from tests.evidence import oracle
-from tests.sample_study import sample_results
+from tests.sample_study import sample_results, with_labels
 
 TASKS = ("emotion", "offensive", "hate")
 
@@ -96,10 +96,10 @@ def test_no_verdict_on_a_task_whose_runs_did_not_learn(view, paper, constant):
     if constant:
         for key, run in runs.items():
             if run.spec.task == "offensive" and run.scores:
-                same = {split: replace(score, balanced_accuracy=0.5) for split, score in run.scores.items()}
+                same = {split: with_labels(score, balanced_accuracy=0.5) for split, score in run.scores.items()}
                 runs[key] = replace(run, scores=same)
     else:
-        score = replace(baselines["offensive"].start["test"], balanced_accuracy=0.99)
+        score = with_labels(baselines["offensive"].start["test"], balanced_accuracy=0.99)
         baselines["offensive"] = replace(baselines["offensive"], start={"test": score})
     stuck = View(replace(view.results, runs=runs, baselines=baselines), view.analysis, {"paper": paper})
     verdicts = {row.task: row.verdict for row in both(stuck, paper) if row.left == "H1"}

@@ -15,7 +15,7 @@ from gatespace.report import drawing
 from gatespace.report.charts import all_charts
 from gatespace.report.view import View
 from gatespace.study.results import _warnings
-from tests.sample_study import sample_results
+from tests.sample_study import sample_results, with_labels
 
 from .conftest import parse, sentences
 
@@ -75,7 +75,7 @@ def test_a_ranking_goes_from_the_best_down(whole, charts):
 def test_the_numbers_of_a_ranking_do_not_overlap(tmp_path):
     results = sample_results(tmp_path, points=("G2", "G5"), rows=60, steps=2)
     runs = {
-        key: replace(run, scores={**run.scores, "test": replace(run.scores["test"], accuracy=1.0, correct=60)})
+        key: replace(run, scores={**run.scores, "test": with_labels(run.scores["test"], correct=60)})
         for key, run in results.runs.items()
     }
     results = replace(results, runs=runs)

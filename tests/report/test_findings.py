@@ -14,7 +14,7 @@ from gatespace.report.findings import find
 from gatespace.report.tables import file_tables
 from gatespace.report.view import View
 from gatespace.study.records import Look
-from tests.sample_study import sample_results
+from tests.sample_study import sample_results, with_labels
 
 SMALL = {"rows": 120, "steps": 4, "points": ("G2", "G5", "H1", "H3")}
 
@@ -199,7 +199,7 @@ def test_a_task_that_all_points_solve_is_named(tmp_path):
     results = sample_results(tmp_path, **SMALL)
     assert find(View(results, analyse(results))).notable == ()
     alike = {
-        key: replace(run, scores={**run.scores, "test": replace(run.scores["test"], accuracy=1.0, correct=120)})
+        key: replace(run, scores={**run.scores, "test": with_labels(run.scores["test"], correct=120)})
         for key, run in results.runs.items()
     }
     results = replace(results, runs=alike)
@@ -214,9 +214,7 @@ def test_a_task_on_which_nothing_was_learned_is_named(tmp_path):
     results = sample_results(tmp_path, **SMALL)
     constant = round(analyse(results).baselines["emotion"].best_constant * 120)
     stuck = {
-        key: replace(
-            run, scores={**run.scores, "test": replace(run.scores["test"], accuracy=constant / 120, correct=constant)}
-        )
+        key: replace(run, scores={**run.scores, "test": with_labels(run.scores["test"], correct=constant)})
         for key, run in results.runs.items()
     }
     results = replace(results, runs=stuck)
@@ -334,7 +332,9 @@ def test_the_detectable_difference_is_that_of_the_rule_and_per_task_where_noise_
     assert f"a true difference of about {group.all.mde:.1f} pp would be supported in 80 % of repetitions." in claim.text
     # The same on hate, eight times as far from its mean.
     far = {
-        key: replace(run, scores={**run.scores, "test": replace(score, correct=max(0, 60 + 8 * (score.correct - 88)))})
+        key: replace(
+            run, scores={**run.scores, "test": with_labels(score, correct=max(0, 60 + 8 * (score.correct - 88)))}
+        )
         if run.spec.task == "hate"
         else run
         for key, run in view.results.runs.items()

@@ -67,7 +67,7 @@ def test_every_run_has_its_counts(whole):
         assert int(row["count"]) == len(pairs)
         assert float(row["accuracy"]) == pytest.approx(share(pairs), abs=1e-15)
         assert int(row["parse_failures"]) == sum(said is None for _, said in pairs)
-        assert float(row["macro_f1"]) == pytest.approx(macro_f1(pairs, run.scores["test"].labels), abs=1e-12)
+        assert float(row["macro_f1"]) == pytest.approx(macro_f1(pairs, run.scores["test"].labels.confusion), abs=1e-12)
 
 
 def test_points_have_mean_and_sd_over_the_sweep(whole):

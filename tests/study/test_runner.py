@@ -81,7 +81,7 @@ def test_results_are_those_of_the_run_folders(done):
         score = result.scores["test"]
         predicted = result.predictions("test")
         assert score.count == len(predicted) == ROWS
-        assert score.correct == sum(row.gold == row.label for row in predicted)
+        assert score.correct == sum(row.gold == row.response for row in predicted)
         assert score.calibration.count == ROWS
         assert len(result.curve()) == result.cost.steps == 3
         assert result.environment["threads"] == 1
@@ -134,9 +134,11 @@ def test_outcomes_of_label_probabilities_are_fitted_on_validation(done):
     for folder, scores in models:
         rows = {
             split: (
-                [row["gold"] for row in records],
+                [row["references"][0] for row in records],
                 [
-                    LabelProbabilities({label: row["probabilities"][label] for label in score.labels}, row["mass"])
+                    LabelProbabilities(
+                        {label: row["probabilities"][label] for label in score.labels.confusion}, row["mass"]
+                    )
                     for row in records
                 ],
             )

@@ -40,8 +40,8 @@ def test_table(tmp_path: Path) -> None:
         definitions={"no": "Unwanted.", "yes": "Wanted."},
         text_column="body",
         label_column="kind",
-        split={"val": 0.2, "test": 0.3},
-        seed=5,
+        carve={"val": 0.2, "test": 0.3},
+        carve_seed=5,
         name="mails",
         question="Wanted?",
     )

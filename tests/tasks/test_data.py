@@ -66,13 +66,12 @@ def test_baseline_duplicates_and_digest() -> None:
 # ---------------------------------------------------------------------------------------------------- split_rows
 
 
-@pytest.mark.parametrize("stratify", [False, True])
-def test_parts_are_disjoint_complete_and_repeatable(stratify: bool) -> None:
-    parts = split_rows(ROWS, {"teacher": 0.6, "distill": 0.4}, 7, stratify=stratify)
+def test_parts_are_disjoint_complete_and_repeatable() -> None:
+    parts = split_rows(ROWS, {"teacher": 0.6, "distill": 0.4}, 7)
     assert {name: len(rows) for name, rows in parts.items()} == {"teacher": 120, "distill": 80}
     assert sorted(row.text for rows in parts.values() for row in rows) == sorted(row.text for row in ROWS)
-    assert parts == split_rows(ROWS, {"teacher": 0.6, "distill": 0.4}, 7, stratify=stratify)
-    assert parts != split_rows(ROWS, {"teacher": 0.6, "distill": 0.4}, 8, stratify=stratify)
+    assert parts == split_rows(ROWS, {"teacher": 0.6, "distill": 0.4}, 7)
+    assert parts != split_rows(ROWS, {"teacher": 0.6, "distill": 0.4}, 8)
     for rows in parts.values():
         assert rows == sorted(rows, key=ROWS.index)
 
@@ -80,11 +79,6 @@ def test_parts_are_disjoint_complete_and_repeatable(stratify: bool) -> None:
 def test_split_is_pinned() -> None:
     parts = split_rows(ROWS[:10], {"x": 0.5, "y": 0.5}, 0)
     assert [ROWS.index(row) for row in parts["x"]] == [1, 3, 6, 8, 9]
-
-
-def test_strata_keep_the_mix_of_labels() -> None:
-    for rows in split_rows(ROWS, {"teacher": 0.6, "distill": 0.4}, 1, stratify=True).values():
-        assert Counter(row.label for row in rows)["b"] / len(rows) == 0.2
 
 
 def test_shares_below_one_leave_rows_out() -> None:
@@ -95,12 +89,11 @@ def test_shares_below_one_leave_rows_out() -> None:
 @given(
     st.lists(st.tuples(st.sampled_from([*"abcdefgh", "a ", " b"]), st.sampled_from("xy")), min_size=12, max_size=60),
     st.integers(0, 5),
-    st.booleans(),
 )
-def test_no_text_stands_in_two_parts(pairs: list[tuple[str, str]], seed: int, stratify: bool) -> None:
+def test_no_text_stands_in_two_parts(pairs: list[tuple[str, str]], seed: int) -> None:
     rows = [Example(text, label) for text, label in pairs]
     assume(max(Counter(text.strip() for text, _ in pairs).values()) < len(pairs) / 4)
-    parts = split_rows(rows, {"one": 0.5, "two": 0.5}, seed, stratify=stratify)
+    parts = split_rows(rows, {"one": 0.5, "two": 0.5}, seed)
     one, two = ({row.text.strip() for row in part} for part in parts.values())
     assert not one & two
     assert Counter(row for part in parts.values() for row in part) == Counter(rows)

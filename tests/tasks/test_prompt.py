@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from gatespace.errors import UsageError
 from gatespace.tasks import Example, Prompt, Task, parse_label, synthetic_task
-from gatespace.tasks.prompt import PREFILL
+from gatespace.tasks.prompt import PREFILL, TeacherPrompt, Template
 
 TASK = Task(
     name="hate",
@@ -186,7 +186,6 @@ def test_the_prefix_is_the_longest(make: Any) -> None:
     left, right = prompt.render(tokenizer, "a"), prompt.render(tokenizer, "Zebra")
     prefix = prompt.prefix(tokenizer)
     assert left[len(prefix)] != right[len(prefix)]
-    assert prompt.prefix(tokenizer, texts=TEXTS) == prefix
 
 
 def test_without_a_chat_template(make: Any) -> None:
@@ -318,3 +317,83 @@ def test_a_whole_answer_stays_whole(response: str, more: str) -> None:
 
 def test_an_endless_answer_is_not_whole() -> None:
     assert not Prompt.of(TASK, prefill="").closed('{"a": ' * 100_000 + "}")
+
+
+# ---------------------------------------------------------------------------------------------------- free text
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A real one, with a chat template."""
+    transformers = pytest.importorskip("transformers")
+    from gatespace.models import build_tiny
+
+    pair = build_tiny(synthetic_task(size=120), tmp_path_factory.mktemp("tiny"))
+    return transformers.AutoTokenizer.from_pretrained(pair.student)
+
+
+def test_templates() -> None:
+    template = Template("{a b}: {{x}} {c.d}")
+    assert template.columns == ("a b", "c.d")
+    assert template.fill({"a b": "{c.d}", "c.d": "!"}) == "{c.d}: {x} !"
+    for text in ("{", "{}", "{a!r}", "{a:>5}"):
+        with pytest.raises(UsageError, match=r"template|nothing else"):
+            Template(text)
+
+
+def test_what_is_judged() -> None:
+    prompt = Prompt(stop=("\nQ:", "END"), prefill="A: ")
+    assert prompt.parse("yes \nQ: more END") == "A: yes"
+    assert prompt.closed("yes\nQ:")
+    assert not prompt.closed("yes\nQ")
+    assert prompt.gold_response("A: yes") == "yes"
+    assert prompt.gold_response("yes") == "yes"
+    assert Prompt(thinking=True).parse("<think>2+2</think>\n\n4") == "4"
+    assert Prompt(thinking=True).parse("<think>2+2 is") == ""
+    assert Prompt().tail == 0
+
+
+def test_prompts_in_tokens(tokenizer: Any) -> None:
+    prompt = Prompt(system="Be brief.", prefill="Well,")
+    ids = prompt.render(tokenizer, "Say <|im_end|> twice")
+    assert tokenizer.decode(ids) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nSay < |im_end|> twice<|im_end|>\n"
+        "<|im_start|>assistant\nWell,"
+    )
+
+
+def test_long_prompts_are_cut_where_that_is_wished(tokenizer: Any) -> None:
+    text = "where is the bike " * 50
+    whole = Prompt().render(tokenizer, text)
+    prompt = Prompt(max_prompt_tokens=40, too_long="truncate")
+    ids = prompt.render(tokenizer, text)
+    shown = tokenizer.decode(ids)
+    assert 30 < len(ids) <= 40 < len(whole)
+    assert shown.startswith("<|im_start|>user\nwhere is the bike")
+    assert shown.endswith("<|im_end|>\n<|im_start|>assistant\n")
+    with pytest.raises(UsageError, match="too few for the chat template"):
+        Prompt(max_prompt_tokens=3, too_long="truncate").render(tokenizer, text)
+
+
+def test_the_shared_prefix_and_stop_texts(tokenizer: Any) -> None:
+    from gatespace.models.encode import Encoder
+
+    rows = [Example(f"Describe the place in one sentence: {what}", what) for what in ("a pub", "the river")]
+    encoder = Encoder(Prompt(stop=("stop",)), tokenizer, [row.text for row in rows])
+    assert "Describe the place in one sentence:" in tokenizer.decode(encoder.prefix)
+    for row in rows:
+        assert [*encoder.prefix, *encoder.suffix(row.text)] == Prompt().render(tokenizer, row.text)
+    ids = tokenizer.encode("a long response before the stop", add_special_tokens=False)
+    ends = [encoder.closed(ids[:end]) for end in range(1, len(ids) + 1)]
+    assert ends == [*[False] * (len(ids) - 1), True] or "stop" in tokenizer.decode(ids[: ends.index(True) + 1])
+    assert ends[-1]
+    assert not Encoder(Prompt(), tokenizer, []).closed(ids)
+    encoder.check(rows, window=1000)
+    with pytest.raises(UsageError, match=r"do not fit into the context window[^~]*too_long: truncate"):
+        encoder.check(rows, window=20, new_tokens=5)
+    other = Prompt(teacher=TeacherPrompt(system="Be brief."))  # too_long is about the student's prompts
+    with pytest.raises(UsageError, match=r"do not fit into the context window[^~]*or shorter texts"):
+        Encoder(other, tokenizer, []).check(rows, window=20, new_tokens=5)
+    strict = Encoder(Prompt(max_prompt_tokens=5), tokenizer, [row.text for row in rows])
+    with pytest.raises(UsageError, match=r"longer than task\.text\.max_prompt_tokens"):
+        strict.check(rows)

@@ -106,4 +106,4 @@ def test_own_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
         find_metric("slots")("", [], {"mr": "x"})
     with pytest.raises(UsageError, match="did you mean 'rouge_l'"):
         find_metric("rouge-l")
-    assert {"exact", "contains", "regex", "number", "token_f1", "rouge_l", "bleu", "chrf"} == set(METRICS)
+    assert {"accuracy", "exact", "contains", "regex", "number", "token_f1", "rouge_l", "bleu", "chrf"} == set(METRICS)

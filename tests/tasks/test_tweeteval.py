@@ -9,7 +9,7 @@ import pytest
 from gatespace.errors import MissingExtraError, UsageError
 from gatespace.tasks import Example, load_task
 from gatespace.tasks.load import TASKS
-from gatespace.tasks.tweeteval_labels import KNOWN
+from gatespace.tasks.tweeteval import KNOWN
 
 REAL = {
     # sizes, labels, dropped, test texts in train, best constant
@@ -196,22 +196,6 @@ def test_without_a_folder_the_hub_is_asked(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         with pytest.raises(UsageError, match=r"could not be loaded from the Hugging Face Hub(.|\n)*give root= or set"):
             load_task("tweeteval/hate")
-
-
-def test_a_hub_out_of_reach_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its client would sleep and try again, for each task of a study."""
-    datasets = pytest.importorskip("datasets", reason="the package datasets is not installed")
-    monkeypatch.delenv("GATESPACE_TWEETEVAL", raising=False)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    slept: list[float] = []
-    monkeypatch.setattr("time.sleep", slept.append)
-    with pytest.raises(UsageError, match="could not be loaded from the Hugging Face Hub"):
-        load_task("tweeteval/hate")
-    assert slept == []
-    assert datasets.config.HF_HUB_OFFLINE is False
 
 
 def test_rows_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from gatespace.config import TrainConfig
 from gatespace.errors import UsageError
 from gatespace.files import read
 from gatespace.tasks import Example, Prompt, Task
-from gatespace.tasks.text import OtherPrompt, Template, TextExample, TextPrompt
+from gatespace.tasks.prompt import TeacherPrompt
 from gatespace.training.train import train
 
 Make = Callable[..., TrainConfig]
@@ -32,7 +33,7 @@ def losses(config: TrainConfig) -> list[float]:
 def test_its_turns(synthetic: Task) -> None:
     student = Prompt.of(synthetic, brief=True)
     row = Example(" Where is it? ", synthetic.labels[1])
-    other = OtherPrompt(student, Template(str(SHOWN["prompt"])), "Be sure.", (("a", "b"),))
+    other = replace(student, teacher=TeacherPrompt(str(SHOWN["prompt"]), "Be sure.", (("a", "b"),)))
     turns = other.messages(other.text(row))
     assert [turn["role"] for turn in turns] == ["system", "user", "assistant", "user"]
     (own,) = student.messages(row.text)
@@ -42,7 +43,7 @@ def test_its_turns(synthetic: Task) -> None:
     assert (other.prefill, other.gold_response(row.label), other.parse(right)) == (student.prefill, right, row.label)
     assert (other.closed(right), other.closed(right[:-1]), other.closes) == (True, False, True)
     # a model without a chat template gets the student's form where the turns are as many
-    alone = OtherPrompt(student, Template("{text}"))
+    alone = replace(student, teacher=TeacherPrompt("{text}"))
     assert alone.plain(alone.messages(alone.text(row))) == f"{row.text}\n\nAnswer: {student.prefill}"
 
 
@@ -89,13 +90,13 @@ def test_an_estimate_counts_what_the_teacher_reads(train_config: Make, tmp_path:
 
 
 def test_a_row_that_has_nothing_to_show() -> None:
-    other = OtherPrompt(TextPrompt(), Template("Hint: {hint}"))
-    assert "Hint: x" in other.text(TextExample("a", ("b",), {"hint": "x"}, "rows.csv:2"))
+    other = Prompt(teacher=TeacherPrompt("Hint: {hint}"))
+    assert "Hint: x" in other.text(Example("a", "b", columns={"hint": "x"}, where="rows.csv:2"))
     with pytest.raises(UsageError, match=r"teacher\.prompt\.prompt: rows\.csv:3: the prompt is empty"):
-        other.text(TextExample("a", ("b",), {"hint": " "}, "rows.csv:3"))
-    chat = OtherPrompt(TextPrompt(conversations=True), None, "Be sure.", (("c", "d"),))
+        other.text(Example("a", "b", columns={"hint": " "}, where="rows.csv:3"))
+    chat = Prompt(conversations=True, teacher=TeacherPrompt(None, "Be sure.", (("c", "d"),)))
     turns = '[{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]'
-    found = chat.messages(chat.text(TextExample(turns, ("b",))))
+    found = chat.messages(chat.text(Example(turns, "b")))
     assert [turn["content"] for turn in found] == ["Be sure.", "c", "d", "u"]  # the system's turn first, and once
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from gatespace.config import TeachConfig, TrainConfig, parse_config
+from gatespace.config import EvaluationConfig, TeachConfig, TrainConfig, parse_config
 from gatespace.config.sections import TeacherPromptConfig
 from gatespace.errors import UsageError
 from gatespace.evaluation import evaluate
@@ -323,9 +323,9 @@ def test_a_teacher_is_evaluated_by_what_it_is_shown(task: dict[str, Any], text_t
     student = configured_prompt(settings, loaded)
     assert teacher_prompt(None, student) is student
     own = parse_config(TeacherPromptConfig, {"prompt": "thing[{thing}], colour[red]"})
-    found = evaluate(model, loaded, teacher_prompt(own, student), split="test", limit=12, max_new_tokens=14)
+    found = evaluate(model, loaded, teacher_prompt(own, student), EvaluationConfig(limit=12, max_new_tokens=14))
     assert [row.text for row in found.predictions] == [row.text for row in loaded.rows("test")[:12]]
-    assert sum("red" in row.response for row in found.predictions) > 8  # type: ignore[union-attr]
+    assert sum("red" in (row.response or "") for row in found.predictions) > 8
 
 
 def test_a_teacher_prompt_is_the_same_at_all_seeds(task: dict[str, Any], text_teacher: Path, tmp_path: Path) -> None:

@@ -55,14 +55,13 @@ def assert_predicts_as_recorded(folder: Path, task: Task, *, dtype: torch.dtype 
             model,
             task,
             Prompt.of(task, brief=True),
+            settings,
             split=split,
-            limit=settings.limit_of(split),
-            max_new_tokens=settings.max_new_tokens,
             probabilities=settings.probabilities,
         ).judged_with(validation)
         validation = found if split == "val" else validation
         lines = [json.loads(line) for line in (folder / f"predictions-{split}.jsonl").read_text().splitlines()]
-        assert [(line["label"], line["raw"]) for line in lines] == [(p.label, p.raw) for p in found.predictions]
+        assert [(line["response"], line["raw"]) for line in lines] == [(p.response, p.raw) for p in found.predictions]
         assert json.loads((folder / f"evaluation-{split}.json").read_text()) == found.as_json()
 
 

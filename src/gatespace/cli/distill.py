@@ -15,7 +15,7 @@ from gatespace.cli.run_options import Flag
 
 if TYPE_CHECKING:
     from gatespace.config import TrainConfig
-    from gatespace.evaluation import Evaluation, Metrics, TextMetrics
+    from gatespace.evaluation import Evaluation, Metrics
     from gatespace.models import Model
     from gatespace.tasks.guess import Guess
     from gatespace.training.setup import Material
@@ -170,13 +170,13 @@ def _task(data: str, teacher: str, **given: str | None) -> Guess:
     """
     from gatespace.cli.found_model import model_folder, run_settings
     from gatespace.tasks.guess import Guess, guess_task
-    from gatespace.tasks.table import place_of
+    from gatespace.tasks.read import path_of
 
     chosen = {name: value for name, value in given.items() if value is not None}
     theirs: Any = run_settings(model_folder(teacher)).get("task") or {}
     kind = "text" if theirs.get("text") else "table"
     own = theirs.get(kind) or {}
-    if isinstance(own.get("source"), str) and place_of(own["source"]).resolve() == place_of(data).resolve():
+    if isinstance(own.get("source"), str) and path_of(own["source"]).resolve() == path_of(data).resolve():
         if kind == "text" or not chosen:
             return Guess(
                 {**theirs, kind: {**own, **chosen}}, "the task of the teacher's run, which is on the same rows"
@@ -218,28 +218,18 @@ def _evaluate(
 ) -> Evaluation:
     from gatespace.evaluation import evaluate
 
-    settings = config.evaluation
-    return evaluate(
-        model,
-        data.task,
-        data.prompt,
-        split=split,
-        limit=settings.limit_of(split),
-        max_new_tokens=settings.max_new_tokens,
-        batch_size=settings.batch_size,
-        progress=progress,
-    )
+    return evaluate(model, data.task, data.prompt, config.evaluation, split=split, progress=progress)
 
 
-def _check_teacher(teacher: Metrics | TextMetrics, student: Metrics | TextMetrics) -> None:
+def _check_teacher(teacher: Metrics, student: Metrics) -> None:
     """Raise unless the teacher knows the answer format and is better than the untrained student, on validation rows."""
     from gatespace.errors import RunError
     from gatespace.evaluation.concerns import NO_LABEL
     from gatespace.evaluation.metrics import with_interval
 
-    failures = getattr(teacher, "parse_failures", 0)
+    failures = 0 if teacher.labels is None else teacher.labels.parse_failures
     scores = [with_interval(one.score, one.count) for one in (teacher, student)]
-    if failures >= NO_LABEL * teacher.count:
+    if teacher.labels is not None and failures >= NO_LABEL * teacher.count:
         what, seen = "the teacher does not give legal labels", f"{failures} of {teacher.count} answers without one; "
     elif teacher.score <= student.score:
         what, seen = "the teacher is no better than the student before training", ""
@@ -271,18 +261,16 @@ def _measure(model: Model, data: Material, config: TrainConfig, progress: Callab
 
 def _interval(found: Evaluation) -> tuple[float, float]:
     """95 % interval of the metric: Wilson's of an accuracy, normal over rows of a text score."""
-    from statistics import NormalDist, stdev
+    from statistics import NormalDist
 
-    from gatespace.evaluation import TextPrediction
-    from gatespace.evaluation.metrics import CONFIDENCE, Metrics, wilson
+    from gatespace.evaluation.metrics import CONFIDENCE, wilson
 
     metrics = found.metrics
-    if isinstance(metrics, Metrics):
-        return wilson(metrics.correct, metrics.count)
-    scores = [row.score for row in found.predictions if isinstance(row, TextPrediction)]
-    if len(scores) < 2:
+    if metrics.metric == "accuracy":
+        return wilson(metrics.score * metrics.count, metrics.count)
+    if metrics.sd is None:
         return 0.0, 1.0
-    reach = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * stdev(scores) / len(scores) ** 0.5
+    reach = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * metrics.sd / metrics.count**0.5
     return max(0.0, metrics.score - reach), min(1.0, metrics.score + reach)
 
 

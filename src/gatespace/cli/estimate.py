@@ -22,7 +22,7 @@ from gatespace.gating.configured import build_objective
 from gatespace.models import Model
 from gatespace.models.load import TINY
 from gatespace.models.sizes import Sizes, sizes_of
-from gatespace.tasks.data import AnyTask
+from gatespace.tasks.data import Task
 from gatespace.training.fit import check_fit, check_models
 from gatespace.training.memory import Layout, Memory, Plan, Work, layouts
 from gatespace.training.setup import (
@@ -111,7 +111,7 @@ def estimate(
         place = Placement("cuda", torch.float32 if config.engine.precision == "fp32" else torch.bfloat16)
     known = {} if outlines is None else outlines
 
-    def outline(name: str, setting: str, *, role: str, task: AnyTask, **options: Any) -> Model:
+    def outline(name: str, setting: str, *, role: str, task: Task, **options: Any) -> Model:
         # Tiny models are built for role and task.
         key = (name, *options.values(), *((role, task.digest) if name in TINY else ()))
         if key not in known:

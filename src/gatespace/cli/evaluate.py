@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -131,14 +132,14 @@ def evaluate(
     """
     from gatespace.cli.found_model import ModelOptions, find, model_folder
     from gatespace.cli.progress import RunProgress
-    from gatespace.config import in_setting
+    from gatespace.config import EvaluationConfig, in_setting
     from gatespace.errors import UsageError, unknown_name
     from gatespace.evaluation import evaluate as run_evaluation
     from gatespace.evaluation import write
     from gatespace.evaluation.concerns import concerns
     from gatespace.models.encode import Encoder
     from gatespace.plugins import provider
-    from gatespace.rollout import Draws
+    from gatespace.rollout import Draws, greedy
 
     splits = ("train", "val", "test")
     if split not in splits:
@@ -184,15 +185,13 @@ def evaluate(
             found.model,
             found.task,
             found.prompt,
+            EvaluationConfig(limit=limit, max_new_tokens=found.max_new_tokens, batch_size=found.batch_size),
             split=split,
-            limit=limit,
-            max_new_tokens=found.max_new_tokens,
-            batch_size=found.batch_size,
-            encoder=encoder,
-            progress=progress.generating,
-            writer=writer,
             probabilities=probabilities,
             draws=draws,
+            encoder=encoder,
+            generate=partial(greedy, writer=writer),
+            progress=progress.generating,
         )
     written = write(evaluation, output) if output is not None else ()
     result = evaluation.as_json()
@@ -257,10 +256,11 @@ def results_table(evaluations: Mapping[str, Mapping[str, Any]], on_the_way: Sequ
 
     The lines of evaluations.jsonl add one for the model before training.
     """
-    text = next((one["metrics"] for one in evaluations.values() if "score" in one["metrics"]), None)
-    columns: tuple[str, ...] = ("rows", "accuracy, 95 % CI", "best constant", "balanced", "macro-F1", "no label")
-    if text is not None:
-        columns = ("rows", text["metric"], *text["also"], *text["figures"], "tokens", "cut off")
+    columns: tuple[str, ...] = ("rows",)
+    for first in [Metrics.from_json(found["metrics"]) for found in evaluations.values()][:1]:
+        interval = ", 95 % CI" if first.labels is not None and first.metric == "accuracy" else ""
+        columns += (f"{first.metric}{interval}", *first.also, *first.figures)
+        columns += ("best constant", "balanced", "macro-F1", "no label") if first.labels else ("tokens", "cut off")
     likely = {split: one["calibration"] for split, one in evaluations.items() if "calibration" in one}
     likely = likely if any(one.get("prior_corrected") is not None for one in likely.values()) else {}
     columns += ("prior corrected", "AUC") if likely else ()
@@ -280,21 +280,16 @@ def results_table(evaluations: Mapping[str, Mapping[str, Any]], on_the_way: Sequ
 
 
 def _cells(metrics: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> list[str]:
-    if "score" in metrics:
-        given = before or metrics
-        values = (given["score"], *given["also"].values(), *given["figures"].values())
-        return [
-            str(given["count"]),
-            *(rounded(value, given["count"]) for value in values),
-            f"{given['length']:.1f}",
-            f"{given['truncated']:.1%}",
-        ]
-    found = Metrics.from_json(metrics).as_json()  # earlier releases wrote fewer fields
-    shown = {**(before or found), "best_constant": found["best_constant"]["accuracy"]}
-    rows = shown["count"]
-    shares = [shown.get(name) for name in ("best_constant", "balanced_accuracy", "macro_f1")]
-    texts = ("n/a" if share is None else rounded(share, rows) for share in shares)
-    return [str(rows), with_interval(shown["accuracy"], rows), *texts, str(shown["parse_failures"])]
+    found, shown = Metrics.from_json(metrics), Metrics.from_json(before or metrics)
+    rows, interval = shown.count, found.labels is not None and shown.metric == "accuracy"
+    score = with_interval(shown.score, rows) if interval else rounded(shown.score, rows)
+    cells = [str(rows), score, *(rounded(value, rows) for value in (*shown.also.values(), *shown.figures.values()))]
+    if found.labels is None:
+        return [*cells, f"{shown.length:.1f}", f"{shown.truncated:.1%}"]
+    labels = before or found.labels.as_json()  # a line of evaluations.jsonl has the same figures
+    shares = (found.labels.best_constant.accuracy, labels.get("balanced_accuracy"), labels["macro_f1"])
+    cells += ["n/a" if share is None else rounded(share, rows) for share in shares]
+    return [*cells, str(labels["parse_failures"])]
 
 
 def curve(evaluations: Mapping[str, Mapping[str, Any]], on_the_way: Sequence[Mapping[str, Any]], steps: int) -> str:

@@ -15,12 +15,9 @@ from gatespace.errors import UsageError
 from gatespace.models.cache_root import read_record
 from gatespace.plugins import load_plugins
 from gatespace.runs import RunFolder
-from gatespace.tasks import AnyTask, Example, Task
+from gatespace.tasks import Example, Prompt, Task
 from gatespace.tasks.configured import configured_prompt, load_configured_task, text_prompt
-from gatespace.tasks.prompt import AnyPrompt
-from gatespace.tasks.text import Template, TextExample, TextTask
-from gatespace.tasks.tweeteval import VARIABLE
-from gatespace.tasks.tweeteval_labels import KNOWN
+from gatespace.tasks.tweeteval import KNOWN, VARIABLE
 
 if TYPE_CHECKING:
     from gatespace.models import Model
@@ -31,8 +28,8 @@ class Found:
     """A model, its task and its prompt."""
 
     model: Model
-    task: AnyTask
-    prompt: AnyPrompt
+    task: Task
+    prompt: Prompt
     max_new_tokens: int
     batch_size: int
 
@@ -166,16 +163,14 @@ def _about_plugins(error: UsageError, settings: dict[str, Any], options: ModelOp
     )
 
 
-def _without_rows(section: TaskConfig, model: str) -> AnyTask | None:
+def _without_rows(section: TaskConfig, model: str) -> Task | None:
     """The task with a single placeholder row, if its labels or prompt are known without its data; else None."""
     from gatespace.models.load import TINY
 
     if model in TINY:  # built from the rows
         return None
     if (text := section.text) is not None:
-        template = None if text.prompt is None else Template(text.prompt)
-        one = [TextExample("-", ("-",))]
-        return TextTask(text.name or "text", one, [], [], prompt=text_prompt(text), template=template)
+        return Task(text.name or "text", [Example("-", "-")], [], [], metric=text.metric, prompt=text_prompt(text))
     table, name = section.table, (section.name or "").removeprefix("tweeteval/")
     if table is not None:
         labels, definitions, question = table.labels, table.definitions, table.question

@@ -381,7 +381,8 @@ def _prompts(
     text: TextConfig, file: Path, field: str | None, stack: ExitStack, note: Callable[[str], None]
 ) -> tuple[Iterator[Line], int | None]:
     """The prompts of a text task: from rows with its columns, or from plain lines if it has a single column."""
-    from gatespace.tasks.text import Template, row_text
+    from gatespace.tasks.prompt import Template
+    from gatespace.tasks.read import row_text
 
     template = None if text.prompt is None else Template(text.prompt)
     columns = (text.messages or "",) if template is None else template.columns
@@ -431,7 +432,7 @@ def _prompts(
 
 def _rows(file: Path, columns: Sequence[str], note: Callable[[str], None]) -> list[tuple[str, Row | None]]:
     """Where a row of a table is, and its cells; None for an empty row."""
-    from gatespace.tasks.table import read_rows
+    from gatespace.tasks.read import read_rows
 
     notes: list[str] = []
     rows = list(read_rows(file, columns, notes, settings="--column names the column of the texts"))
@@ -460,7 +461,7 @@ def _read_lines(stream: BinaryIO, name: str, field: str | None) -> Iterator[Line
             text = data.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\n").removesuffix("\r")
         except UnicodeDecodeError as error:
             byte = f"byte {error.object[error.start]:#04x}"
-            raise UsageError(f"{name}:{number}: not UTF-8", got=byte, instead="iconv -t utf-8") from None
+            raise UsageError(f"{name}:{number}: not UTF-8", got=byte, instead="save it as UTF-8") from None
         if field is None or not text.strip():
             yield Line(number, text if field is None else "")
         else:

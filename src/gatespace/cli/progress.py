@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from gatespace.cli.console import console
-from gatespace.evaluation.text import TextMetrics
 from gatespace.files import Closing
 
 if TYPE_CHECKING:
@@ -101,17 +100,14 @@ class RunProgress(Closing):
         """Print the result of an evaluation."""
         found = evaluation.metrics
         self._accuracy = f"{evaluation.split} {found.score:.3f}"
-        if isinstance(found, TextMetrics):
-            self._print(
-                f"after step {step}: {evaluation.split} {found.metric} {found.score:.3f}, "
-                f"{found.length:.0f} tokens per response, {found.truncated:.1%} cut off"
-            )
+        shown = f"after step {step}: {evaluation.split} {found.metric} {found.score:.3f}"
+        if (labels := found.labels) is None:
+            self._print(f"{shown}, {found.length:.0f} tokens per response, {found.truncated:.1%} cut off")
             return
-        failed = f", {found.parse_failures} of {found.count} without a label" if found.parse_failures else ""
+        failed = f", {labels.parse_failures} of {found.count} without a label" if labels.parse_failures else ""
         self._print(
-            f"after step {step}: {evaluation.split} accuracy {found.accuracy:.3f} "
-            f"(best constant {found.best_constant.accuracy:.3f}), balanced {found.balanced_accuracy:.3f}, "
-            f"macro-F1 {found.macro_f1:.3f}{failed}"
+            f"{shown} (best constant {labels.best_constant.accuracy:.3f}), balanced {labels.balanced_accuracy:.3f}, "
+            f"macro-F1 {labels.macro_f1:.3f}{failed}"
         )
 
     # ------------------------------------------------------------------ what `evaluate` and `predict` report

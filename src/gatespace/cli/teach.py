@@ -68,7 +68,7 @@ def teach(
     from gatespace.config import TeachConfig
     from gatespace.errors import UsageError
     from gatespace.tasks.guess import guess_task
-    from gatespace.tasks.table import FORMATS
+    from gatespace.tasks.read import FORMATS
 
     if settings:
         list_settings(TeachConfig, as_json=as_json)

@@ -55,24 +55,12 @@ def _different(labels: tuple[str, ...]) -> tuple[str, ...]:
     return labels
 
 
-class TableConfig(Section):
-    """Your own classification data."""
+class DataConfig(Section):
+    """Your own data."""
 
     source: Annotated[str | dict[str, str], BeforeValidator(_source)]
     """A file (.jsonl, .csv, .tsv, .parquet; its rows are train), a folder with train, val and test files, a mapping of
     split to file ($VARIABLES are filled in), or a Hub dataset as `owner/name` or `owner/name:config`."""
-
-    labels: Annotated[tuple[Name, ...], AfterValidator(_different)]
-    """All labels, in the order of the data's integers where it has integers."""
-
-    definitions: dict[Name, Text] = Field(default={})
-    """A brief sentence for each label, shown in the prompt; {} for none."""
-
-    text_column: Name = "text"
-    """The column or key of the text."""
-
-    label_column: Name = "label"
-    """The column or key of the label."""
 
     teacher_column: Name | None = None
     """The column that names the teacher of each training row, one of pair.teachers; null: all rows have the same."""
@@ -86,16 +74,32 @@ class TableConfig(Section):
     name: Name | None = None
     """The name of the task in reports; null: made from the source."""
 
+
+class TableConfig(DataConfig):
+    """Your own classification data."""
+
+    labels: Annotated[tuple[Name, ...], AfterValidator(_different)]
+    """All labels, in the order of the data's integers where it has integers."""
+
+    definitions: dict[Name, Text] = Field(default={})
+    """A brief sentence for each label, shown in the prompt; {} for none."""
+
+    text_column: Name = "text"
+    """The column or key of the text."""
+
+    label_column: Name = "label"
+    """The column or key of the label."""
+
+    metric: Name = "accuracy"
+    """How a label is judged: accuracy, or a metric that a plugin registers. Validation selects by it, and reports use
+    it."""
+
     question: Name = "Which label fits the text best?"
     """What the prompt asks about a text."""
 
 
-class TextConfig(Section):
+class TextConfig(DataConfig):
     """Your own data whose responses are free text."""
-
-    source: Annotated[str | dict[str, str], BeforeValidator(_source)]
-    """A file (.jsonl, .csv, .tsv, .parquet; its rows are train), a folder with train, val and test files, a mapping of
-    split to file ($VARIABLES are filled in), or a Hub dataset as `owner/name` or `owner/name:config`."""
 
     prompt: Name | None = None
     """The user's turn, with columns in braces: "Describe: {mr}". A brace itself is written twice."""
@@ -118,9 +122,6 @@ class TextConfig(Section):
     columns: tuple[Name, ...] = ()
     """Further columns that a plugin's metric reads."""
 
-    teacher_column: Name | None = None
-    """The column that names the teacher of each training row, one of pair.teachers; null: all rows have the same."""
-
     system: Text = ""
     """The system message; "" for none."""
 
@@ -139,15 +140,6 @@ class TextConfig(Section):
 
     group: Switch = True
     """Merge rows with the same prompt into one row with all references. A teacher learns each of them."""
-
-    carve: CarveConfig = CarveConfig()
-    """Shares of train that become val and test where the data has none."""
-
-    carve_seed: Seed = 0
-    """The seed of that choice. It is independent of the run's seed, so all seeds are tested on the same rows."""
-
-    name: Name | None = None
-    """The name of the task in reports; null: made from the source."""
 
     @model_validator(mode="after")
     def _one_prompt(self) -> TextConfig:

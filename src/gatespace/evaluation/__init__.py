@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from gatespace.evaluation.calibration import Calibration, LabelProbabilities, calibrate
-from gatespace.evaluation.evaluate import Evaluation, Prediction, evaluate, write
-from gatespace.evaluation.metrics import LabelRow, Metrics, measure
-from gatespace.evaluation.text import TextMetrics, TextPrediction
+from gatespace.evaluation.evaluate import Evaluation, evaluate, write
+from gatespace.evaluation.metrics import LabelRow, LabelStatistics, Metrics, Prediction, measure
 
 __all__ = [
     "Calibration",
     "Evaluation",
     "LabelProbabilities",
     "LabelRow",
+    "LabelStatistics",
     "Metrics",
     "Prediction",
-    "TextMetrics",
-    "TextPrediction",
     "calibrate",
     "evaluate",
     "measure",

@@ -164,7 +164,7 @@ def calibrate(gold: Sequence[str], found: Sequence[LabelProbabilities], validati
     _check(gold, found)
     if validation is not None:
         _check(*validation)
-    count = len(gold)
+    count, pairs = len(gold), list(zip(gold, found, strict=True))
     rows = _judged(gold, found)
     bins = _bins(rows)
     errors = _errors(rows)
@@ -172,12 +172,8 @@ def calibrate(gold: Sequence[str], found: Sequence[LabelProbabilities], validati
     return Calibration(
         count=count,
         accuracy=sum(right for _, right in rows) / count,
-        log_loss=fsum(-math.log(max(p, sys.float_info.min)) for p in _of_gold(gold, found)) / count,
-        brier=fsum(
-            (p - (label == right)) ** 2
-            for right, row in zip(gold, found, strict=True)
-            for label, p in row.probabilities.items()
-        )
+        log_loss=fsum(-math.log(max(row.probabilities[right], sys.float_info.min)) for right, row in pairs) / count,
+        brier=fsum((p - (label == right)) ** 2 for right, row in pairs for label, p in row.probabilities.items())
         / count,
         ece=fsum(
             one.count * abs(one.accuracy - one.confidence)
@@ -274,10 +270,6 @@ def _check(gold: Sequence[str], found: Sequence[LabelProbabilities]) -> None:
 def _judged(gold: Sequence[str], found: Sequence[LabelProbabilities]) -> list[tuple[float, bool]]:
     """Confidence of every row, and whether its most probable label is right."""
     return [(row.confidence, row.label == right) for right, row in zip(gold, found, strict=True)]
-
-
-def _of_gold(gold: Sequence[str], found: Sequence[LabelProbabilities]) -> list[float]:
-    return [row.probabilities[right] for right, row in zip(gold, found, strict=True)]
 
 
 def _bins(rows: Sequence[tuple[float, bool]]) -> list[Bin]:

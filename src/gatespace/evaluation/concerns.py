@@ -10,8 +10,7 @@ from statistics import fmean, variance
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from gatespace.evaluation.metrics import Metrics, wilson
-from gatespace.evaluation.text import TextMetrics
+from gatespace.evaluation.metrics import LabelStatistics, Metrics, metric_of, wilson
 from gatespace.tasks.data import SPLITS
 
 ONE_ANSWER = 0.9
@@ -54,19 +53,19 @@ class Answers(NamedTuple):
     given: Mapping[str, float]
 
     @classmethod
-    def of(cls, metrics: Metrics | TextMetrics) -> Answers:
+    def of(cls, metrics: Metrics) -> Answers:
         """Build from an evaluation's metrics."""
-        if isinstance(metrics, TextMetrics):
-            return cls(metrics.score, {"length": metrics.length})
-        return cls(metrics.accuracy, {row.label: row.predicted / metrics.count for row in metrics.per_label})
+        if metrics.labels is None:
+            return cls(metrics.score, {} if metrics.length is None else {"length": metrics.length})
+        return cls(metrics.score, {row.label: row.predicted / metrics.count for row in metrics.labels.per_label})
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Answers:
         """Build from a line of evaluations.jsonl."""
-        if "score" in record:
-            return cls(record["score"], {"length": record["length"]})
-        given = {label: rows / record["count"] for label, rows in record.get("predicted", {}).items()}
-        return cls(record["accuracy"], given)
+        score = metric_of(record)[1]
+        if "predicted" not in record:
+            return cls(score, {"length": record["length"]} if "length" in record else {})
+        return cls(score, {label: rows / record["count"] for label, rows in record["predicted"].items()})
 
     def same(self, other: Answers) -> bool:
         """Whether both are equal within `SAME`."""
@@ -77,7 +76,7 @@ class Answers(NamedTuple):
 
 
 def concerns(
-    evaluations: Mapping[str, Metrics | TextMetrics],
+    evaluations: Mapping[str, Metrics],
     *,
     start: Mapping[str, Answers] | None = None,
     steps: Sequence[Mapping[str, Any]] = (),
@@ -97,7 +96,8 @@ def concerns(
     gained = moved = False
     for split in sorted(evaluations, key=SPLITS.index):
         metrics = evaluations[split]
-        for concern in _responses(split, metrics) if isinstance(metrics, TextMetrics) else _evaluation(split, metrics):
+        labels = metrics.labels
+        for concern in _responses(split, metrics) if labels is None else _evaluation(split, metrics.count, labels):
             found.setdefault(concern.kind, concern)
         if (auc := aucs.get(split)) is not None and auc < PRIOR_ONLY:
             seen = f"Macro AUC on {split} is {_percent(auc)}, and 50 % is chance."
@@ -154,8 +154,8 @@ def of_choice(rows: int | None) -> list[Concern]:
     ]
 
 
-def _evaluation(split: str, metrics: Metrics) -> Iterator[Concern]:
-    count, most, best = metrics.count, max(metrics.per_label, key=lambda row: row.predicted), metrics.best_constant
+def _evaluation(split: str, count: int, metrics: LabelStatistics) -> Iterator[Concern]:
+    most, best = max(metrics.per_label, key=lambda row: row.predicted), metrics.best_constant
     if metrics.parse_failures >= NO_LABEL * count:
         yield Concern(
             "no label",
@@ -180,8 +180,8 @@ def _evaluation(split: str, metrics: Metrics) -> Iterator[Concern]:
         )
 
 
-def _responses(split: str, metrics: TextMetrics) -> Iterator[Concern]:
-    if metrics.truncated >= CUT_OFF:
+def _responses(split: str, metrics: Metrics) -> Iterator[Concern]:
+    if metrics.truncated is not None and metrics.truncated >= CUT_OFF:
         yield Concern(
             "cut off",
             f"{_percent(metrics.truncated)} of the responses on {split} are ended by evaluation.max_new_tokens.",
@@ -189,7 +189,7 @@ def _responses(split: str, metrics: TextMetrics) -> Iterator[Concern]:
         )
 
 
-def _against_start(split: str, metrics: Metrics | TextMetrics, before: Answers) -> Iterator[Concern]:
+def _against_start(split: str, metrics: Metrics, before: Answers) -> Iterator[Concern]:
     now, metric = Answers.of(metrics), metrics.metric
     name = metric if metric != "accuracy" else "Accuracy"
     if now.same(before):

@@ -6,70 +6,29 @@ Imports without torch, so that results can be read without it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
+from gatespace.config import EvaluationConfig
 from gatespace.errors import UsageError
 from gatespace.evaluation.calibration import Calibration, LabelProbabilities, Rows, calibrate
-from gatespace.evaluation.metrics import Metrics, measure
-from gatespace.evaluation.text import TextMetrics, TextPrediction, measure_text
+from gatespace.evaluation.metrics import Metrics, Prediction
 from gatespace.files import atomic_write
 from gatespace.runs import RunFolder
-from gatespace.tasks.data import AnyTask, Task
-from gatespace.tasks.prompt import AnyPrompt
-from gatespace.tasks.text import TextTask
+from gatespace.tasks.data import Example, Task
+from gatespace.tasks.prompt import Prompt
 
 if TYPE_CHECKING:
     from gatespace.models.encode import Encoder
     from gatespace.models.load import Model
-    from gatespace.rollout import Answer, Draws, Sampler
+    from gatespace.rollout import Answer, Draws
 
-    Share = Callable[[Sequence[str], Callable[[Sequence[str]], list[Answer]]], list[Answer]]
+    Generate = Callable[..., list[Answer]]
 
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """The answer to one text.
-
-    Args:
-        index: Row index in the split.
-        text: The text.
-        gold: Gold label.
-        label: Label in the answer; None if there is no legal one.
-        raw: The response, without the prefill.
-        ended: Whether the model ended the response itself, before the cap.
-        probabilities: Label → probability among the labels, if requested.
-        mass: Total probability of the labels.
-        samples: Labels in sampled answers, if requested.
-    """
-
-    index: int
-    text: str
-    gold: str
-    label: str | None
-    raw: str
-    ended: bool
-    probabilities: Mapping[str, float] | None = None
-    mass: float | None = None
-    samples: tuple[str | None, ...] | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain values, without what was not requested."""
-        return {key: value for key, value in asdict(self).items() if value is not None or key not in _ASKED}
-
-
-_ASKED = ("probabilities", "mass", "samples")
-AnyPrediction = Prediction | TextPrediction
-
-
-def _judged(row: AnyPrediction) -> list[float]:
-    """Scores of the sampled responses."""
-    if isinstance(row, TextPrediction):
-        return [*(row.samples or ())]
-    return [float(label == row.gold) for label in row.samples or ()]
+DEFAULTS = EvaluationConfig()
 
 
 @dataclass(frozen=True)
@@ -93,14 +52,19 @@ class Sampled:
     no_label: float | None
 
     @classmethod
-    def of(cls, predictions: Sequence[AnyPrediction], draws: Draws) -> Sampled:
+    def of(cls, task: Task, predictions: Sequence[Prediction], draws: Draws) -> Sampled:
         """Compute from predictions."""
-        found = [_judged(row) for row in predictions]
-        right = [fmean(scores[k] for scores in found) for k in range(draws.count)]
-        labels = [label for row in predictions if isinstance(row, Prediction) for label in row.samples or ()]
-        missing = fmean(label is None for label in labels) if labels else None
-        sd = stdev(right) if len(right) > 1 else None
-        return cls(draws.count, draws.temperature, draws.seed, fmean(right), sd, missing)
+        scores = [row.sample_scores or () for row in predictions]
+        means = [fmean(of_row[k] for of_row in scores) for k in range(draws.count)]
+        missing = [response is None for row in predictions for response in row.samples or ()]
+        return cls(
+            samples=draws.count,
+            temperature=draws.temperature,
+            seed=draws.seed,
+            accuracy=fmean(means),
+            sd=stdev(means) if len(means) > 1 else None,
+            no_label=fmean(missing) if task.labels else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -126,10 +90,10 @@ class Evaluation:
     split: str
     available: int
     max_new_tokens: int
-    metrics: Metrics | TextMetrics
+    metrics: Metrics
     duplicates: int
-    without_duplicates: Metrics | TextMetrics | None
-    predictions: Sequence[AnyPrediction]
+    without_duplicates: Metrics | None
+    predictions: Sequence[Prediction]
     calibration: Calibration | None = None
     sampled: Sampled | None = None
 
@@ -166,31 +130,23 @@ class Evaluation:
         }
 
 
-def _rows(predictions: Sequence[Any]) -> Rows:
-    likely = [LabelProbabilities(row.probabilities, row.mass) for row in predictions]
+def _rows(predictions: Sequence[Prediction]) -> Rows:
+    likely = [LabelProbabilities(row.probabilities or {}, row.mass or 0.0) for row in predictions]
     return [row.gold for row in predictions], likely
-
-
-def _calibrated(predictions: Sequence[Any], *, validates: bool) -> Calibration:
-    rows = _rows(predictions)
-    return calibrate(*rows, rows if validates else None)
 
 
 def evaluate(
     model: Model,
-    task: AnyTask,
-    prompt: AnyPrompt,
+    task: Task,
+    prompt: Prompt,
+    settings: EvaluationConfig = DEFAULTS,
     *,
     split: str = "test",
-    limit: int | None = None,
-    max_new_tokens: int = 32,
-    batch_size: int = 64,
-    encoder: Encoder | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    writer: Sampler | None = None,
-    share: Share | None = None,
     probabilities: bool = False,
     draws: Draws | None = None,
+    encoder: Encoder | None = None,
+    generate: Generate | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Generate greedy responses to the rows of a split and score them.
 
@@ -198,32 +154,24 @@ def evaluate(
         model: The model.
         task: Provides and judges the rows.
         prompt: Formats the prompt and parses the answer.
+        settings: Gives `max_new_tokens`, `batch_size` and `limit`: the first rows may not be representative.
         split: ``train``, ``val`` or ``test``.
-        limit: Evaluate only the first `limit` rows, which may not be representative of the split.
-        max_new_tokens: Cap on response tokens.
-        batch_size: Texts decoded per batch.
-        encoder: Encoded prompt, if the caller already has one that covers these texts.
-        progress: Called with the number of texts done and the total.
-        writer: Generates with the model's weights in its place, e.g. a vLLM server. Its answers may differ where two
-            tokens are tied up to rounding.
-        share: Splits texts among processes that evaluate the same model; None: single process.
         probabilities: Also compute label probabilities and calibration; label tasks only.
         draws: Also sample answers, which share the forward pass over the prompt, and score them.
+        encoder: Encoded prompt, if the caller already has one that covers these texts.
+        generate: Answers texts in place of `rollout.greedy`, with its arguments: a vLLM server, or several processes.
+        progress: Called with the number of texts done and the total.
     """
-    if limit is not None and limit < 1:
-        raise UsageError("limit is at least 1", got=limit, instead="None for all rows")
-    if batch_size < 1:
-        raise UsageError("batch_size is at least 1", got=batch_size)
     available = task.rows(split)
     if not available:
         raise UsageError(f"{task.name} has no {split} rows to evaluate on", got=task.source or None)
-    if isinstance(task, Task) and prompt.labels != task.labels:
+    if prompt.labels != task.labels:
         raise UsageError(
             "the prompt asks for other labels than the task has",
             got=f"{', '.join(prompt.labels)}; {task.name} has {', '.join(task.labels)}",
             instead="Prompt.of(task)",
         )
-    if probabilities and not isinstance(task, Task):
+    if probabilities and not task.labels:
         raise UsageError("only labels have probabilities", got=f"{task.name}, whose responses are free text")
     if encoder is not None and encoder.prompt != prompt:
         raise UsageError("the encoder was made for another prompt", instead="encoder=None")
@@ -231,104 +179,74 @@ def evaluate(
     from gatespace.models.encode import Encoder
     from gatespace.rollout import greedy
 
-    rows = available[:limit]
+    rows = available[: settings.limit_of(split)]
     texts = [prompt.text(row) for row in rows]
-    known_encoder = encoder or Encoder(prompt, model.tokenizer, texts)
+    encoder = encoder or Encoder(prompt, model.tokenizer, texts)
     if not prompt.closes:
-        known_encoder.check(rows, model.window, max_new_tokens)
-
-    def answered(some: Sequence[str]) -> list[Answer]:
-        return greedy(
-            model,
-            known_encoder,
-            some,
-            max_new_tokens=max_new_tokens,
-            batch_size=batch_size,
-            progress=progress,
-            writer=writer,
-            labels=probabilities,
-            draws=draws,
-        )
-
-    answers = answered(texts) if share is None else share(texts, answered)
-    likely = [LabelProbabilities.of(prompt.labels, one.labels) for one in answers if one.labels is not None]
-    predictions = _predictions(task, prompt, rows, answers, likely, sampled=draws is not None)
-    held_against_train = split == "test"
-    known: set[int] = {index for index in task.test_in_train if index < len(rows)} if held_against_train else set()
-    fresh = [row for row in predictions if row.index not in known]
+        encoder.check(rows, model.window, settings.max_new_tokens)
+    answers = (generate or greedy)(
+        model,
+        encoder,
+        texts,
+        max_new_tokens=settings.max_new_tokens,
+        batch_size=settings.batch_size,
+        progress=progress,
+        labels=probabilities,
+        draws=draws,
+    )
+    predictions = [
+        _prediction(task, prompt, index, row, answer, sampled=draws is not None)
+        for index, (row, answer) in enumerate(zip(rows, answers, strict=True))
+    ]
+    compared = split == "test"
+    duplicates = {index for index in task.test_in_train if index < len(rows)} if compared else set()
+    fresh = [row for row in predictions if row.index not in duplicates]
+    calibration = None
+    if probabilities:
+        likely = _rows(predictions)
+        calibration = calibrate(*likely, likely if split == "val" else None)
     return Evaluation(
         task=task.name,
         task_digest=task.digest,
         split=split,
         available=len(available),
-        max_new_tokens=max_new_tokens,
-        metrics=_measured(predictions, task),
-        duplicates=len(known),
-        without_duplicates=_measured(fresh, task) if held_against_train and fresh else None,
+        max_new_tokens=settings.max_new_tokens,
+        metrics=Metrics.of(task, predictions),
+        duplicates=len(duplicates),
+        without_duplicates=Metrics.of(task, fresh) if compared and fresh else None,
         predictions=predictions,
-        calibration=_calibrated(predictions, validates=split == "val") if likely else None,
-        sampled=None if draws is None else Sampled.of(predictions, draws),
+        calibration=calibration,
+        sampled=None if draws is None else Sampled.of(task, predictions, draws),
+    )
+
+
+def _prediction(task: Task, prompt: Prompt, index: int, row: Example, answer: Answer, *, sampled: bool) -> Prediction:
+    response = prompt.parse(answer.text)
+    likely = None if answer.labels is None else LabelProbabilities.of(prompt.labels, answer.labels)
+    samples = tuple(map(prompt.parse, answer.samples)) if sampled else None
+    return Prediction(
+        index=index,
+        text=row.text,
+        references=row.references,
+        response=response,
+        score=task.judge(row, response),
+        raw=answer.text,
+        ended=answer.ended,
+        tokens=len(answer.ids),
+        also=task.judge_also(row, response),
+        probabilities=None if likely is None else likely.probabilities,
+        mass=None if likely is None else likely.mass,
+        samples=samples,
+        sample_scores=None if samples is None else tuple(task.judge(row, sample) for sample in samples),
     )
 
 
 def write(evaluation: Evaluation, folder: str | Path) -> tuple[Path, Path]:
-    """Write ``predictions-<split>.jsonl``, then ``evaluation-<split>.json``, each atomically.
-
-    The same evaluation gives the same bytes.
-    """
+    """Write the predictions, then the metrics, each atomically. The same evaluation gives the same bytes."""
+    run = RunFolder(folder)
+    predictions, summary = run.predictions_file(evaluation.split), run.evaluation_file(evaluation.split)
     lines = [json.dumps(row.as_json(), sort_keys=True) + "\n" for row in evaluation.predictions]
-    run, split = RunFolder(folder), evaluation.split
-    predictions, summary = run.predictions_file(split), run.evaluation_file(split)
     atomic_write(predictions, "".join(lines))
     # no sort_keys: labels keep the task's order
     atomic_write(summary, json.dumps(evaluation.as_json(), indent=2) + "\n")
     return predictions, summary
-
-
-def _predictions(
-    task: AnyTask,
-    prompt: AnyPrompt,
-    rows: Sequence[Any],
-    answers: Sequence[Answer],
-    likely: Sequence[LabelProbabilities],
-    *,
-    sampled: bool,
-) -> Sequence[AnyPrediction]:
-    pairs = list(enumerate(zip(rows, answers, strict=True)))
-    if isinstance(task, TextTask):
-        responses = [prompt.parse(answer.text) or "" for answer in answers]
-        return [
-            TextPrediction(
-                index=index,
-                text=row.text,
-                references=row.references,
-                raw=answer.text,
-                response=responses[index],
-                score=task.judge(row, responses[index]),
-                also=task.judge_all(row, responses[index]),
-                tokens=len(answer.ids),
-                ended=answer.ended,
-                samples=tuple(task.judge(row, prompt.parse(one)) for one in answer.samples) if sampled else None,
-            )
-            for index, (row, answer) in pairs
-        ]
-    found = [
-        Prediction(index, row.text, row.gold, prompt.parse(answer.text), answer.text, answer.ended)
-        for index, (row, answer) in pairs
-    ]
-    if likely:
-        known = zip(found, likely, strict=True)
-        found = [replace(one, probabilities=of.probabilities, mass=of.mass) for one, of in known]
-    if sampled:
-        found = [
-            replace(one, samples=tuple(prompt.parse(text) for text in answer.samples))
-            for one, answer in zip(found, answers, strict=True)
-        ]
-    return found
-
-
-def _measured(predictions: Sequence[Any], task: AnyTask) -> Metrics | TextMetrics:
-    if not isinstance(task, Task):
-        return measure_text(task.metric, predictions)
-    gold = [row.gold for row in predictions]
-    return measure(gold, [row.label for row in predictions], task.labels)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 
 from gatespace.evaluation.metrics import CONFIDENCE, wilson
-from gatespace.study.records import OUTCOMES, Score
+from gatespace.study.records import Score
 
 __all__ = ["CONFIDENCE", "accuracy_interval", "wilson"]
 
@@ -22,10 +22,10 @@ def accuracy_interval(scores: Sequence[Score]) -> tuple[float, float] | None:
         shares = [score.accuracy for score in scores]
         return _student(fmean(shares), stdev(shares), len(shares))
     for score in scores:
-        if score.text is not None:
-            return None if score.text.sd is None else _student(score.accuracy, score.text.sd, score.count)
-        if score.metric != OUTCOMES["auc"]:
+        if score.best_constant is not None:  # a share of right labels
             return wilson(score.correct, score.count)
+        if score.metric == score.metrics.metric and score.metrics.sd is not None:
+            return _student(score.accuracy, score.metrics.sd, score.count)
     return None
 
 

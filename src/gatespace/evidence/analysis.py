@@ -169,8 +169,8 @@ class _Examples:
         """Correctness per row; None if the predictions are missing or do not match the score."""
         if run.spec.id not in self._loaded:
             score = run.scores[SPLIT]
-            kind = bool if score.text is None else float
-            rows = np.array([row.right for row in run.predictions(SPLIT)], dtype=kind)
+            scores = [row.score for row in run.predictions(SPLIT)]
+            rows = np.array(scores, dtype=bool if score.metrics.metric == "accuracy" else float)
             own = score.metric == score.metrics.metric  # the outcome is that of single responses
             fits = own and rows.size == score.count and abs(float(rows.sum()) - score.correct) < 1e-6
             self._loaded[run.spec.id] = rows if fits else None
@@ -328,6 +328,7 @@ def _baseline(task: str, results: StudyResults, done: _Done) -> BaselineEvidence
     scores = [run.scores[SPLIT] for run in done.values() if run.spec.task == task]
     family = [run.scores[SPLIT] for run in done.values() if run.spec.task == task and run.spec.kind == "point"]
     any_score = start or teacher or (scores[0] if scores else None)
+    constant = any_score.best_constant if any_score else None
     trained = fmean(score.correct / score.count for score in family) if family else None
     gain = None if trained is None or start is None else 100.0 * (trained - start.correct / start.count)
     return BaselineEvidence(
@@ -335,14 +336,14 @@ def _baseline(task: str, results: StudyResults, done: _Done) -> BaselineEvidence
         start_macro_f1=start.macro_f1 if start else None,
         teacher=teacher.accuracy if teacher else None,
         teacher_macro_f1=teacher.macro_f1 if teacher else None,
-        best_constant=any_score.best_constant if any_score else None,
-        best_constant_label=any_score.best_constant_label if any_score else None,
+        best_constant=constant and constant.accuracy,
+        best_constant_label=constant and constant.label,
         trained=trained,
         trained_macro_f1=_mean_of([score.macro_f1 for score in family]),
         runs=len(family),
         gain=gain,
         below_best_constant=sum(
-            score.best_constant is not None and score.accuracy < score.best_constant for score in scores
+            score.best_constant is not None and score.accuracy < score.best_constant.accuracy for score in scores
         ),
         done=len(scores),
         rows=any_score.count if any_score else None,

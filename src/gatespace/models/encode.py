@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gatespace.errors import RunError, UsageError
-from gatespace.tasks.data import AnyExample
-from gatespace.tasks.prompt import AnyPrompt, shared_length
+from gatespace.tasks.data import Example
+from gatespace.tasks.prompt import Prompt, shared_length
 
 _KEPT = 2
 """Number of (prompt, tokenizer) pairs whose rendered prompts later encoders of the process reuse."""
-_kept: OrderedDict[tuple[AnyPrompt, str], dict[str, list[int]]] = OrderedDict()
+_kept: OrderedDict[tuple[Prompt, str], dict[str, list[int]]] = OrderedDict()
 
 
 class Encoder:
@@ -26,7 +26,7 @@ class Encoder:
         share: False: the prefix is empty, and suffixes are whole prompts.
     """
 
-    def __init__(self, prompt: AnyPrompt, tokenizer: Any, texts: Iterable[str], *, share: bool = True) -> None:
+    def __init__(self, prompt: Prompt, tokenizer: Any, texts: Iterable[str], *, share: bool = True) -> None:
         self.prompt = prompt
         self.tokenizer = tokenizer
         known = _renderings(prompt, tokenizer)
@@ -56,7 +56,7 @@ class Encoder:
             self._rendered[text] = ids
         return ids[len(self.prefix) :]
 
-    def lengths(self, rows: Iterable[AnyExample]) -> list[int]:
+    def lengths(self, rows: Iterable[Example]) -> list[int]:
         """Prompt length of each row after the shared prefix."""
         return [len(self.suffix(self.prompt.text(row))) for row in rows]
 
@@ -67,11 +67,11 @@ class Encoder:
             self._golds[gold] = list(self.tokenizer.encode(response, add_special_tokens=False))
         return [*self._golds[gold], *([] if end is None else [end])]
 
-    def longest_gold(self, rows: Iterable[AnyExample], end: int | None = None) -> int:
+    def longest_gold(self, rows: Iterable[Example], end: int | None = None) -> int:
         """Tokens of the longest gold response to `rows`."""
         return max(len(self.gold(gold, end)) for gold in self.prompt.golds(rows))
 
-    def check(self, rows: Iterable[AnyExample], window: int | None = None, new_tokens: int = 0) -> None:
+    def check(self, rows: Iterable[Example], window: int | None = None, new_tokens: int = 0) -> None:
         """Raise if a prompt is longer than allowed, or leaves no room for a response in the context window."""
         most = self.prompt.max_prompt_tokens
         for row in rows:
@@ -101,7 +101,7 @@ class Encoder:
         return tail != 0 and self.prompt.closed(self.decode(ids if tail is None else ids[-tail:]))
 
 
-def _renderings(prompt: AnyPrompt, tokenizer: Any) -> dict[str, list[int]]:
+def _renderings(prompt: Prompt, tokenizer: Any) -> dict[str, list[int]]:
     """Text → ids, as rendered by earlier encoders with the same prompt and an equal tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:  # its behaviour is not determined by its content

@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
-from gatespace.tasks.hub import hub_reachable as hub_reachable
+from gatespace.errors import missing_extra
+
+TIMEOUT = 3.0
+"""Seconds after which the Hub counts as unreachable. Its own client retries for half a minute."""
+
+
+def hub_reachable() -> bool:
+    """Whether the Hub responds. False without a request if HF_HUB_OFFLINE is set."""
+    try:
+        from huggingface_hub import constants
+    except ImportError as error:
+        raise missing_extra("loading a model", module="huggingface_hub", extra="train") from error
+    return not constants.is_offline_mode() and _answers(constants.ENDPOINT)
+
+
+@cache
+def _answers(address: str) -> bool:
+    try:
+        request = urllib.request.Request(address, method="HEAD", headers={"User-Agent": "gatespace"})
+        urllib.request.urlopen(request, timeout=TIMEOUT).close()
+    except urllib.error.HTTPError:
+        return True  # a response, even if an error
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from gatespace.errors import UsageError, missing_extra
 from gatespace.models.cache_root import cache_root, new_folder, read_record, write_record
 from gatespace.models.hub import without_progress_bars
 from gatespace.seeding import stream
-from gatespace.tasks import AnyTask, Prompt, Task
+from gatespace.tasks import Prompt, Task
 
 END_OF_TEXT, START, END = SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -67,7 +67,7 @@ class TinyPair(NamedTuple):
 
 
 def build_tiny(
-    task: AnyTask,
+    task: Task,
     folder: Path | None = None,
     *,
     seed: int = 0,
@@ -125,8 +125,8 @@ def _transformers() -> Any:
     return transformers
 
 
-def _corpus(task: AnyTask) -> Iterator[str]:
-    if not isinstance(task, Task):
+def _corpus(task: Task) -> Iterator[str]:
+    if not task.labels:
         yield "system\nuser\nassistant\n"
         yield from (part for row in task.lessons(task.rows("train")) for part in (row.text, row.gold))
         return
@@ -136,7 +136,7 @@ def _corpus(task: AnyTask) -> Iterator[str]:
     yield from ("system\nuser\nassistant\n", *(row.text for row in task.train))
 
 
-def _tokenizer(transformers: Any, task: AnyTask, vocab_size: int) -> Any:
+def _tokenizer(transformers: Any, task: Task, vocab_size: int) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     backend = Tokenizer(models.BPE())

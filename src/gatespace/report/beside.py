@@ -112,11 +112,12 @@ def learned(view: View, task: str) -> bool:
     """
     scores = [run.scores["test"] for run in view.results.done if run.spec.task == task and "test" in run.scores]
     baseline = view.results.baselines.get(task)
-    start = baseline.start["test"].balanced_accuracy if baseline is not None and "test" in baseline.start else None
+    before = baseline.start["test"].labels if baseline is not None and "test" in baseline.start else None
+    start = 0.0 if before is None else before.balanced_accuracy
     above = [
-        score.balanced_accuracy - max(1 / len(score.labels), start or 0.0) > 1 / math.sqrt(score.count)
+        score.labels.balanced_accuracy - max(1 / len(score.labels.per_label), start) > 1 / math.sqrt(score.count)
         for score in scores
-        if score.balanced_accuracy is not None
+        if score.labels is not None
     ]
     return 2 * sum(above) >= len(above)
 

@@ -657,7 +657,7 @@ def _confusion(view: View, task: str) -> Chart:
         weakest = f"weakest on {worst} ({100 * right[worst]:.0f} % right)" if right[worst] < 1 else "all right"
         parts.append(f"{model}: {weakest}")
     finding = "; ".join(parts) + "." if parts else ""
-    legible = models and len(models[0][1][0].labels) <= _MOST_LABELS
+    legible = models and len(confusion(models[0][1])) <= _MOST_LABELS
     records = confusion_records(view, task) if legible else []
     title = f"{task}: confusions of start, the point best on validation, and teacher"
     return _chart(f"confusion-{task}", title, finding, columns, records, lambda: _draw_confusion(models), task)
@@ -666,7 +666,7 @@ def _confusion(view: View, task: str) -> Chart:
 def _draw_confusion(models: Sequence[tuple[str, tuple[Score, ...]]]) -> Figure:
     from matplotlib.patches import Rectangle
 
-    labels = [short(label, 14) for label in models[0][1][0].labels]
+    labels = [short(label, 14) for label in confusion(models[0][1])]
     wide, longest = len(labels) + 1, max(map(len, labels))
     across = len(models) if len(labels) <= 5 else 1
     left = 0.2 + 0.07 * longest

@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import Any
 
 from gatespace.evaluation.calibration import BINS, TARGETS
-from gatespace.evaluation.text import TextMetrics
+from gatespace.evaluation.metrics import Metrics, Prediction
 from gatespace.evidence.accuracy import accuracy_interval
 from gatespace.evidence.paired import seeds_needed, summarise
 from gatespace.evidence.records import ALL_TASKS, Detectable, GroupEvidence, Paired
@@ -36,7 +36,7 @@ from gatespace.report.table import (
     text,
 )
 from gatespace.report.view import AXES, KINDS, View, mean_of, sd_of
-from gatespace.study.records import Predicted, RunResult, Score
+from gatespace.study.records import RunResult, Score
 
 TASK, POINT, AXIS, SEEDS = text("task"), text("point"), text("axis"), count("seeds")
 PAIR = (TASK, text("left"), text("right"))
@@ -230,7 +230,7 @@ def _duplicates(view: View) -> Iterator[Record]:
         scores = [score for score in view.scores(task, point).values() if score.without_duplicates is not None]
         if scores and scores[0].duplicates:
             whole = fmean(score.metrics.score for score in scores)
-            clean = fmean(s.without_duplicates.accuracy for s in scores if s.without_duplicates is not None)
+            clean = fmean(s.without_duplicates.score for s in scores if s.without_duplicates is not None)
             yield _row(
                 task=task, point=point, seeds=len(scores), rows=scores[0].count, duplicates=scores[0].duplicates,
                 accuracy=whole, without=clean, change=100 * (clean - whole),
@@ -252,11 +252,12 @@ def confusion_models(view: View, task: str) -> list[tuple[str, tuple[Score, ...]
 
 def confusion(scores: Sequence[Score]) -> dict[str, dict[str, int]]:
     """Return gold → predicted → rows, summed; responses without a legal label as ``(none)``."""
-    labels = scores[0].labels
+    statistics = [score.labels for score in scores if score.labels is not None]
+    names = [row.label for row in statistics[0].per_label]
     summed: dict[str, dict[str, int]] = {}
-    for gold in labels:
-        counts = {said: sum(score.confusion.get(gold, {}).get(said, 0) for score in scores) for said in labels}
-        support = sum(int(row["support"]) for score in scores for row in score.per_label if row["label"] == gold)
+    for gold in names:
+        counts = {name: sum(one.confusion.get(gold, {}).get(name, 0) for one in statistics) for name in names}
+        support = sum(row.support for one in statistics for row in one.per_label if row.label == gold)
         summed[gold] = {**counts, NO_LABEL: support - sum(counts.values())}
     return summed
 
@@ -348,7 +349,7 @@ def _responses(view: View) -> Table:
     names: dict[str, None] = {}
     for task in view.results.tasks:
         for model, scores in _by_model(view, task).items():
-            found = [score.text for score in scores if score.text is not None]
+            found = [score.metrics for score in scores if score.labels is None]
             if not found:
                 continue
             metrics = {name: fmean({**one.also, **one.figures}[name] for one in found) for name in _further(found[0])}
@@ -356,8 +357,8 @@ def _responses(view: View) -> Table:
             records.append(
                 _row(
                     task=task, model=model, seeds=None if model in _BESIDE else len(found), judged_by=found[0].metric,
-                    score=fmean(one.score for one in found), length=fmean(one.length for one in found),
-                    truncated=fmean(one.truncated for one in found), **metrics,
+                    score=fmean(one.score for one in found), length=fmean(one.length or 0.0 for one in found),
+                    truncated=fmean(one.truncated or 0.0 for one in found), **metrics,
                 )
             )  # fmt: skip
     columns = (
@@ -372,7 +373,7 @@ def _responses(view: View) -> Table:
     )  # fmt: skip
 
 
-def _further(found: TextMetrics) -> list[str]:
+def _further(found: Metrics) -> list[str]:
     return [*found.also, *found.figures]
 
 
@@ -391,11 +392,11 @@ def _wrong_texts(view: View) -> Table:
         wrong = [
             (own, row, before, mine)
             for row, before, *mine in zip(teacher, start, *students, strict=True)
-            if 2 * (own := sum(one.label != row.gold for one in mine)) > len(mine)
+            if 2 * (own := sum(one.response != row.gold for one in mine)) > len(mine)
         ]
         wrong.sort(key=lambda found: -found[0])  # stable: ties stay in the order of the split
-        right = [found for found in wrong if found[1].label == found[1].gold]
-        both = [found for found in wrong if found[1].label != found[1].gold]
+        right = [found for found in wrong if found[1].response == found[1].gold]
+        both = [found for found in wrong if found[1].response != found[1].gold]
         half = _WRONG_TEXTS // 2
         shown = right[: max(half, _WRONG_TEXTS - len(both))]
         shown += both[: _WRONG_TEXTS - len(shown)]
@@ -407,8 +408,8 @@ def _wrong_texts(view: View) -> Table:
         )
         records += [
             _row(
-                task=task, text=_cut(row.text), gold=row.gold, teacher=row.label or NO_LABEL,
-                start=before.label or NO_LABEL, student=_said(mine),
+                task=task, text=_cut(row.text), gold=row.gold, teacher=row.response or NO_LABEL,
+                start=before.response or NO_LABEL, student=_said(mine),
             )
             for _, row, before, mine in shown
         ]  # fmt: skip
@@ -422,9 +423,9 @@ def _wrong_texts(view: View) -> Table:
     )  # fmt: skip
 
 
-def _said(rows: Sequence[Predicted]) -> str:
+def _said(rows: Sequence[Prediction]) -> str:
     """The labels of a text over seeds, most frequent first."""
-    said = [row.label or NO_LABEL for row in rows]
+    said = [row.response or NO_LABEL for row in rows]
     return ", ".join(f"{label} ({said.count(label)})" for label in sorted(set(said), key=lambda x: (-said.count(x), x)))
 
 
@@ -448,10 +449,11 @@ def _runs(view: View) -> Iterator[Record]:
     for run in view.ordered:
         val, found = _get(run.scores.get("val"), "accuracy"), run.scores.get("test")
         lams = {"lam": _get(run.lam_stats, "mean"), "lam_rkl": _get(run.lam_stats, "rkl_mean")}
-        spec, score = _cells(run.spec), _cells(found)
+        score = {name: _get(found, name) for name in ("accuracy", "count", "macro_f1", "correct")}
+        score["parse_failures"] = _get(_get(found, "labels"), "parse_failures")
         if found is not None and found.metric != "accuracy":
             score["correct"] = None  # not a count
-        yield _row(spec, score, lams, state=run.state, val_accuracy=val, runs=_ids(run))
+        yield _row(_cells(run.spec), score, lams, state=run.state, val_accuracy=val, runs=_ids(run))
 
 
 def lam_records(view: View, task: str, *kinds: str) -> Iterator[dict[str, Any]]:

@@ -279,7 +279,8 @@ class View:
 
     def labelled(self) -> list[str]:
         """Names of the tasks with labels."""
-        return [task for task in self.results.tasks if self.metric(task) in OUTCOMES.values()]
+        planned = self.results.config.tasks
+        return [task for task in self.results.tasks if not planned[task].task.get("text")]
 
     def plain(self, metric: str) -> str:
         """Name of the metric of single responses: a study's outcome on labels may be another."""
@@ -304,7 +305,7 @@ class View:
     def sampling_se(self, task: str) -> float | None:
         """Binomial SE of one model's accuracy on the test split, in pp, at the mean accuracy of the family's runs."""
         scores = [s for p in self.points(task, "point") for s in self.scores(task, p).values()]
-        if not scores or scores[0].text is not None or scores[0].metric == OUTCOMES["auc"]:
+        if not scores or scores[0].best_constant is None:
             return None  # not a share of right answers
         share = fmean(score.accuracy for score in scores)
         return 100 * math.sqrt(share * (1 - share) / scores[0].count)

@@ -17,7 +17,7 @@ from gatespace.models import Model
 from gatespace.models.load import SMOLLM2, TINY, hub_name
 from gatespace.plugins import load_plugins, provided
 from gatespace.study.plan import ROLES, teach_config, train_config
-from gatespace.tasks.data import AnyTask
+from gatespace.tasks.data import Task
 from gatespace.training.fit import check_fit, check_models, check_teachers, check_top_k
 from gatespace.training.setup import encoder_for, material, outline_model, teacher_encoder_for
 
@@ -81,7 +81,7 @@ def _check_runs(study: StudyConfig, config: TrainConfig) -> list[str]:
 
 
 def _outline(
-    name: str, setting: str, role: str, task: AnyTask, revision: str | None, trust_remote_code: bool
+    name: str, setting: str, role: str, task: Task, revision: str | None, trust_remote_code: bool
 ) -> Model | None:
     """Return the model without its weights, or None if it is not on this machine."""
     if name not in (*TINY, SMOLLM2) and not Path(name).expanduser().is_dir():

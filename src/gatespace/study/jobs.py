@@ -144,16 +144,7 @@ def _baseline(job: Job, reads: Reads) -> None:
         for split in sorted(settings.final, key=lambda split: split != "val"):  # others are judged with it
             rows = len(data.task.rows(split))
             reads.record(split, min(rows, settings.limit_of(split) or rows))
-            evaluation = evaluate(
-                model,
-                data.task,
-                prompt,
-                split=split,
-                limit=settings.limit_of(split),
-                max_new_tokens=settings.max_new_tokens,
-                batch_size=settings.batch_size,
-                probabilities=settings.probabilities,
-            )
+            evaluation = evaluate(model, data.task, prompt, settings, split=split, probabilities=settings.probabilities)
             validation = evaluation if split == "val" else validation
             write(evaluation.judged_with(validation), folder.path)
         folder.finish_baseline(about | {"source": str(model.source)})

@@ -11,9 +11,9 @@ from gatespace.config.study import StudyConfig
 from gatespace.errors import UsageError
 from gatespace.evaluation.calibration import Calibration
 from gatespace.evaluation.concerns import TEACHER_ALARM, Concern
-from gatespace.evaluation.metrics import Metrics
-from gatespace.evaluation.text import TextMetrics
+from gatespace.evaluation.metrics import LabelStatistics, Metrics, Prediction
 from gatespace.runs import Base, RunFolder, State
+from gatespace.tasks.data import Baseline
 
 Kind = Literal["point", "restriction", "static", "twin", "control", "published"]
 Axis = Literal["restriction", "isolation", "control", "static", "published", "gap"]
@@ -78,48 +78,51 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Subset:
-    """Accuracy on part of a split, or mean score for free text."""
-
-    correct: float
-    count: int
-    accuracy: float
-    macro_f1: float | None
-
-
-@dataclass(frozen=True)
 class Score:
-    """A model's score on a split. `best_constant` is the accuracy of predicting the most frequent label everywhere.
-
-    `accuracy` is by `metric`, and `correct` is that times `count`. For free text it is the mean score, and label fields
-    are None or empty; on labels it is the study's outcome, and `metrics` always has the plain accuracy.
-    """
+    """A model's score on a split: `accuracy` is by `metric`, the task's or on labels the study's outcome."""
 
     split: str
     accuracy: float
-    correct: float
-    count: int
-    balanced_accuracy: float | None
-    macro_f1: float | None
-    parse_failures: int | None
-    best_constant: float | None
-    best_constant_label: str | None
-    labels: tuple[str, ...]
-    confusion: Mapping[str, Mapping[str, int]]
-    """Gold label → predicted label → rows. Responses without a legal label are not counted."""
-    per_label: tuple[Mapping[str, Any], ...]
+    metric: str
+    metrics: Metrics
+    """As the evaluation computed them, whatever the outcome."""
     duplicates: int = 0
     """Rows of a test split whose text also occurs in train."""
-    without_duplicates: Subset | None = None
+    without_duplicates: Metrics | None = None
     calibration: Calibration | None = None
     """Calibration of label probabilities, if the study asks for them."""
-    metric: str = "accuracy"
-    text: TextMetrics | None = None
-    """Metrics of a free-text evaluation."""
+
+    @property
+    def count(self) -> int:
+        """Rows."""
+        return self.metrics.count
+
+    @property
+    def correct(self) -> float:
+        """`accuracy` times `count`: of labels, the number of right ones."""
+        return (
+            self.labels.correct if self.labels is not None and self.metric == "accuracy" else self.accuracy * self.count
+        )
+
+    @property
+    def labels(self) -> LabelStatistics | None:
+        """Statistics of labels; None for free text."""
+        return self.metrics.labels
+
+    @property
+    def macro_f1(self) -> float | None:
+        """Macro-F1 of labels."""
+        return None if self.labels is None else self.labels.macro_f1
+
+    @property
+    def best_constant(self) -> Baseline | None:
+        """The most frequent label and its accuracy if predicted everywhere, where `accuracy` is comparable with it."""
+        comparable = self.metric in (OUTCOMES["accuracy"], OUTCOMES["prior_corrected"])
+        return self.labels.best_constant if self.labels is not None and comparable else None
 
     def by(self, outcome: str) -> Score:
         """The same score with `accuracy` by an outcome of label probabilities; free text keeps its metric."""
-        if outcome == "accuracy" or self.text is not None:
+        if outcome == "accuracy" or self.labels is None:
             return self
         value = None if self.calibration is None else getattr(self.calibration, outcome)
         if value is None:
@@ -128,67 +131,20 @@ class Score:
                 why="it needs label probabilities of validation and test rows, and rows of at least two labels",
                 instead="outcome: accuracy",
             )
-        score = replace(self, accuracy=value, correct=value * self.count, metric=OUTCOMES[outcome])
-        return replace(score, best_constant=None, best_constant_label=None) if outcome == "auc" else score
-
-    @property
-    def metrics(self) -> Metrics | TextMetrics:
-        """As the evaluation computed them."""
-        if self.text is not None:
-            return self.text
-        return Metrics.from_json({"per_label": self.per_label, "confusion": self.confusion})
+        return replace(self, accuracy=value, metric=OUTCOMES[outcome])
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Score:
         """Parse the record that an evaluation wrote."""
-        metrics, clean = record["metrics"], record["without_duplicates"]
-        if "score" in metrics:
-            return cls._of_text(record)
-        whole = Metrics.from_json(metrics)  # earlier releases wrote fewer fields
-        subset = None
-        if "accuracy" in clean:
-            subset = Subset(clean["correct"], clean["count"], clean["accuracy"], clean["macro_f1"])
+        metrics, clean = Metrics.from_json(record["metrics"]), record["without_duplicates"]
         return cls(
             split=record["split"],
-            accuracy=metrics["accuracy"],
-            correct=metrics["correct"],
-            count=metrics["count"],
-            balanced_accuracy=whole.balanced_accuracy,
-            macro_f1=metrics["macro_f1"],
-            parse_failures=metrics["parse_failures"],
-            best_constant=whole.best_constant.accuracy,
-            best_constant_label=whole.best_constant.label,
-            labels=tuple(row["label"] for row in metrics["per_label"]),
-            confusion=metrics["confusion"],
-            per_label=tuple(metrics["per_label"]),
+            accuracy=metrics.score,
+            metric=metrics.metric,
+            metrics=metrics,
             duplicates=record["duplicates"],
-            without_duplicates=subset,
+            without_duplicates=Metrics.from_json(clean) if "count" in clean else None,
             calibration=Calibration.from_json(record["calibration"]) if "calibration" in record else None,
-        )
-
-    @classmethod
-    def _of_text(cls, record: Mapping[str, Any]) -> Score:
-        whole, clean = TextMetrics.from_json(record["metrics"]), record["without_duplicates"]
-        subset = None
-        if "score" in clean:
-            subset = Subset(clean["score"] * clean["count"], clean["count"], clean["score"], None)
-        return cls(
-            split=record["split"],
-            accuracy=whole.score,
-            correct=whole.score * whole.count,
-            count=whole.count,
-            balanced_accuracy=None,
-            macro_f1=None,
-            parse_failures=None,
-            best_constant=None,
-            best_constant_label=None,
-            labels=(),
-            confusion={},
-            per_label=(),
-            duplicates=record["duplicates"],
-            without_duplicates=subset,
-            metric=whole.metric,
-            text=whole,
         )
 
 
@@ -223,31 +179,9 @@ class Cost:
     """Those of them whose scores were in the cache from an earlier step or run."""
 
 
-class Predicted(NamedTuple):
-    """Prediction for one row of a split; `label` is None if the response had no legal label.
-
-    For free text, `gold` is the first reference, `label` the response, and `score` its metric.
-    """
-
-    gold: str
-    label: str | None
-    text: str = ""
-    score: float | None = None
-
-    @property
-    def right(self) -> float:
-        """1 if the label is right, else 0; for free text, the score."""
-        return float(self.gold == self.label) if self.score is None else self.score
-
-
-def predictions(folder: Path, split: str) -> list[Predicted]:
+def predictions(folder: Path, split: str) -> list[Prediction]:
     """Predictions of a run or baseline for every row of a split, in row order."""
-    return [
-        Predicted(row["references"][0], row["response"], row["text"], row["score"])
-        if "references" in row
-        else Predicted(row["gold"], row["label"], row.get("text", ""))
-        for row in RunFolder(folder).predictions(split)
-    ]
+    return [Prediction.from_json(row) for row in RunFolder(folder).predictions(split)]
 
 
 @dataclass(frozen=True)
@@ -279,7 +213,7 @@ class RunResult:
     teachers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """With several teachers, by name: rows, tokens, and the means of λ and of both divergences over them."""
 
-    def predictions(self, split: str) -> list[Predicted]:
+    def predictions(self, split: str) -> list[Prediction]:
         """Predictions for every row, in row order."""
         return predictions(self.folder, split)
 
@@ -305,7 +239,7 @@ class TaskBaseline:
     folders: Mapping[str, Path] = field(default_factory=dict)
     """``start`` and ``teacher`` → folder with its predictions."""
 
-    def predictions(self, model: Literal["start", "teacher"], split: str = "test") -> list[Predicted]:
+    def predictions(self, model: Literal["start", "teacher"], split: str = "test") -> list[Prediction]:
         """Predictions of the model, row by row; empty if there are none."""
         return predictions(self.folders[model], split) if model in self.folders else []
 

@@ -29,6 +29,7 @@ from gatespace.study.records import (
     SplitRead,
     StudyResults,
     TaskBaseline,
+    predictions,
 )
 
 
@@ -116,14 +117,13 @@ def _scores(run: RunFolder, records: Mapping[str, Mapping[str, Any]], outcome: s
     if any("auc" not in record["calibration"] for record in records.values() if "calibration" in record):
         rows = {}
         for split, score in scores.items():
-            found = [
-                (
-                    row["gold"],
-                    LabelProbabilities({label: row["probabilities"][label] for label in score.labels}, row["mass"]),
-                )
-                for row in run.predictions(split)
+            found = predictions(run.path, split)
+            labels = [row.label for row in score.labels.per_label] if score.labels is not None else []
+            likely = [
+                LabelProbabilities({label: (row.probabilities or {})[label] for label in labels}, row.mass or 0.0)
+                for row in found
             ]
-            rows[split] = ([gold for gold, _ in found], [likely for _, likely in found])
+            rows[split] = ([row.gold for row in found], likely)
         scores = {
             split: replace(score, calibration=calibrate(*rows[split], rows.get("val")))
             for split, score in scores.items()

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from gatespace.tasks.data import AnyTask, Example, Task, split_rows
+from gatespace.tasks.data import Example, Task, split_rows
 from gatespace.tasks.load import load_task, register
 from gatespace.tasks.parser import parse_label
 from gatespace.tasks.prompt import Prompt
+from gatespace.tasks.read import load_table, load_text
 from gatespace.tasks.scores import register_metric
 from gatespace.tasks.synthetic import synthetic_task
-from gatespace.tasks.table import load_table
-from gatespace.tasks.text import TextExample, TextTask, load_text
 
 __all__ = [
-    "AnyTask",
     "Example",
     "Prompt",
     "Task",
-    "TextExample",
-    "TextTask",
     "load_table",
     "load_task",
     "load_text",

@@ -10,8 +10,8 @@ from typing import Any
 
 from gatespace.errors import UsageError
 from gatespace.tasks.data import check_text
+from gatespace.tasks.read import path_of, read_source
 from gatespace.tasks.scores import number_in
-from gatespace.tasks.table import place_of, read_source
 
 _MESSAGES = ("messages", "conversations", "conversation", "chat", "dialog", "dialogue")
 _LABELS = ("label", "labels", "class", "category", "intent", "sentiment")
@@ -44,7 +44,7 @@ def guess_task(
         answer: The column of the right response; None: guessed.
         metric: A name; None: guessed from the right responses. If given, responses are free text.
     """
-    if not place_of(source).exists():
+    if not path_of(source).exists():
         raise UsageError(
             "there is no such file or folder",
             got=source,

@@ -9,8 +9,7 @@ from gatespace.errors import UsageError, unknown_name
 from gatespace.plugins import provided, provider
 from gatespace.tasks.data import Task
 from gatespace.tasks.synthetic import synthetic_task
-from gatespace.tasks.tweeteval import load_tweeteval
-from gatespace.tasks.tweeteval_labels import KNOWN
+from gatespace.tasks.tweeteval import KNOWN, load_tweeteval
 
 TASKS = ("synthetic", *(f"tweeteval/{name}" for name in KNOWN))
 _registered: dict[str, Callable[[], Task]] = {}

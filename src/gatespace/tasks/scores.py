@@ -1,4 +1,4 @@
-"""Metrics of free-text responses: a score from 0 to 1 for each, by name; a plugin can register its own."""
+"""Metrics of responses: a score from 0 to 1 for each, by name; a plugin can register its own."""
 
 from __future__ import annotations
 
@@ -139,6 +139,12 @@ def _package(metric: str) -> Any:
 
 PATTERN_SECONDS = 1.0
 """A pattern can take for ever: `re` has no limit, `regex` has."""
+
+
+@_built_in("accuracy")
+def _accuracy(response: str, reference: str) -> float:
+    """The same label."""
+    return float(response == reference)
 
 
 def _plain(text: str) -> str:

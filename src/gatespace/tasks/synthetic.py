@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from gatespace.errors import UsageError
@@ -22,46 +21,17 @@ from gatespace.tasks.data import SPLITS, Example, Task
 _T = TypeVar("_T")
 
 CUES: dict[str, tuple[str, ...]] = {
-    "good news": (
-        "{} is fixed",
-        "{} came early",
-        "{} won a prize",
-        "{} looks great",
-        "we love {}",
-        "{} was worth it",
-        "they saved {}",
-        "{} is back at last",
-    ),
-    "bad news": (
-        "{} is broken",
-        "{} came too late",
-        "{} lost its place",
-        "{} looks awful",
-        "we miss {}",
-        "{} was a waste",
-        "they stole {}",
-        "{} is gone for good",
-    ),
-    "open question": (
-        "where is {}",
-        "who has {}",
-        "what is wrong with {}",
-        "when will {} be ready",
-        "why did they move {}",
-        "how does {} work",
-        "is {} the right one",
-        "does anyone know {}",
-    ),
-    "open offer": (
-        "take {} if you like",
-        "you can have {}",
-        "ask me for {}",
-        "come and see {}",
-        "{} is free for you",
-        "i can lend you {}",
-        "you may use {}",
-        "help yourself to {}",
-    ),
+    label: tuple(cues.split(", "))
+    for label, cues in {
+        "good news": "{} is fixed, {} came early, {} won a prize, {} looks great, we love {}, {} was worth it, "
+        "they saved {}, {} is back at last",
+        "bad news": "{} is broken, {} came too late, {} lost its place, {} looks awful, we miss {}, {} was a waste, "
+        "they stole {}, {} is gone for good",
+        "open question": "where is {}, who has {}, what is wrong with {}, when will {} be ready, "
+        "why did they move {}, how does {} work, is {} the right one, does anyone know {}",
+        "open offer": "take {} if you like, you can have {}, ask me for {}, come and see {}, {} is free for you, "
+        "i can lend you {}, you may use {}, help yourself to {}",
+    }.items()
 }
 THINGS = tuple(
     f"{owner} {noun}"
@@ -81,26 +51,7 @@ DEFINITIONS = {
 CUE_COUNTS = (2, 3, 4)
 
 
-@dataclass(frozen=True)
-class SyntheticTask(Task):
-    """A generated task, with the posterior of every row.
-
-    Args:
-        posteriors: Split → for every row, label → its probability given the text.
-    """
-
-    posteriors: Mapping[str, list[dict[str, float]]] = field(default_factory=dict)
-
-    def bayes_accuracy(self, split: str = "test") -> float:
-        """Expected accuracy on the texts of `split` of always giving the most probable label, the best possible.
-
-        On the drawn gold labels, the same rule may score slightly higher or lower.
-        """
-        best = [max(posterior.values()) for posterior in self.posteriors[split]]
-        return sum(best) / len(best)
-
-
-def synthetic_task(seed: int = 0, size: int = 2400, *, ambiguity: float = 0.5) -> SyntheticTask:
+def synthetic_task(seed: int = 0, size: int = 2400, *, ambiguity: float = 0.5) -> Task:
     """Generate the task. No text occurs twice, within a split or across splits.
 
     Args:
@@ -112,8 +63,6 @@ def synthetic_task(seed: int = 0, size: int = 2400, *, ambiguity: float = 0.5) -
         >>> task = synthetic_task(seed=0, size=600)
         >>> task.train[0]
         Example(text=..., label=...)
-        >>> 0.75 < task.bayes_accuracy() < 0.9
-        True
     """
     if size < 6:
         raise UsageError("size is at least 6", got=size, why="val has a sixth of the rows of train")
@@ -121,18 +70,16 @@ def synthetic_task(seed: int = 0, size: int = 2400, *, ambiguity: float = 0.5) -
         raise UsageError("ambiguity is a share of the messages, from 0 to 1", got=ambiguity)
     seen: set[str] = set()
     rows: dict[str, list[Example]] = {}
-    posteriors: dict[str, list[dict[str, float]]] = {}
     for split, count in zip(SPLITS, (size, size // 6, size // 3), strict=True):
         rng = generator(seed, "tasks", "synthetic", split)
-        rows[split], posteriors[split] = [], []
+        rows[split] = []
         while len(rows[split]) < count:
             text, posterior = _message(rng, ambiguity)
             label = _drawn(rng, posterior)
             if text not in seen:
                 seen.add(text)
                 rows[split].append(Example(text, label))
-                posteriors[split].append(posterior)
-    return SyntheticTask(
+    return Task(
         name="synthetic",
         labels=tuple(CUES),
         definitions=DEFINITIONS,
@@ -141,7 +88,6 @@ def synthetic_task(seed: int = 0, size: int = 2400, *, ambiguity: float = 0.5) -
         test=rows["test"],
         question="What kind of message is this?",
         source=f"generated, seed {seed}, size {size}, ambiguity {ambiguity:g}",
-        posteriors=posteriors,
     )
 
 

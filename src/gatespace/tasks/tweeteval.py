@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from gatespace.errors import UsageError, unknown_name
 from gatespace.tasks.data import SPLITS, Example, Task
-from gatespace.tasks.hub import hub_splits
 from gatespace.tasks.parser import label_key
-from gatespace.tasks.tweeteval_labels import KNOWN, Labels
+from gatespace.tasks.read import hub_splits
 
 VARIABLE = "GATESPACE_TWEETEVAL"
 HUB_NAME = "cardiffnlp/tweet_eval"
@@ -152,7 +152,6 @@ def _from_hub(name: str) -> Task:
     splits = hub_splits(
         HUB_NAME,
         name.replace("/", "_"),
-        ("text", "label"),
         otherwise=f"give root= or set ${VARIABLE} to a TweetEval folder (git clone https://github.com/{_REPOSITORY})",
     )
     rows: dict[str, list[Example]] = {}
@@ -161,7 +160,7 @@ def _from_hub(name: str) -> Task:
         if split not in splits:
             raise UsageError(f"{HUB_NAME} has no split {split} of {name}", got=", ".join(splits))
         # By position: the Hub's integers are TweetEval's, its names are not (non-hate, and bare emoji).
-        pairs = list(zip(*splits[split].columns.values(), strict=True))
+        pairs = list(zip(splits[split]["text"], splits[split]["label"], strict=True))
         for number, (text, integer) in enumerate(pairs, start=1):
             if not isinstance(text, str) or integer not in range(len(labels)):
                 raise UsageError(f"{HUB_NAME}, {name}, {split} row {number} is bad", got=f"{text!r}, {integer!r}")
@@ -187,3 +186,103 @@ def _task(
         question=known.question,
         source=source,
     )
+
+
+# ---------------------------------------------------------------------------------------------------- labels
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The question of a TweetEval task, and label → brief definition in the order of the integers."""
+
+    question: str
+    definitions: dict[str, str]
+
+
+_EMOJI = {
+    "red-heart": "❤",
+    "smiling-face-with-hearteyes": "😍",
+    "face-with-tears-of-joy": "😂",
+    "two-hearts": "💕",
+    "fire": "🔥",
+    "smiling-face-with-smiling-eyes": "😊",
+    "smiling-face-with-sunglasses": "😎",
+    "sparkles": "✨",
+    "blue-heart": "💙",
+    "face-blowing-a-kiss": "😘",
+    "camera": "📷",
+    "united-states": "🇺🇸",
+    "sun": "☀",
+    "purple-heart": "💜",
+    "winking-face": "😉",
+    "hundred-points": "💯",
+    "beaming-face-with-smiling-eyes": "😁",
+    "christmas-tree": "🎄",
+    "camera-with-flash": "📸",
+    "winking-face-with-tongue": "😜",
+}
+_TARGETS = {
+    "abortion": "the legalization of abortion",
+    "atheism": "atheism",
+    "climate": "the view that climate change is a real concern",
+    "feminist": "the feminist movement",
+    "hillary": "Hillary Clinton",
+}
+
+
+def _stance(target: str) -> Labels:
+    return Labels(
+        f"Which stance does the tweet take towards {target}?",
+        {
+            "none": f"The tweet takes no stance on {target}.",
+            "against": f"The tweet is against {target}.",
+            "favor": f"The tweet is in favor of {target}.",
+        },
+    )
+
+
+KNOWN: dict[str, Labels] = {
+    "emoji": Labels(
+        "Which emoji did the author put at the end of the tweet?",
+        {label: f"The emoji {emoji}." for label, emoji in _EMOJI.items()},
+    ),
+    "emotion": Labels(
+        "Which emotion does the tweet express most strongly?",
+        {
+            "anger": "The author is angry, annoyed or outraged.",
+            "joy": "The author is happy, amused or pleased.",
+            "optimism": "The author is hopeful or encouraging about what is to come.",
+            "sadness": "The author is sad, hurt, lonely or discouraged.",
+        },
+    ),
+    "hate": Labels(
+        "Does the tweet express hate against women or immigrants?",
+        {
+            "not-hate": "The tweet does not attack women or immigrants as a group.",
+            "hate": "The tweet attacks, demeans or threatens women or immigrants as a group.",
+        },
+    ),
+    "irony": Labels(
+        "Is the tweet ironic?",
+        {
+            "non-irony": "The tweet means what it says.",
+            "irony": "The tweet means something other than what it says, often the opposite.",
+        },
+    ),
+    "offensive": Labels(
+        "Is the tweet offensive?",
+        {
+            "not-offensive": "The tweet has no insult, threat or profanity.",
+            "offensive": "The tweet has an insult, a threat or profanity.",
+        },
+    ),
+    "sentiment": Labels(
+        "What is the sentiment of the tweet?",
+        {
+            "negative": "The tweet is unfavorable or unhappy.",
+            "neutral": "The tweet is neither favorable nor unfavorable.",
+            "positive": "The tweet is favorable or happy.",
+        },
+    ),
+    **{f"stance/{name}": _stance(target) for name, target in _TARGETS.items()},
+}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from gatespace.config import TrainConfig
 from gatespace.config.sections import ALARMS
 from gatespace.errors import RunError
-from gatespace.evaluation import Metrics, TextMetrics
+from gatespace.evaluation import Metrics
 
 CERTAIN = 0.05
 """Nats. Below this entropy the teacher is certain, and so may the student be."""
@@ -92,13 +92,13 @@ class Alarms:
                 raised.append(self.on[name])
         return raised
 
-    def withdraw(self, evaluations: Iterable[Metrics | TextMetrics]) -> str:
+    def withdraw(self, evaluations: Iterable[Metrics]) -> str:
         """Withdraw `legal` if all final evaluations have more legal answers than its threshold; returns why, or ""."""
-        labels = [metrics for metrics in evaluations if isinstance(metrics, Metrics)]
-        if "legal" not in self.on or not labels or min(one.parsed for one in labels) <= self.on["legal"].threshold:
+        labels = [(metrics.count, metrics.labels) for metrics in evaluations if metrics.labels is not None]
+        if "legal" not in self.on or not labels or min(one.parsed for _, one in labels) <= self.on["legal"].threshold:
             return ""
         del self.on["legal"]
-        rows, failures = sum(one.count for one in labels), sum(one.parse_failures for one in labels)
+        rows, failures = sum(count for count, _ in labels), sum(one.parse_failures for _, one in labels)
         return f"alarm legal withdrawn: {rows - failures} of {rows} final answers are legal"
 
     def _window(self, after: int, span: int) -> _Window:

@@ -9,7 +9,7 @@ from itertools import groupby
 from gatespace.errors import UsageError
 from gatespace.models.encode import Encoder
 from gatespace.seeding import permutation
-from gatespace.tasks.data import AnyExample
+from gatespace.tasks.data import Example
 from gatespace.teacher.several import Addressed
 
 
@@ -19,7 +19,7 @@ class Row:
 
     index: int
     """Its place among the training rows."""
-    example: AnyExample
+    example: Example
     prompt: list[int]
     """The prompt after the shared prefix."""
     asked: list[int] | None = None
@@ -41,12 +41,12 @@ class Batches:
 
     def __init__(
         self,
-        examples: Sequence[AnyExample],
+        examples: Sequence[Example],
         encoder: Encoder,
         *,
         batch_size: int,
         seed: int,
-        asked: Callable[[AnyExample], list[int]] | None = None,
+        asked: Callable[[Example], list[int]] | None = None,
     ) -> None:
         if not examples:
             raise UsageError("there are no rows to train on")

@@ -12,7 +12,7 @@ from gatespace.config import ObjectiveConfig, TeachConfig, TrainConfig
 from gatespace.errors import UsageError
 from gatespace.models import Model, PairReport, check_pair
 from gatespace.models.encode import Encoder
-from gatespace.tasks.data import AnyExample
+from gatespace.tasks.data import Example
 from gatespace.training.setup import Material
 
 _MUCH = 16
@@ -24,7 +24,7 @@ class Demand(NamedTuple):
 
     setting: str
     """The setting that limits responses; "" if they are the gold ones."""
-    rows: Sequence[AnyExample]
+    rows: Sequence[Example]
     new_tokens: int
     models: dict[str, Model]
     """Setting → model whose context window must hold both."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import astuple, replace
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from gatespace.models.cache_root import remove_leftovers
 from gatespace.models.encode import Encoder
 from gatespace.models.sizes import Sizes, sizes_of
 from gatespace.plugins import copy_plugins, plugins_digest
-from gatespace.rollout import Answer
+from gatespace.rollout import Answer, greedy
 from gatespace.runs import RunFolder
 from gatespace.training.clock import Clock
 from gatespace.training.environment import environment
@@ -216,9 +216,14 @@ class Job(ABC):
 
     def evaluate(self, split: str, *, probabilities: bool = False) -> Evaluation:
         """Evaluate on a split with greedy decoding, and label probabilities if wanted, in all processes."""
-        settings, processes = self.config.evaluation, self.processes
+        processes = self.processes
 
-        def share(texts: Sequence[str], answered: Callable[[Sequence[str]], list[Answer]]) -> list[Answer]:
+        def generate(model: Model, encoder: Encoder, texts: Sequence[str], **how: Any) -> list[Answer]:
+            def answered(some: Sequence[str]) -> list[Answer]:
+                return greedy(model, encoder, some, writer=self.evaluation_writer(), **how)
+
+            if processes.size == 1:
+                return answered(texts)
             found = processes.divide(texts, lambda some: [[*astuple(one)] for one in answered(some)])
             return [
                 Answer(tuple(ids), text, ended, labels and tuple(labels), tuple(samples))
@@ -230,15 +235,12 @@ class Job(ABC):
                 self.model,
                 self.data.task,
                 self.data.prompt,
+                self.config.evaluation,
                 split=split,
-                limit=settings.limit_of(split),
-                max_new_tokens=settings.max_new_tokens,
-                batch_size=settings.batch_size,
-                encoder=self.encoder,
-                progress=lambda done, total: self.progress.evaluating(split, done, total),
-                writer=self.evaluation_writer(),
-                share=share if processes.size > 1 else None,
                 probabilities=probabilities,
+                encoder=self.encoder,
+                generate=generate,
+                progress=lambda done, total: self.progress.evaluating(split, done, total),
             )
 
     def save_model(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from gatespace.config.sections import SELF_EMA
 from gatespace.errors import UsageError
 from gatespace.models.encode import Encoder
 from gatespace.models.sizes import Sizes
-from gatespace.tasks.data import AnyExample
+from gatespace.tasks.data import Example
 from gatespace.teacher.local import PASS
 from gatespace.training.processes import Processes
 
@@ -66,7 +66,7 @@ class Work:
         return self.mean / self.shared + self.new
 
     @classmethod
-    def of(cls, config: TrainConfig | TeachConfig, encoder: Encoder, data: Sequence[AnyExample], right: int) -> Work:
+    def of(cls, config: TrainConfig | TeachConfig, encoder: Encoder, data: Sequence[Example], right: int) -> Work:
         """Work of a run on the rows `data`, whose longest gold response has `right` tokens."""
         lengths = encoder.lengths(data)
         rows, new, shared = config.batch_size, right, 1

@@ -9,7 +9,7 @@ from typing import Any
 
 from gatespace.config import TeachConfig, TrainConfig, dump_config
 from gatespace.errors import GatespaceError, RunError
-from gatespace.evaluation import Evaluation, TextMetrics, write
+from gatespace.evaluation import Evaluation, Metrics, write
 from gatespace.evaluation.concerns import concerns, of_choice, start_of
 from gatespace.evaluation.metrics import metric_of
 from gatespace.files import Closing, JsonLines, Mark
@@ -107,19 +107,10 @@ class Records(Closing):
         if any(record["step"] == done for record in self._evaluations):
             return
         evaluation = self._evaluate(self._config.evaluation.split)
-        metrics = evaluation.metrics
-        record: dict[str, Any] = {"step": done, "split": evaluation.split}
-        if isinstance(metrics, TextMetrics):
-            record |= metrics.as_json()
-            shown = ("score", "truncated", "length")
-        else:
-            names = ("count", "accuracy", "balanced_accuracy", "macro_f1", "parse_failures")
-            record |= {name: getattr(metrics, name) for name in names}
-            record["predicted"] = {row.label: row.predicted for row in metrics.per_label}
-            shown = ("accuracy", "macro_f1", "parse_failures")
+        record = {"step": done, "split": evaluation.split, **_line(evaluation.metrics)}
         self._append("evaluations", record)
         self._evaluations.append(record)
-        self._trackers.log(done, {f"eval/{key}": record[key] for key in shown})
+        self._trackers.log(done, {f"eval/{key}": record[key] for key in _TRACKED if key in record})
         self._progress.evaluated(done, evaluation)
 
     def stop_on_alarm(self, done: int) -> None:
@@ -276,3 +267,14 @@ class Records(Closing):
         self._best = latest.best if self._config.checkpoint.select == "best" else None
         self._progress.note(f"resuming from step {latest.step} of {self._config.steps}")
         return {name: Mark(**mark) for name, mark in marks.items()}
+
+
+_TRACKED = ("score", "truncated", "length", "accuracy", "macro_f1", "parse_failures")
+
+
+def _line(metrics: Metrics) -> dict[str, Any]:
+    """Metrics as in evaluations.jsonl: of labels, how often each was predicted in place of their tables."""
+    values = metrics.as_json()
+    if metrics.labels is not None:
+        values["predicted"] = {row.label: row.predicted for row in metrics.labels.per_label}
+    return {key: value for key, value in values.items() if key not in ("per_label", "confusion", "best_constant")}

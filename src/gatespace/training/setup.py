@@ -18,8 +18,8 @@ from gatespace.models.encode import Encoder
 from gatespace.models.load import TINY, located
 from gatespace.seeding import stream
 from gatespace.tasks.configured import configured_prompt, configured_rows, load_configured_task, teacher_prompt
-from gatespace.tasks.data import AnyExample, AnyTask
-from gatespace.tasks.prompt import AnyPrompt
+from gatespace.tasks.data import Example, Task
+from gatespace.tasks.prompt import Prompt
 from gatespace.training.processes import ONE, Processes
 
 
@@ -40,9 +40,9 @@ class Placement:
 class Material:
     """A task with its prompt and the rows to train on."""
 
-    task: AnyTask
-    prompt: AnyPrompt
-    rows: Sequence[AnyExample]
+    task: Task
+    prompt: Prompt
+    rows: Sequence[Example]
 
 
 def placement(engine: TeachEngineConfig, processes: Processes = ONE) -> Placement:
@@ -112,7 +112,7 @@ def open_model(
     setting: str,
     *,
     role: str,
-    task: AnyTask,
+    task: Task,
     device: str,
     dtype: torch.dtype = torch.float32,
     revision: str | None = None,
@@ -158,7 +158,7 @@ def open_member(
     pair: PairConfig,
     role: str,
     *,
-    task: AnyTask,
+    task: Task,
     device: str,
     dtype: torch.dtype = torch.float32,
     report: Callable[[str], None] | None = None,
@@ -192,7 +192,7 @@ def outline_model(
     setting: str,
     *,
     role: str,
-    task: AnyTask,
+    task: Task,
     revision: str | None = None,
     trust_remote_code: bool = False,
     weights: bool = True,
@@ -216,7 +216,7 @@ def outline_model(
     return Model(network, tokenizer, name, source or where)
 
 
-def _built(name: str, role: str, task: AnyTask) -> str:
+def _built(name: str, role: str, task: Task) -> str:
     """The folder of a tiny model, built for the task in the size of its role; any other name unchanged."""
     if name not in TINY:
         return name

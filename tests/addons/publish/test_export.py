@@ -96,7 +96,7 @@ def test_the_next_command_labels_texts_as_the_run_did(cli, trained, tmp_path):
     assert shlex.split(command) == ["predict", str(tmp_path / "out")]  # its record has the task
     result = cli(*shlex.split(command), stdin="\n".join(row["text"] for row in told))
     assert result.exit_code == 0, result.stderr
-    assert [line.split("\t")[0] for line in result.stdout.splitlines()] == [row["label"] or "" for row in told]
+    assert [line.split("\t")[0] for line in result.stdout.splitlines()] == [row["response"] or "" for row in told]
 
 
 def test_a_second_export_replaces_the_files_of_the_first_and_no_others(cli, trained, tmp_path):

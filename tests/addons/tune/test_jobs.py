@@ -11,6 +11,8 @@ import pytest
 from gatespace.addons.tune.jobs import reached, read_rows, row_scores
 from gatespace.runs import RunFolder
 
+TEXT = {"index": 0, "text": "", "references": ["b"], "response": "b"}
+
 
 def paused(folder: Path, step: int, rows: list[dict[str, object]]) -> RunFolder:
     """A run that has paused after `step` steps."""
@@ -32,13 +34,15 @@ def test_labels_have_the_log_probability_of_the_right_one(tmp_path: Path) -> Non
 
 
 def test_texts_have_their_score(tmp_path: Path) -> None:
-    runs = {seed: paused(tmp_path / str(seed), 5, [{"score": 0.25 * seed}, {"score": 1}]) for seed in (1, 2)}
+    runs = {
+        seed: paused(tmp_path / str(seed), 5, [{**TEXT, "score": 0.25 * seed}, {**TEXT, "score": 1}]) for seed in (1, 2)
+    }
     assert read_rows(runs, 5) == {1: [0.25, 1.0], 2: [0.5, 1.0]}
     assert read_rows(runs, 9) is None  # no run has come so far
 
 
 def test_a_number_that_a_diverged_model_did_not_have_stays_none(tmp_path: Path) -> None:
-    rows = [{"gold": "a", "probabilities": {"a": None, "b": None}}, {"score": None}, {"score": 0.5}]
+    rows = [{"gold": "a", "probabilities": {"a": None, "b": None}}, {**TEXT, "score": 0.5}]
     place = reached(paused(tmp_path, 3, [*rows]), 3)
     assert place is not None
     *lost, known = row_scores(place)

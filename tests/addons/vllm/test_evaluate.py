@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 
 from gatespace.addons.vllm.process import VllmProcess
 from gatespace.addons.vllm.sampler import VllmSampler
+from gatespace.config import EvaluationConfig
 from gatespace.errors import RunError
 from gatespace.evaluation import evaluate
 from gatespace.models import Model, load_model
+from gatespace.rollout import greedy
 from gatespace.tasks import Prompt, Task
 from gatespace.tasks.configured import configured_prompt, load_configured_task
 from tests.addons.vllm.scripted import Reply, Scripted
@@ -43,16 +46,17 @@ def server(model: Model) -> Iterator[Scripted]:
 
 
 def labels(evaluation: Any) -> list[tuple[str | None, str, bool]]:
-    return [(row.label, row.raw, row.ended) for row in evaluation.predictions]
+    return [(row.response, row.raw, row.ended) for row in evaluation.predictions]
 
 
 def test_a_server_responds_as_the_model_does(server: Scripted, model: Model, task: Any) -> None:
-    settings: dict[str, Any] = {"split": "test", "limit": LIMIT, "max_new_tokens": 8, "batch_size": 7}
-    native = evaluate(model, *task, **settings)
+    settings = EvaluationConfig(limit=LIMIT, max_new_tokens=8, batch_size=7)
+    native = evaluate(model, *task, settings)
     reported: list[tuple[int, int]] = []
     with VllmSampler(server.address, model) as sampler:
         server.asked.clear()
-        served = evaluate(model, *task, writer=sampler, progress=lambda *done: reported.append(done), **settings)
+        generate = partial(greedy, writer=sampler)
+        served = evaluate(model, *task, settings, generate=generate, progress=lambda *done: reported.append(done))
     assert labels(served) == labels(native)
     assert served.metrics == native.metrics
     assert len({label for label, _, _ in labels(native)} - {None}) > 1  # a model that says one thing proves little
@@ -84,8 +88,9 @@ def test_one_that_comes_back_as_another_is_refused(server: Scripted, model: Mode
             return server.complete(body)
 
         server.script["/v1/completions"] = changed
+        settings = EvaluationConfig(limit=3, max_new_tokens=4)
         with pytest.raises(RunError, match="does not have the weights of"):
-            evaluate(model, *task, split="test", limit=3, max_new_tokens=4, writer=sampler)
+            evaluate(model, *task, settings, generate=partial(greedy, writer=sampler))
 
 
 def test_mistakes_are_found_before_the_model_is_loaded(cli: Callable[..., Any], taught: Path) -> None:
@@ -120,7 +125,7 @@ def test_the_command_with_a_real_vllm(
 
     def read(folder: Path) -> list[tuple[Any, ...]]:
         lines = (folder / "predictions-test.jsonl").read_text().splitlines()
-        return [(row["index"], row["label"]) for row in map(json.loads, lines)]
+        return [(row["index"], row["response"]) for row in map(json.loads, lines)]
 
     assert read(tmp_path) == read(taught)
     with VllmProcess(vllm_python, taught / "model", log=tmp_path / "vllm.log", dtype="float32") as process:

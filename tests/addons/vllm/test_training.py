@@ -252,7 +252,7 @@ def test_evaluation_by_the_sampler(writing: VllmProcess, taught: Path, learner: 
         )
         train(config)
         rows = RunFolder(config.output).predictions("test")
-        runs[engine] = [(row["index"], row["label"], row["raw"]) for row in rows]
+        runs[engine] = [(row["index"], row["response"], row["raw"]) for row in rows]
     assert runs["vllm"] == runs["native"]
     assert len(runs["vllm"]) == 20
 

@@ -331,8 +331,9 @@ def _lam_data(lam: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 def _score_data(score: Score) -> dict[str, Any]:
     low, high = accuracy_interval([score]) or (None, None)
-    names = ("accuracy", "correct", "count", "macro_f1", "best_constant")
-    return {name: getattr(score, name) for name in names} | {"low": low, "high": high}
+    names, constant = ("accuracy", "correct", "count", "macro_f1"), score.best_constant
+    shares = {"best_constant": constant and constant.accuracy, "low": low, "high": high}
+    return {name: getattr(score, name) for name in names} | shares
 
 
 def _marks(runs: Sequence[Run]) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from gatespace.models.cache_root import read_record
 from gatespace.runs import RunFolder
 from gatespace.tasks import Example, Prompt, Task, synthetic_task
 from gatespace.tasks.tweeteval import HUB_NAME as HUB_TWEETEVAL
-from gatespace.tasks.tweeteval_labels import KNOWN, Labels
+from gatespace.tasks.tweeteval import KNOWN, Labels
 
 if TYPE_CHECKING:
     import jinja2
@@ -330,7 +330,8 @@ def _task(task: TaskConfig, labels: Sequence[str]) -> Task | None:
     if not labels:
         return None
     rows = [Example("-", labels[0])]
-    return Task(task.name or "table", tuple(labels), about.definitions, rows, [], [], question=about.question)
+    name = task.name or "table"
+    return Task(name, rows, [], [], labels=tuple(labels), definitions=about.definitions, question=about.question)
 
 
 def _metadata(run: _Run, license: str | None) -> str:

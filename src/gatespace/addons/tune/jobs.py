@@ -12,6 +12,7 @@ from typing import Any
 
 from gatespace.addons.tune.race import Rows
 from gatespace.config import TrainConfig, parse_config
+from gatespace.evaluation import Prediction
 from gatespace.files import atomic_write
 from gatespace.runs import RunFolder
 from gatespace.study.jobs import Job, Reads
@@ -34,13 +35,13 @@ def reached(run: RunFolder, steps: int) -> RunFolder | None:
 def row_scores(place: RunFolder) -> list[float]:
     """Score of every validation row, higher is better: log p(gold label), or a text's score. NaN stays NaN."""
 
-    def one(row: Mapping[str, Any]) -> float:
-        value = row["score"] if "score" in row else row["probabilities"][row["gold"]]
-        if value is None or math.isnan(value):
-            return math.nan
-        return float(value) if "score" in row else math.log(max(value, sys.float_info.min))
+    def value(row: Prediction) -> float:
+        if row.probabilities is None:
+            return row.score
+        likely = row.probabilities[row.gold]
+        return math.nan if likely is None or math.isnan(likely) else math.log(max(likely, sys.float_info.min))
 
-    return [one(row) for row in place.predictions("val")]
+    return [value(Prediction.from_json(row)) for row in place.predictions("val")]
 
 
 def read_rows(runs: Mapping[int, RunFolder], steps: int) -> Rows | None:
