@@ -99,15 +99,6 @@ ListSettings = Annotated[bool, typer.Option("--settings", help="List every setti
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print all settings and an estimate of the cost; train nothing.")
 ]
-DeviceMemory = Annotated[
-    str | None,
-    typer.Option(
-        "--device-memory",
-        metavar="SIZE",
-        show_default=False,
-        help="With --dry-run: whether the run fits on one, two and eight cards of this size, e.g. 80GB.",
-    ),
-]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 

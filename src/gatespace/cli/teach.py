@@ -40,7 +40,6 @@ def teach(
     processes: options.Processes = 1,
     settings: options.ListSettings = False,
     dry_run: options.DryRun = False,
-    device_memory: options.DeviceMemory = None,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -94,4 +93,4 @@ def teach(
     ]
     trusted = {"trust_plugins": trust_plugins, "trust_remote_code": trust_remote_code}
     chosen = options.load(TeachConfig, file, flags, sets or [], plugins, **trusted)
-    execute(chosen, dry_run=dry_run, device_memory=device_memory, quiet=quiet, as_json=as_json, processes=processes)
+    execute(chosen, dry_run=dry_run, quiet=quiet, as_json=as_json, processes=processes)

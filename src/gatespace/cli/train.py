@@ -51,7 +51,6 @@ def train(
     processes: options.Processes = 1,
     settings: options.ListSettings = False,
     dry_run: options.DryRun = False,
-    device_memory: options.DeviceMemory = None,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -102,7 +101,6 @@ def train(
     execute(
         chosen,
         dry_run=dry_run,
-        device_memory=device_memory,
         quiet=quiet,
         as_json=as_json,
         processes=processes,
