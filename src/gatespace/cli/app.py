@@ -113,7 +113,7 @@ def _root(
     gatespace predict runs/train texts.txt          label texts with it
     gatespace plan demo                             what a study would do
     gatespace run demo                              a whole study, its report
-    gatespace doctor                                what is installed here
+    gatespace doctor                                does it work here?
     """
 
 

@@ -234,8 +234,8 @@ def _evaluate(
 def _check_teacher(teacher: Metrics | TextMetrics, student: Metrics | TextMetrics) -> None:
     """Raise unless the teacher knows the answer format and is better than the untrained student, on validation rows."""
     from gatespace.errors import RunError
-    from gatespace.evaluation.concerns import NO_LABEL
     from gatespace.evaluation.metrics import with_interval
+    from gatespace.training.warnings import NO_LABEL
 
     failures = getattr(teacher, "parse_failures", 0)
     scores = [with_interval(one.score, one.count) for one in (teacher, student)]

@@ -18,11 +18,11 @@ from gatespace.cli.progress import RunProgress
 from gatespace.cli.run_options import task_command
 from gatespace.config import TeachConfig, TrainConfig, describe, dump_config, dump_yaml
 from gatespace.config.base import Section
-from gatespace.evaluation.concerns import of_rate, of_teacher, start_of
 from gatespace.evaluation.metrics import metric_of
 from gatespace.plugins import provider
 from gatespace.runs import RunFolder
 from gatespace.training.processes import is_first
+from gatespace.training.warnings import of_rate, of_teacher, start_of
 
 _CHECKPOINT = re.compile(r"step-(\d+)")
 

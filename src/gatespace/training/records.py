@@ -11,15 +11,14 @@ from typing import Any, Self
 from gatespace.config import TrainConfig, dump_config
 from gatespace.errors import GatespaceError, RunError
 from gatespace.evaluation import Evaluation, Metrics, TextMetrics, write
-from gatespace.evaluation.concerns import concerns, of_choice, start_of
 from gatespace.evaluation.metrics import metric_of
 from gatespace.files import JsonLines, Mark
 from gatespace.plugins import provided, provider
 from gatespace.teacher.scores import TeacherAwayError
 from gatespace.training import checkpoint
-from gatespace.training.alarms import Alarm, AlarmError, Alarms
 from gatespace.training.job import Job
 from gatespace.training.trackers import Trackers, open_trackers
+from gatespace.training.warnings import Alarm, AlarmError, Alarms, concerns, of_choice, start_of
 
 
 class Records:
