@@ -57,7 +57,7 @@ def test_a_check_that_fails_is_named(cli, monkeypatch):
 def test_a_device_that_is_not_there_is_a_wrong_call(cli, device):
     result = cli("doctor", "--device", device)
     assert result.exit_code == 2
-    assert "engine.device" in result.stderr
+    assert "device" in result.stderr
     assert device in result.stderr
 
 

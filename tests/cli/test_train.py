@@ -211,7 +211,7 @@ def test_there_is_no_training_without_a_teacher(cli, tmp_path, taught):
     for words in ([], ["--student", "tiny"]):
         result = cli("train", *words)
         assert result.exit_code == 2
-        assert result.stderr.startswith("error: there is no teacher\n  instead: --teacher FOLDER")
+        assert "pair.teacher: is needed and not given\n  instead: --teacher" in result.stderr
     unfinished = tmp_path / "unfinished"
     unfinished.mkdir()
     for name in ("config.yaml", "identity.json"):

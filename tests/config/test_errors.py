@@ -186,7 +186,7 @@ def test_all_problems_at_once_and_where_they_come_from(tmp_path: Path) -> None:
 
 
 def test_required() -> None:
-    with pytest.raises(UsageError, match=r"^pair: is needed and not given"):
+    with pytest.raises(UsageError, match=r"^pair.teacher: is needed and not given"):
         load_config(TrainConfig)
     with pytest.raises(UsageError, match=r"^pair.teacher: is needed and not given"):
         parse_config(TrainConfig, {"pair": {}})

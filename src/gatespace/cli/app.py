@@ -52,6 +52,7 @@ class _Commands(_Group):
         return [*_CORE, *provided("commands")]
 
     def get_command(self, ctx: Any, name: str) -> Any:
+        name = {"distil": "distill"}.get(name, name)
         if name not in self.commands and name in self.list_commands(ctx):
             try:
                 self.commands[name] = _load(name)

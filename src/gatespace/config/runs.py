@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from pydantic import model_validator
 
@@ -89,6 +90,12 @@ class TrainConfig(Section):
 
     output: Place = Path("runs/train")
     """The folder of the run."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pair(cls, data: Any) -> Any:
+        """Without a pair it is the teacher that is missing."""
+        return {"pair": {}, **data} if isinstance(data, dict) else data
 
     @model_validator(mode="after")
     def _chooses_on_validation(self) -> TrainConfig:

@@ -160,7 +160,9 @@ class PairConfig(Section):
     @model_validator(mode="after")
     def _one_or_several(self) -> PairConfig:
         if self.teacher is None and self.teachers is None:
-            raise Fault("teacher", "is needed and not given")
+            raise Fault(
+                "teacher", "is needed and not given", instead="--teacher, a folder that `gatespace teach` makes"
+            )
         if self.teacher is not None and self.teachers is not None:
             raise Fault("teachers", "a pair has a teacher or teachers, not both", instead="teacher: null")
         if self.teachers is not None and self.teacher_revision is not None:
