@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from gatespace import Gate, fused_gated_kl
 from gatespace.cli.app import app
-from gatespace.config import TeachConfig, TeachEngineConfig, TrainConfig, parse_config
+from gatespace.config import EngineConfig, TeachConfig, TrainConfig, parse_config
 from gatespace.errors import UsageError
 from gatespace.models import build_tiny, load_model
 from gatespace.models.packed import PackedBody
@@ -60,6 +60,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fused: None) -> Any:
             "output": str(tmp_path / f"{device}{name}"),
             **more,
         }
+        monkeypatch.setenv("GATESPACE_CHECK", settings.pop("check", ""))
         train(parse_config(TrainConfig, settings))
         return Path(settings["output"])
 
@@ -82,7 +83,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora, one step off policy, whole logits": {
         "pair": {"student": "tiny", "teacher": "tiny", "lora": {"r": 2}},
         "rollout": {"max_new_tokens": TOKENS, "staleness": 1},
-        "engine": {"fused": False},
+        "check": "unfused",
     },
 }
 
@@ -151,7 +152,7 @@ def test_a_deterministic_run(run: Any) -> None:
 def test_the_self_check_that_users_post(monkeypatch: pytest.MonkeyPatch, fused: None) -> None:
     """`gatespace doctor --device`: a run, the same on the CPU, and one that is killed and resumed."""
 
-    def placed(engine: TeachEngineConfig, *_: Any) -> Placement:
+    def placed(engine: EngineConfig, *_: Any) -> Placement:
         return Placement("cpu" if engine.device == "cpu" else simulated.NAME, torch.float32)
 
     for place in ("setup", "job"):

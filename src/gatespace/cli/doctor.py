@@ -80,10 +80,10 @@ def _machine() -> dict[str, Any]:
     try:
         import torch
 
-        from gatespace.config import TeachEngineConfig
+        from gatespace.config import EngineConfig
         from gatespace.training.setup import placement
 
-        precision = placement(TeachEngineConfig(device="cpu")).precision
+        precision = placement(EngineConfig(device="cpu")).precision
     except Exception as error:  # of a broken installation: ImportError, OSError of a shared library, ...
         report["missing"] = [*dict.fromkeys([*missing, "torch"])]
         return report | {"cpu": None, "devices": [], "torch_error": f"{type(error).__name__}: {error}"}
@@ -133,10 +133,10 @@ def _version(distribution: str) -> str | None:
 
 def _checks(device: str | None, say: Callable[[str], None]) -> list[dict[str, str]]:
     """Checks that share their runs; those after a failed one are skipped."""
-    from gatespace.config import TeachEngineConfig, parse_config
+    from gatespace.config import EngineConfig, parse_config
     from gatespace.training.setup import placement
 
-    placement(parse_config(TeachEngineConfig, {"device": device or "auto"}))  # raises if there is no such device
+    placement(parse_config(EngineConfig, {"device": device or "auto"}))  # raises if there is no such device
     with tempfile.TemporaryDirectory(prefix="gatespace-") as folder:
         runs = _Runs(device or "auto", Path(folder))
         checks = {"a tiny run trains": runs.trains}

@@ -12,6 +12,7 @@ from typing import Any
 from gatespace.cli.console import console, print_json
 from gatespace.config import TeachConfig, TrainConfig, dump_config, dump_yaml
 from gatespace.config.address import is_address
+from gatespace.config.checking import checking
 from gatespace.gating.configured import build_objective
 from gatespace.models import Model
 from gatespace.models.sizes import sizes_of
@@ -40,7 +41,7 @@ def estimate(config: TrainConfig | TeachConfig, note: Callable[[str], None], *, 
     models, notes = _outlines(config, data, note)
     model, *teachers = models.values()
     splits = (*config.evaluation.final, config.evaluation.split)
-    encoder = encoder_for(data, model, splits, share=config.engine.share_prefix)
+    encoder = encoder_for(data, model, splits, share=checking().share_prefix)
     notes += check_fit(config, data, encoder, **models)
     lengths = encoder.lengths(data.rows)
     prefix, mean = len(encoder.prefix), sum(lengths) / len(lengths)
@@ -54,7 +55,7 @@ def estimate(config: TrainConfig | TeachConfig, note: Callable[[str], None], *, 
     if isinstance(config, TrainConfig):
         rollout, lora = config.rollout, config.pair.lora
         rows *= rollout.per_prompt
-        prompts = prompts if config.engine.share_prompt else rows
+        prompts = prompts if checking().share_prompt else rows
         shortest, longest = min(right, rollout.max_new_tokens), rollout.max_new_tokens
         others = {name: teacher for name, teacher in models.items() if name != "student"}
         teacher_encoder = teacher_encoder_for(config, data, model, others)

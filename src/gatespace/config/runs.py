@@ -19,7 +19,6 @@ from gatespace.config.sections import (
     OptimizerConfig,
     PairConfig,
     RolloutConfig,
-    TeachEngineConfig,
     TeacherConfig,
     TeachOptimizerConfig,
     TeachTraceConfig,
@@ -227,7 +226,7 @@ class TeachConfig(Section):
     optimizer: TeachOptimizerConfig = TeachOptimizerConfig()
     """AdamW and its learning rate."""
 
-    engine: TeachEngineConfig = TeachEngineConfig()
+    engine: EngineConfig = EngineConfig()
     """Where and how the numbers are computed."""
 
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -73,7 +73,7 @@ def body_of(model: Model, *, packed: bool | None = None, checkpointing: bool | N
             network's own forward, else plain.
         checkpointing: As in `PackedBody`; plain passes have none.
     """
-    reason = "engine.packed is false" if packed is False else _unfit(model)
+    reason = "GATESPACE_CHECK is plain" if packed is False else _unfit(model)
     if reason is None:
         return PackedBody(model, checkpointing=checkpointing)
     if checkpointing:
@@ -85,7 +85,10 @@ def body_of(model: Model, *, packed: bool | None = None, checkpointing: bool | N
         )
     if packed:
         raise UsageError(
-            "this network cannot run over packed tokens", got=model.name, why=reason, instead="engine.packed: false"
+            "this network cannot run over packed tokens",
+            got=model.name,
+            why=reason,
+            instead="another model, or GATESPACE_CHECK=plain",
         )
     return PlainBody(model)
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from gatespace.config import TeachConfig, TrainConfig
+from gatespace.config.checking import checking
 from gatespace.errors import RunError, UsageError
 from gatespace.evaluation import Evaluation, evaluate
 from gatespace.models import Model
@@ -146,7 +147,7 @@ class Job(ABC):
     def prepare(self) -> None:
         """Create what training needs besides the models."""
         config, place = self.config, self.place
-        self.model = self.processes.prepare(self.model, dtype=place.dtype, packed=config.engine.packed)
+        self.model = self.processes.prepare(self.model, dtype=place.dtype, packed=checking().packed)
         self.optimizer = Optimizer(
             self.model.network, config.optimizer, steps=config.steps, dtype=place.dtype, processes=self.processes
         )
@@ -154,7 +155,7 @@ class Job(ABC):
         if again is None and self.processes.sharded:
             again = False  # all processes gather layers together, and only some may have long texts
         self.body = body_of(  # after the optimizer, which rounds the network to its precision
-            self.model, packed=config.engine.packed, checkpointing=again
+            self.model, packed=checking().packed, checkpointing=again
         )
 
     @abstractmethod

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gatespace.config import TeachConfig, TeachEngineConfig, TrainConfig
+from gatespace.config import EngineConfig, TeachConfig, TrainConfig
+from gatespace.config.checking import checking
 from gatespace.models.sizes import Sizes
 
 TELEMETRY = 64 << 20
@@ -24,12 +25,12 @@ _LOGIT_COPIES = {"distill": 6, "teach": 3}
 """Float32 tensors of (response tokens, vocabulary) alive at once in a loss that is not fused."""
 
 
-def chunk_mb(config: TrainConfig, device: str) -> float:
+def chunk_mb(device: str) -> float:
     """Megabytes of the logit buffers of the fused loss."""
-    return config.engine.chunk_mb or _CHUNK_MB["cpu" if device == "cpu" else "other"]
+    return _CHUNK_MB["cpu" if device == "cpu" else "other"]
 
 
-def micro_tokens(sizes: Sizes, engine: TeachEngineConfig, prefix: int = 0) -> int:
+def micro_tokens(sizes: Sizes, engine: EngineConfig, prefix: int = 0) -> int:
     """Token limit of a micro-batch.
 
     Depends on model, settings and shared prefix alone, not on free memory: how a batch is divided changes the last
@@ -86,8 +87,8 @@ def update_memory(
     if again is None and shards == 1 and prefix + longest > keys:  # every second layer of long rows is recomputed
         per_token = (student.kept() + student.kept(checkpointing=True)) // 2
     attention = student.attention(keys, checkpointing=bool(again))
-    if isinstance(config, TrainConfig) and config.engine.fused:
-        logits = int(chunk_mb(config, device) * 1e6)
+    if distills and checking().fused:
+        logits = int(chunk_mb(device) * 1e6)
     else:
         logits = (
             int(part * response_tokens / tokens) * vocab_size * 4 * _LOGIT_COPIES["distill" if distills else "teach"]
