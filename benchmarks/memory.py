@@ -30,7 +30,6 @@ CASES: dict[str, dict[str, Any]] = {
     "8bit": {"optimizer": {"states": "8bit"}},
     "lora": {"pair": {"lora": {"r": 8}}},
     "micro-batches": {"engine": {"micro_tokens": 300}},
-    "whole logits": {"engine": {"fused": False}},
 }
 
 

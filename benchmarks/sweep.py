@@ -341,7 +341,7 @@ def student_tokens(results: StudyResults) -> dict[str, Any]:
             data = material(config.task, "distill")
             model = open_model(config.pair.student, "pair.student", role="student", task=data.task, device="cpu")
             splits = (*config.evaluation.final, config.evaluation.split)
-            encoders[spec.task] = data, encoder_for(data, model, splits, share=config.engine.share_prefix)
+            encoders[spec.task] = data, encoder_for(data, model, splits, share=True)
         data, encoder = encoders[spec.task]
         known = prompts.setdefault(spec.task, {})
         if spec.seed not in known:

@@ -39,7 +39,7 @@ def test_commands_of_add_ons_are_gone_and_named_as_unknown(core: Path) -> None:
     assert gone.returncode == 2
     assert "unknown command 'explore'" in gone.stderr
     assert "unknown command 'tune'" in run(core, "-m", "gatespace", "tune", "demo").stderr
-    planned = run(core, "-m", "gatespace", "plan", "demo", "--no-estimate", "--set", "tune.proposals=3")
+    planned = run(core, "-m", "gatespace", "plan", "demo", "--set", "tune.proposals=3")
     assert planned.returncode == 0, planned.stderr  # a study with an add-on's section is a study without it
 
 

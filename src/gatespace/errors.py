@@ -1,7 +1,7 @@
 """The errors of gatespace: what went wrong, what was given, why it matters, what to do instead.
 
 The CLI prints them without a traceback and exits with `exit_code`: 2 for a mistake in the call or the configuration,
-1 for a run that failed, 3 for one stopped by an alarm (`gatespace.training.alarms`).
+1 for a run that failed, 3 for one stopped by an alarm (`gatespace.training.warnings`).
 """
 
 from __future__ import annotations

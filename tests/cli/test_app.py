@@ -213,5 +213,5 @@ def test_module_and_errors_in_a_real_process(gatespace):
 def test_a_narrow_encoding_costs_characters_not_the_command(gatespace):
     result = gatespace("gate", "G5", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert result.returncode == 0, result.stderr
-    assert "0.731" in result.stdout
+    assert ".731" in result.stdout
     assert json.loads(gatespace("gate", "G5", "--json", PYTHONIOENCODING="ascii").stdout)

@@ -3,15 +3,13 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
-import struct
-import xml.etree.ElementTree as ET
-import zlib
 
 import pytest
+from typer.testing import CliRunner
 
 from gatespace import signals
-from gatespace.cli.gate import GRID, TYPICAL, cube_statistics, notes, read_points, read_signals
+from gatespace.cli.app import app
+from gatespace.cli.gate import GRID, TYPICAL, cube_statistics, notes
 from gatespace.gating.coefficients import Gate, named_points
 
 CUBE = [*itertools.product((0.0, 1.0), repeat=3), (0.5, 0.5, 0.5)]
@@ -79,8 +77,7 @@ def test_range_of_lam_counts_further_signals_in_their_registered_ranges(run, tex
 
 def test_json_schema(run):
     data = read(run, "G5", "static:0.388", "4,0,-1,0,jsd=2")
-    assert set(data) == {"points", "at", "grid", "plot"}
-    assert data["plot"] is None
+    assert set(data) == {"points", "at", "grid"}
     keys = {
         "input", "name", "gate", "extra", "lam_range", "entropy_only", "gap_only", "table", "saturation", "mean_lam",
         "notes",
@@ -151,14 +148,9 @@ def test_without_points_all_named_points(run):
 def test_report(run):
     result = run("gate", "G5", "H2", "static:0.388")
     assert result.exit_code == 0
-    text = result.stdout
-    assert "0.269 .. 0.953" in text
-    assert "N/A (gap-only keeps d, and d = 0 here)" in " ".join(text.split())
-    assert "R 0.731" in text  # G5 at the centre, σ(4·.5 - 1)
-    assert "F 0.388" in text
-    assert "RR 0.998" in text  # H2 at (0, 1, 1), σ(6.5)
-    assert "constant λ" in text
-    assert "uniform grid" in text
+    text = " ".join(result.stdout.split())
+    for words in ("G5 4 0 -1 0 0.269", "N/A (gap-only", ".731", ".388", "constant λ", "uniform grid"):
+        assert words in text
 
 
 @pytest.mark.parametrize(
@@ -181,11 +173,10 @@ def test_notes(text, expected):
     assert any("0.5 always" in sentence for sentence in found) == any("0.5 always" in note for note in expected)
 
 
-@pytest.mark.parametrize("columns", ["60", "80", "200"])
-def test_all_points_fit_the_width(gatespace, columns):
-    result = gatespace("gate", COLUMNS=columns)
-    assert result.returncode == 0
-    assert max(map(len, result.stdout.splitlines())) <= int(columns)
+def test_all_points_fit_the_width():
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["gate"])
+    assert result.exit_code == 0
+    assert max(map(len, result.stdout.splitlines())) <= 80
     assert "…" not in result.stdout
 
 
@@ -215,8 +206,6 @@ def test_markup_in_a_point_is_text(run):
         (["G5", "--at", "jsd=.5"], ["unknown signal 'jsd'"]),
         (["4,0,-1,0,jds=2"], ["unknown signal 'jds'", "did you mean 'jsd'?"]),
         (["0,0,0,0,jsd=1", "--at", "jsd=inf"], ["finite"]),
-        (["G5", "--plot", "x.jpg"], [".png, .svg, .pdf", "got: x.jpg"]),
-        (["G5", "--plot", "x"], [".png, .svg, .pdf"]),
     ],
 )
 def test_bad_input_exits_2_and_says_why(run, args, words):
@@ -233,123 +222,3 @@ def test_a_point_may_start_with_a_dash(gatespace, args):
     result = gatespace("gate", *args)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["points"][0]["gate"] == [-4.0, 0.0, 0.0, 0.0]
-
-
-# ---------------------------------------------------------------------------------------------- plots
-
-
-def png_size(content: bytes) -> tuple[int, int]:
-    assert content[:8] == b"\x89PNG\r\n\x1a\n"
-    assert content[12:16] == b"IHDR"
-    assert zlib.crc32(content[12:29]) == struct.unpack(">I", content[29:33])[0]
-    assert content.endswith(b"IEND\xaeB`\x82")
-    return struct.unpack(">II", content[16:24])
-
-
-def test_png(run, tmp_path):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "new" / "folder" / "gates.PNG"
-    result = run("gate", "G5", "H2", "static:0.388", "--plot", str(path))
-    assert result.exit_code == 0, result.output
-    assert f"wrote {path}" in result.stdout.replace("\n", "")
-    width, height = png_size(path.read_bytes())
-    assert width > 2 * height > 600
-    assert os.listdir(path.parent) == ["gates.PNG"]
-
-
-def test_svg_is_accessible_and_the_same_each_time(run, tmp_path):
-    pytest.importorskip("matplotlib")
-    paths = [tmp_path / "a.svg", tmp_path / "b.svg"]
-    for path in paths:
-        assert run("gate", "G5", "4,0,-1,0,jsd=2", "--at", "u=.125", "--plot", str(path)).exit_code == 0
-    content = paths[0].read_bytes()
-    assert content == paths[1].read_bytes()
-    root = ET.fromstring(content)
-    svg = "{http://www.w3.org/2000/svg}"
-    assert root.tag == f"{svg}svg"
-    assert root.get("role") == "img"
-    assert root.findtext(f"{svg}title") == "λ against each signal for G5, 4,0,-1,0,jsd=2"
-    assert "u = 0.125" in root.findtext(f"{svg}desc")
-    assert b"<dc:date>" not in content
-
-
-def test_pdf(run, tmp_path):
-    pytest.importorskip("matplotlib")
-    assert run("gate", "G5", "--plot", str(tmp_path / "g.pdf")).exit_code == 0
-    content = (tmp_path / "g.pdf").read_bytes()
-    assert content.startswith(b"%PDF-")
-    assert b"CreationDate" not in content
-
-
-def test_plot_with_json_leaves_standard_output_to_json(run, tmp_path):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "g.svg"
-    result = run("gate", "G5", "--json", "--plot", str(path))
-    assert json.loads(result.stdout)["plot"] == str(path)
-    assert result.stderr == f"wrote {path}\n"
-
-
-def test_lines_are_the_gates(tmp_path):
-    pytest.importorskip("matplotlib")
-    from gatespace.cli.gate_plot import draw
-
-    points = read_points(["H2", "static:0.388", "1,0,0,0,jsd=-3"])
-    at = read_signals("h=.1,u=.2,gap=.4,jsd=.5", points)
-    figure = draw([point.gate for point in points], at)
-    axes = {axis.get_xlabel().partition(":")[0]: axis for axis in figure.axes}
-    assert list(axes) == ["h", "u", "gap", "jsd"]
-    h2, static, extra = axes["gap"].lines[-3:]
-    for x, y in zip(*h2.get_data(), strict=True):
-        assert y == pytest.approx(sigmoid(4 * 0.1 + 4 * 0.2 - 1.5 + 4 * x))
-    assert list(static.get_ydata()) == pytest.approx([0.388] * len(static.get_ydata()))
-    assert extra.get_ydata()[0] == pytest.approx(sigmoid(0.1 - 1.5))
-    for x, y in zip(*axes["jsd"].lines[-1].get_data(), strict=True):
-        assert y == pytest.approx(sigmoid(0.1 - 3 * x))
-    assert "h = 0.1, u = 0.2, jsd = 0.5" in axes["gap"].get_title(loc="left").replace("\u00a0", " ")
-
-
-@pytest.mark.parametrize("count", [1, 3, 8, 17])
-def test_no_text_of_a_plot_overlaps_or_leaves_the_page(count):
-    pytest.importorskip("matplotlib")
-    from gatespace.cli.gate_plot import draw, style
-
-    points = read_points([])[:count]
-    with style():
-        figure = draw([point.gate for point in points], read_signals(None, points))
-        figure.canvas.draw()
-    texts = [text for axis in figure.axes for text in (axis.xaxis.label, axis._left_title)]
-    texts += figure.legends[0].get_texts()
-    boxes = [text.get_window_extent() for text in texts]
-    for box in boxes:
-        assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
-        assert figure.bbox.y0 <= box.y0 < box.y1 <= figure.bbox.y1
-    for one, other in itertools.combinations(boxes, 2):
-        assert not one.overlaps(other)
-    styles = {
-        (line.get_color(), str(line._unscaled_dash_pattern), line.get_marker()) for line in figure.axes[0].lines[1:]
-    }
-    assert len(styles) == count
-
-
-def test_plot_that_cannot_be_written_exits_1(run, tmp_path):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "file").write_text("")
-    result = run("gate", "G5", "--plot", str(tmp_path / "file" / "g.png"))
-    assert result.exit_code == 1
-    assert result.stderr.startswith("error: the plot could not be written")
-    (tmp_path / "folder.png").mkdir()
-    assert run("gate", "G5", "--plot", str(tmp_path / "folder.png")).exit_code == 2
-
-
-def test_plot_without_matplotlib_names_the_extra(python, tmp_path):
-    script = (
-        "import sys; sys.modules['matplotlib'] = None\n"
-        f"sys.argv = ['gatespace', 'gate', 'G5', '--plot', {str(tmp_path / 'g.png')!r}]\n"
-        "from gatespace.cli.app import main; main()\n"
-    )
-    result = python("-c", script)
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert "pip install '.[plot]'" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert not (tmp_path / "g.png").exists()

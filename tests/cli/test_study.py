@@ -38,14 +38,14 @@ def test_shipped_studies_are_copied_with_their_comments(cli, tmp_path, monkeypat
 
 def test_a_copy_plans_what_the_shipped_one_plans(cli, tmp_path):
     cli("init", "demo", tmp_path / "my.yaml")
-    mine = cli("plan", tmp_path / "my.yaml", "--json", "--no-estimate")
-    theirs = cli("plan", "demo", "--json", "--no-estimate")
+    mine = cli("plan", tmp_path / "my.yaml", "--json")
+    theirs = cli("plan", "demo", "--json")
     assert mine.exit_code == 0
     assert mine.stdout == theirs.stdout
 
 
 def test_plan_as_json(cli):
-    plan = json.loads(cli("plan", "paper", "--json", "--no-estimate").stdout)
+    plan = json.loads(cli("plan", "paper", "--json").stdout)
     assert {*plan["runs"][0]} >= {"id", "task", "point", "gate", "seed", "kind"}
     assert {*plan["comparisons"][0]} >= {"task", "axis", "left", "right", "seed", "status", "reason"}
     cells = [c for c in plan["comparisons"] if c["axis"] == "restriction" and c["task"] != "offensive"]
@@ -56,37 +56,19 @@ def test_plan_as_json(cli):
     assert len(ids) == len(set(ids))
 
 
-def test_plan_counts_what_the_teacher_reads(cli):
-    estimate = json.loads(cli("plan", "demo", "--json").stdout)["estimate"]
-    (task,) = estimate
-    assert task["runs"] == 152
-    low, high = task["teacher_tokens_of_independent_runs"]
-    assert 0 < task["teacher_tokens_at_least"] < low <= high
-    assert task["seconds"]["status"] == "n/a"
-
-
-def test_plan_without_the_models_still_plans(cli, monkeypatch):
-    # To look for a Hub that does not answer takes a minute, and the variable is read at import only.
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    plan = json.loads(cli("plan", "paper", "--json").stdout)
-    assert len(plan["runs"]) == 127
-    assert {cost["status"] for cost in plan["estimate"]} == {"n/a"}
-    assert all(cost["reason"] for cost in plan["estimate"])
-
-
 def test_plan_in_print(cli):
-    shown = cli("plan", "paper", "--no-estimate").stdout
+    shown = cli("plan", "paper").stdout
     assert "127 runs on emotion, hate, offensive" in shown
     assert "gap-only keeps d, and d = 0 here" in shown
-    whole = cli("plan", "paper", "--no-estimate", "--all").stdout
+    whole = cli("plan", "paper", "--all").stdout
     assert whole.count(" sweep ") + whole.count(" replication ") == len(make_plan(load_study("paper")).comparisons)
-    quick = cli("plan", "demo", "--quick", "--no-estimate").stdout
+    quick = cli("plan", "demo", "--quick").stdout
     assert "demo-quick: 16 runs" in quick
 
 
 @pytest.mark.parametrize("words", [["demo"], ["smollm2"], ["replication"], ["paper", "--all"]])
 def test_plans_fit_a_terminal_of_80_columns(own_cache, words):
-    result = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["plan", *words, "--no-estimate"])
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["plan", *words])
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 81  # one sentence that is no table may wrap by itself
@@ -99,13 +81,13 @@ def test_plans_fit_a_terminal_of_80_columns(own_cache, words):
 
 
 def test_plan_says_what_could_be_supported_and_how_many_seeds_that_takes(cli):
-    words = ["plan", "demo", "--no-estimate", "--set", "seeds=[1,2,3]"]
+    words = ["plan", "demo", "--set", "seeds=[1,2,3]"]
     shown = cli(*words).stdout
     assert "no: takes 7 seeds" in shown
     assert "whatever the result, this study can support no claim: that takes at least 7 seeds" in shown
     claims = json.loads(cli(*words, "--json").stdout)["support"]["claims"]
     assert {claim["possible"] for claim in claims} == {False}
-    enough = cli("plan", "demo", "--no-estimate").stdout
+    enough = cli("plan", "demo").stdout
     assert "yes: 7 fresh blocks" in enough
     assert "can support no claim" not in enough
 
@@ -443,7 +425,7 @@ def test_plugins_of_a_part_of_a_study_are_refused(cli, plugged):
 
 def test_the_source_of_a_plugin_is_part_of_every_runs_id(cli, plugged):
     def ids(*words: str) -> list[str]:
-        plan = cli("plan", "own.yaml", "--json", "--no-estimate", *words)
+        plan = cli("plan", "own.yaml", "--json", *words)
         assert plan.exit_code == 0, plan.stderr
         return [run["id"] for run in json.loads(plan.stdout)["runs"]]
 

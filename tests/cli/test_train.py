@@ -4,7 +4,6 @@ import json
 import os
 import pty
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -87,12 +86,10 @@ def test_the_estimate_holds_what_the_run_then_did(trained):
     assert low == 6 * found["right_response_tokens_mean"]
     assert high == 6 * 32
     assert all(record["tokens"] <= high for record in records(folder, "metrics"))
-    most = found["step"]["teacher_tokens_at_most"][1]
+    most = found["step"]["teacher_tokens_at_most"]
     assert all(0 < record["teacher_tokens"] <= 1.3 * most for record in records(folder, "timings"))
     prompts = most / 6 - 32
     assert prompts == pytest.approx(found["prompt_tokens_mean"])
-    forward, backward = found["step"]["student_forward_tokens"], found["step"]["student_backward_tokens"]
-    assert forward[1] - backward[1] == high  # one pass over the prompts; decoded tokens are passed again for the update
     memory = found["memory_bytes"]
     assert memory["weights"] == 4 * found["parameters"]
     assert memory["optimizer"] == 8 * found["parameters"]
@@ -100,63 +97,22 @@ def test_the_estimate_holds_what_the_run_then_did(trained):
     assert memory["all"] == sum(value for key, value in memory.items() if key != "all")
 
 
-def test_an_estimate_knows_the_speed_ups_and_adapters(cli, distil):
-    def found(*sets):
+def test_an_estimate_knows_adapters_and_micro_batches(cli, distil):
+    def cost(*sets):
         words = [word for setting in sets for word in ("--set", setting)]
         result = cli(*distil, *words, "--dry-run", "--json", "--quiet")
         assert result.exit_code == 0, result.stderr
         return json.loads(result.stdout)["estimate"]
 
-    usual = found()
-    twice = found("engine.reuse_rollout=false")
-    read = usual["prefix_tokens"] + 6 * usual["prompt_tokens_mean"]
-    assert twice["step"]["student_forward_tokens"][0] - usual["step"]["student_forward_tokens"][0] == pytest.approx(
-        read
-    )
-    whole = found("engine.share_prefix=false")
-    assert whole["prefix_tokens"] == 0
-    assert whole["prompt_tokens_mean"] == usual["prompt_tokens_mean"] + usual["prefix_tokens"]
-    lora = found("pair.lora={r: 2, targets: [q_proj]}")
+    usual = cost()
+    lora = cost("pair.lora={r: 2, targets: [q_proj]}")
     assert lora["trained_parameters"] == 2 * 2 * (64 + 64)
     assert lora["memory_bytes"]["optimizer"] == 8 * lora["trained_parameters"]
-    parts = found("engine.micro_tokens=64")
+    parts = cost("engine.micro_tokens=64")
     assert parts["step"]["micro_batches"] > usual["step"]["micro_batches"] == 1
-    assert parts["memory_phases"]["update"]["activations"] < usual["memory_phases"]["update"]["activations"]
-    assert "logits" in found("engine.fused=false")["memory_phases"]["update"]
-    gold = found("rollout.from={gold: 1.0}")["step"]["response_tokens"]
+    assert parts["memory_bytes"]["activations"] < usual["memory_bytes"]["activations"]
+    gold = cost("rollout.from={gold: 1.0}")["step"]["response_tokens"]
     assert gold[0] == gold[1]
-    likely = found("evaluation.probabilities=true")["flops"]
-    assert likely["training"] == usual["flops"]["training"]
-    assert likely["evaluation"][0] > usual["flops"]["evaluation"][0]
-
-
-def test_a_dry_run_says_on_which_cards_a_pair_fits(cli, distil, taught, tmp_path):
-    folders = {}
-    for name, layers in (("student", 2), ("teacher", 4)):  # only what says their shapes, and a tokenizer
-        folders[name] = tmp_path / name
-        shutil.copytree(taught.folder / "model", folders[name], ignore=shutil.ignore_patterns("*.safetensors"))
-        config = json.loads((folders[name] / "config.json").read_text())
-        sizes = {"hidden_size": 4096, "num_hidden_layers": layers, "vocab_size": 100_000, "layer_types": None}
-        (folders[name] / "config.json").write_text(json.dumps({**config, **sizes}))
-    words = [*distil, "--student", folders["student"], "--teacher", folders["teacher"], "--dry-run", "--quiet"]
-    result = cli(*words, "--set", "engine.precision=auto", "--device-memory", "24GiB", "--processes", "3", "--json")
-    assert result.exit_code == 0, result.stderr
-    found = json.loads(result.stdout)["estimate"]
-    assert (found["precision"], found["cards"]["bytes"]) == ("bf16", 24 * 2**30)
-    layouts = found["cards"]["layouts"]
-    assert {layout["cards"] for layout in layouts} == {1, 2, 3, 8}
-    assert all(layout["verdict"] == "fits" for layout in layouts)
-    beside, apart = (next(one for one in layouts if one["teacher"] == where) for where in ("beside", "own card"))
-    assert apart["teacher_bytes"]["teacher_weights"] == beside["memory_bytes"]["teacher_weights"]
-    printed = cli(*words, "--device-memory", "1GB").stdout
-    assert "# 1 × 1 GB, teacher beside the student" in printed
-    assert "does not fit" in printed
-    assert re.search(r"^# memory: weights +\d", printed, re.M)
-    assert "no weights" in cli(*words).stderr  # here the run could not be made
-    for more, text in (["--device-memory", "much"], "not a memory size"), (["--device-memory", "8GB"], "--dry-run"):
-        refused = cli(*(words if text.startswith("not") else [word for word in words if word != "--dry-run"]), *more)
-        assert refused.exit_code == 2
-        assert text in refused.stderr
 
 
 @pytest.mark.parametrize(
@@ -255,7 +211,7 @@ def test_there_is_no_training_without_a_teacher(cli, tmp_path, taught):
     for words in ([], ["--student", "tiny"]):
         result = cli("train", *words)
         assert result.exit_code == 2
-        assert result.stderr.startswith("error: there is no teacher\n  instead: --teacher FOLDER")
+        assert "pair.teacher: is needed and not given\n  instead: --teacher" in result.stderr
     unfinished = tmp_path / "unfinished"
     unfinished.mkdir()
     for name in ("config.yaml", "identity.json"):

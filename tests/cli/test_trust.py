@@ -108,7 +108,7 @@ def test_an_interpreter_that_a_file_names_is_not_started(cli, received, command)
     assert (refused.exit_code, "--trust-plugins" in refused.stderr, (received / "ran").exists()) == (2, True, False)
 
 
-@pytest.mark.parametrize("words", [["train", "file.yaml", "--dry-run"], ["plan", "file.yaml", "--no-estimate"]])
+@pytest.mark.parametrize("words", [["train", "file.yaml", "--dry-run"], ["plan", "file.yaml"]])
 def test_with_its_flag_the_code_runs(cli, received, taught, words):
     content = _files(str(taught.folder / "model"))["train" if words[0] == "train" else "study"]
     plain = json.loads(json.dumps(content).replace('"student": "model"', '"student": "tiny"').replace("true", "false"))
@@ -116,9 +116,11 @@ def test_with_its_flag_the_code_runs(cli, received, taught, words):
     assert cli(*words, "--trust-plugins").exit_code == 0
     assert (received / "ran").exists()
     assert cli(*words, "--plugin", "theirs.py").exit_code == 0  # compared by content
+    if words[0] == "plan":  # opens no model
+        return
     (received / "file.yaml").write_text(yaml.safe_dump(content))
     (received / "ran").unlink()
-    cli(*(word for word in words if word != "--no-estimate"), "--trust-remote-code")  # the model is not a real one
+    cli(*words, "--trust-remote-code")  # the model is not a real one
     assert (received / "ran").exists()
 
 

@@ -92,7 +92,9 @@ trains = st.fixed_dictionaries(
         "optimizer": some(
             lr=positive, betas=st.lists(st.floats(0, 0.999), min_size=2, max_size=2), clip=st.none() | positive
         ),
-        "engine": some(threads=st.none() | count, device=st.sampled_from(["cpu", "cuda:1"]), fused=st.booleans()),
+        "engine": some(
+            threads=st.none() | count, device=st.sampled_from(["cpu", "cuda:1"]), deterministic=st.booleans()
+        ),
         "evaluation": some(final=st.lists(st.sampled_from(["val", "test"]), unique=True), every=st.integers(0, 9)),
         "trace": some(
             trackers=st.lists(st.sampled_from([*provided("trackers")]), unique=True)

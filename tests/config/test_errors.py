@@ -36,7 +36,7 @@ WRONG = [
     ("optimizer=adam", "optimizer", "must be a mapping of settings"),
     ("optimizer=[]", "optimizer", "must be a mapping of settings"),
     ("engine.device=gpu", "engine.device", "cuda"),
-    ("engine.fused=1", "engine.fused", "true or false"),
+    ("engine.deterministic=1", "engine.deterministic", "true or false"),
     ("engine.precision=fp16", "engine.precision", "must be one of auto, fp32, bf16"),
     ("evaluation.final=[val, tset]", "evaluation.final.1", "did you mean 'test'?"),
     ("evaluation.final=[val, val]", "evaluation.final", "twice"),
@@ -182,7 +182,7 @@ def test_all_problems_at_once_and_where_they_come_from(tmp_path: Path) -> None:
 
 
 def test_required() -> None:
-    with pytest.raises(UsageError, match=r"^pair: is needed and not given"):
+    with pytest.raises(UsageError, match=r"^pair.teacher: is needed and not given"):
         load_config(TrainConfig)
     with pytest.raises(UsageError, match=r"^pair.teacher: is needed and not given"):
         parse_config(TrainConfig, {"pair": {}})

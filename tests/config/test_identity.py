@@ -83,8 +83,6 @@ ENGINE = {
     "engine.micro_tokens": 4096,
     "engine.activation_checkpointing": True,
     "engine.deterministic": True,
-    "engine.packed": False,
-    "engine.share_prefix": False,
 }
 EVALUATION = {
     "evaluation.limit": 10,
@@ -140,10 +138,6 @@ COUNTED: dict[type[TrainConfig] | type[TeachConfig], dict[str, Any]] = {
         "teacher.prompt.examples": [{"user": "x", "assistant": "y"}],
         **OPTIMIZER,
         **ENGINE,
-        "engine.share_prompt": False,
-        "engine.reuse_rollout": False,
-        "engine.fused": False,
-        "engine.chunk_mb": 8.0,
         **EVALUATION,
         **RUN,
     },

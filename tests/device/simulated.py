@@ -24,8 +24,6 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 NAME = "sim"
 waits: Counter[str] = Counter()
 """Line of gatespace → how often the host waited for the device there."""
-free: int | None = None
-"""Bytes that the device says are free; None: a lot."""
 copies: Counter[str] = Counter()
 launches: Counter[str] = Counter()
 """Operation → how often."""
@@ -197,8 +195,6 @@ def register() -> None:
     module = _DummyBackendModule()
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]  # type: ignore[attr-defined]
     module.synchronize = lambda _=None: waits.update([_line()])  # type: ignore[attr-defined]
-    module.mem_get_info = lambda device: (1 << 50 if free is None else free, 1 << 50)  # type: ignore[attr-defined]
-    module.memory_reserved = lambda device: 0  # type: ignore[attr-defined]
     _setup_privateuseone_for_python_backend(NAME, backend_module=module)
     library = torch.library.Library("aten", "IMPL")
     _libraries.append(library)

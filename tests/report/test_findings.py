@@ -7,13 +7,13 @@ from statistics import median
 
 import pytest
 
-from gatespace.evaluation.concerns import Concern
 from gatespace.evidence.analysis import analyse
 from gatespace.evidence.power import detectable
 from gatespace.report.findings import find
 from gatespace.report.tables import file_tables
 from gatespace.report.view import View
 from gatespace.study.records import Look
+from gatespace.training.warnings import Concern
 from tests.sample_study import sample_results, with_labels
 
 SMALL = {"rows": 120, "steps": 4, "points": ("G2", "G5", "H1", "H3")}

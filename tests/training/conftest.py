@@ -13,6 +13,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from gatespace.config import OptimizerConfig, TeachConfig, TrainConfig, parse_config
+from gatespace.config.checking import VARIABLE
 from gatespace.gating import LossOutput
 from gatespace.gating.configured import build_objective
 from gatespace.models import Model, TinyPair, build_tiny, load_model
@@ -190,7 +191,6 @@ class Lab:
                 "pair": {"teacher": "unused"},
                 "objective": objective or {},
                 "rollout": {"max_new_tokens": 7, **(rollout or {})},
-                "engine": {"fused": fused},
                 "seed": seed,
             },
         )
@@ -220,7 +220,9 @@ class Lab:
         scored: list[Scored] = []
         with job.micro_batches(number, Clock()) as batches:
             for batch in batches:
-                output = job.loss(number, batch)
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setenv(VARIABLE, "" if fused else "unfused")
+                    output = job.loss(number, batch)
                 output.loss.backward()
                 assert batch.hidden is not None
                 assert batch.scores is not None

@@ -19,10 +19,10 @@ from gatespace.files import read
 from gatespace.gating.tokens import TeacherTopK
 from gatespace.models import TinyPair, load_model
 from gatespace.training import checkpoint
-from gatespace.training.alarms import CERTAIN, AlarmError, Alarms
 from gatespace.training.metrics import agreement, repeated
 from gatespace.training.progress import Silent
 from gatespace.training.train import train
+from gatespace.training.warnings import CERTAIN, AlarmError, Alarms
 
 Make = Callable[..., TrainConfig]
 Records = list[dict[str, Any]]

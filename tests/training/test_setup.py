@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gatespace.config import LoraConfig, TaskConfig, TeachEngineConfig, parse_config
+from gatespace.config import EngineConfig, LoraConfig, TaskConfig, parse_config
 from gatespace.errors import UsageError
 from gatespace.models import Model, TinyPair
 from gatespace.tasks import Task
@@ -35,7 +35,7 @@ def threads() -> Iterator[None]:
 
 
 def placed(**settings: Any) -> Placement:
-    return placement(parse_config(TeachEngineConfig, settings))
+    return placement(parse_config(EngineConfig, settings))
 
 
 def test_precision_and_threads(threads: None) -> None:

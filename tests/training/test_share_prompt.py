@@ -170,7 +170,7 @@ def make(train_config: Callable[..., TrainConfig], taught: Path, tmp_path: Path)
         {},
         {"engine": {"micro_tokens": 150}, "rollout": {"staleness": 1}},
         {
-            "engine": {"micro_tokens": 150, "reuse_rollout": False},
+            "engine": {"micro_tokens": 150},
             "objective": {"gate": list(WITH_GAP)},
             "rollout": {"from": {"student": 0.6, "gold": 0.4}},
         },
@@ -178,11 +178,13 @@ def make(train_config: Callable[..., TrainConfig], taught: Path, tmp_path: Path)
     ids=["one micro-batch", "stale", "several micro-batches"],
 )
 def test_the_records_of_a_run_are_those_of_repeated_rows(
-    make: Callable[..., TrainConfig], settings: dict[str, Any]
+    make: Callable[..., TrainConfig], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared = make("shared", **settings)
-    apart = make("apart", **{**settings, "engine": {**settings.get("engine", {}), "share_prompt": False}})
-    summaries = [train(config)["run"] for config in (shared, apart)]
+    shared, apart = make("shared", **settings), make("apart", **settings)
+    summaries = []
+    for config, check in ((shared, ""), (apart, "no-prompt")):
+        monkeypatch.setenv("GATESPACE_CHECK", f"{check},no-reuse" if "objective" in settings else check)
+        summaries.append(train(config)["run"])
     assert_alike(*summaries)
     assert summaries[0]["rows"] == 3 * 6 * 4
     found, wanted = (read(config.output / "metrics.jsonl") for config in (shared, apart))

@@ -350,8 +350,6 @@ def test_estimates_and_studies_know_several_teachers(make: Make, table: dict[str
     single = [
         estimate(make(pair={"teacher": model}), lambda text: None) for model in (config.pair.teachers or {}).values()
     ]
-    low, high = sorted(one["flops"]["training"][0] for one in single)
-    assert low < found["flops"]["training"][0] < high
     weights = [one["memory_bytes"]["teacher_weights"] for one in single]
     assert found["memory_bytes"]["teacher_weights"] == sum(weights)
     trained = {

@@ -19,10 +19,10 @@ from gatespace.models import load_model
 from gatespace.models.encode import Encoder
 from gatespace.rollout import greedy
 from gatespace.tasks.configured import configured_prompt, configured_rows, load_configured_task, teacher_prompt
-from gatespace.training.alarms import AlarmError
 from gatespace.training.progress import Silent
 from gatespace.training.setup import material
 from gatespace.training.train import teach, train
+from gatespace.training.warnings import AlarmError
 
 COLOURS = ("red", "blue", "green", "black", "white", "brown")
 THINGS = ("bike", "boat", "lamp", "map", "coat", "tent", "clock", "desk", "bridge", "kettle", "ladder", "window")

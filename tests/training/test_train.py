@@ -215,7 +215,7 @@ def test_bfloat16_follows_float32(train_config: Make, tmp_path: Path) -> None:
 
 
 def test_windows_and_soft_caps_in_a_whole_run(
-    train_config: Make, tiny: TinyPair, synthetic: Task, tmp_path: Path
+    train_config: Make, tiny: TinyPair, synthetic: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = load_model(str(tiny.student)).tokenizer
     texts = [example.text for example in synthetic.train]
@@ -226,13 +226,14 @@ def test_windows_and_soft_caps_in_a_whole_run(
         made(tokenizer, "Gemma2", std=0.2, num_hidden_layers=layers, **WINDOWS["Gemma2"]).network.save_pretrained(place)
         tokenizer.save_pretrained(place)
     runs, weights_of = [], []
-    for packed in (True, False):
+    for body in ("packed", "plain"):
+        monkeypatch.setenv("GATESPACE_CHECK", body)
         config = train_config(
             pair=pair,
-            engine={"packed": packed, "micro_tokens": 150},
+            engine={"micro_tokens": 150},
             optimizer={"lr": 1e-4},
             steps=4,
-            output=str(tmp_path / str(packed)),
+            output=str(tmp_path / body),
         )
         train(config)
         runs.append(read(config.output / "metrics.jsonl"))

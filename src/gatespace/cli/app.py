@@ -52,6 +52,7 @@ class _Commands(_Group):
         return [*_CORE, *provided("commands")]
 
     def get_command(self, ctx: Any, name: str) -> Any:
+        name = {"distil": "distill"}.get(name, name)
         if name not in self.commands and name in self.list_commands(ctx):
             try:
                 self.commands[name] = _load(name)
@@ -113,7 +114,7 @@ def _root(
     gatespace predict runs/train texts.txt          label texts with it
     gatespace plan demo                             what a study would do
     gatespace run demo                              a whole study, its report
-    gatespace doctor                                what is installed here
+    gatespace doctor                                does it work here?
     """
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gatespace.cli import run_options as options
-from gatespace.cli.run_options import Flag
 
 if TYPE_CHECKING:
     from gatespace.config import TrainConfig
@@ -50,9 +49,12 @@ def distill(
     batch_size: options.BatchSize = None,
     lr: options.LearningRate = None,
     seed: options.Seed = None,
+    device: options.Device = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, show_default="the longest right response", help="The longest response."),
+        typer.Option(
+            metavar="N", min=1, show_default="longest reference answer", help="The longest response, in tokens."
+        ),
     ] = None,
     limit: Annotated[
         int | None, typer.Option(metavar="N", min=1, show_default=False, help="Evaluate on the first N rows only.")
@@ -96,24 +98,25 @@ def distill(
     load_plugins(plugins or ())
     guess = _task(data, teacher, prompt=prompt, answer=answer, metric=metric)
     own = {"lr": 3e-3 if student in TINY else LR, "steps": steps or STEPS}
-    usual = [
-        Flag("DATA", "task", guess.task),
-        Flag("--steps", "evaluation.every", max(1, own["steps"] // CHECKS)),
-        Flag("--steps", "evaluation.patience", PATIENCE),
-        Flag("--steps", "checkpoint.every", 20),
-        Flag("--steps", "checkpoint.select", "best"),
-    ]
-    flags = [
-        *usual,
-        Flag("--teacher", "pair.teacher", teacher),
-        Flag("--student", "pair.student", student),
-        Flag("--gate", "objective.gate", gate or "G5"),
-        Flag("--steps", "steps", own["steps"]),
-        Flag("--batch-size", "batch_size", batch_size or BATCH_SIZE),
-        Flag("--lr", "optimizer.lr", lr or own["lr"]),
-        Flag("--seed", "seed", seed),
-        Flag("--limit", "evaluation.limit", limit or {"val": CHECKED_ROWS}),
-        Flag("--output", "output", output),
+    usual: dict[str, Any] = {
+        "task": guess.task,
+        "evaluation.every": max(1, own["steps"] // CHECKS),
+        "evaluation.patience": PATIENCE,
+        "checkpoint.every": 20,
+        "checkpoint.select": "best",
+    }
+    flags: list[options.Option] = [
+        *((f"--set {path}", path, value) for path, value in usual.items()),
+        ("--teacher", "pair.teacher", teacher),
+        ("--student", "pair.student", student),
+        ("--gate", "objective.gate", gate or "G5"),
+        ("--steps", "steps", own["steps"]),
+        ("--batch-size", "batch_size", batch_size or BATCH_SIZE),
+        ("--lr", "optimizer.lr", lr or own["lr"]),
+        ("--seed", "seed", seed),
+        ("--device", "engine.device", device),
+        ("--limit", "evaluation.limit", limit or {"val": CHECKED_ROWS}),
+        ("--output", "output", output),
     ]
     config = with_model_folders(options.load(TrainConfig, None, flags, sets or [], plugins))
     with RunProgress(quiet=quiet, job="distill") as progress:
@@ -224,8 +227,8 @@ def _evaluate(
 def _check_teacher(teacher: Metrics, student: Metrics) -> None:
     """Raise unless the teacher knows the answer format and is better than the untrained student, on validation rows."""
     from gatespace.errors import RunError
-    from gatespace.evaluation.concerns import NO_LABEL
     from gatespace.evaluation.metrics import with_interval
+    from gatespace.training.warnings import NO_LABEL
 
     failures = 0 if teacher.labels is None else teacher.labels.parse_failures
     scores = [with_interval(one.score, one.count) for one in (teacher, student)]

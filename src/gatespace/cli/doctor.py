@@ -1,246 +1,248 @@
-"""`gatespace doctor`: what is installed and usable, what is missing, and the command that adds it."""
+"""`gatespace doctor`: versions, CPU and devices, missing packages, and whether a tiny run trains here."""
 
 from __future__ import annotations
 
-import math
+import json
+import os
+import platform
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+import tempfile
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from gatespace.cli.console import console, print_json, table
+from gatespace.cli.console import console, gatespace_version, print_json
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-_TOLERANCE = 1e-5
+_PACKAGES = ("torch", "transformers", "peft", "accelerate", "vllm", "ray", "trl", "verl")
+_ROUNDING = 1e-4
+"""Relative tolerance of the first loss against the CPU's: covers the order of sums, but no reduced precision."""
+_DRIFT = 1e-2
+"""Of later losses: Adam takes a full step even on a gradient of pure rounding."""
+_LOGS = ("metrics.jsonl", "tokens.jsonl", "predictions-test.jsonl")
 
 
 def doctor(
     device: Annotated[
         str | None,
-        typer.Option("--device", help="Check this device against the CPU: cpu, cuda, cuda:1, ... Two minutes at most."),
+        typer.Option("--device", help="Compare this device with the CPU: cpu, cuda, cuda:1, ..."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Show what is installed and usable, what is missing, and how to add it.
+    """Show versions and missing packages, and train a tiny run.
 
-    It also computes a tiny gated loss and its gradient, and compares both
-    with the formula. Exit code 0: the core is usable; 1: it is not.
-
-    With --device: losses and gradients on every support and a short run
-    against the CPU's, two equal runs, a run that is killed and resumed,
-    tokens per second and memory. Exit code 1: a check failed; 2: there is
-    no such device.
+    With --device: the run trains there, its losses are compared with the
+    CPU's, and it is killed and resumed, which must give the same bytes.
+    Nothing is downloaded.
 
     \b
     gatespace doctor
-    gatespace doctor --json
-    gatespace doctor --device cpu
+    gatespace doctor --device cuda --json
 
-    The keys of the JSON are stable:
-
-    \b
-    gatespace  version, installed, missing \\[requirement]
-    python     version, implementation, executable
-    platform   system, release, machine
-    cpu        cores, usable, container_limit
-    memory     total_bytes, available_bytes, container_limit_bytes
-    torch      usable, version, error, threads, cpu_capability, bf16 {}
-    devices    \\[{kind, index, name}]
-    engines    \\[{name, installed, version, for, command}]
-    extras     \\[{name, installed, missing \\[requirement], command}]
-    checks     \\[{name, status: ok | failed | skipped, detail}]
-    self_check null, or {device, name, memory_bytes, free_bytes, bf16,
-               compared_with, precision, decoded_tokens_per_second,
-               update_tokens_per_second, peak_memory_bytes}
-    usable     true or false
+    Exit code 0: usable; 1: a package is missing or a check failed; 2: there
+    is no such device. The JSON has gatespace, python, platform, cpu,
+    packages, devices, missing, extras, usable, and checks \\[{name, status,
+    detail}].
     """
-    from gatespace.cli.environment import facts
-
-    found = facts()
-    found["checks"] = [loss_check(found["torch"]["usable"])]
-    found["usable"] = (
-        found["torch"]["usable"]
-        and not found["gatespace"]["missing"]
-        and all(check["status"] == "ok" for check in found["checks"])
-    )
-    found["self_check"] = None
-    if device is not None and found["usable"]:
-        from gatespace.cli.self_check import self_check
-
-        found["self_check"], checks = self_check(device, lambda text: print(text, file=sys.stderr, flush=True))
-        found["checks"] += checks
+    report = _machine()
+    report["checks"] = [] if "torch" in report["missing"] else _checks(device, _say)
+    report["usable"] = not report["missing"] and all(check["status"] != "failed" for check in report["checks"])
     if as_json:
-        print_json(found)
+        print_json(report)
     else:
-        _print_report(found)
-    failed = [check for check in found["checks"] if check["status"] == "failed"]
-    for check in failed:
-        print(f"failed: {check['name']}: {check['detail']}", file=sys.stderr)
-    if failed or not found["usable"]:
+        _print(report)
+    for check in report["checks"]:
+        if check["status"] == "failed":
+            _say(f"failed: {check['name']}: {check['detail']}")
+    if not report["usable"]:
         raise typer.Exit(1)
 
 
-def loss_check(torch_usable: bool) -> dict[str, str]:
-    """Check a gated loss of two tokens and its gradient against the formula in plain Python."""
-    name = "loss self-check"
-    if not torch_usable:
-        return {"name": name, "status": "skipped", "detail": "torch is not usable"}
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------- the machine
+
+
+def _machine() -> dict[str, Any]:
+    missing, extras = _missing()
+    report: dict[str, Any] = {
+        "gatespace": gatespace_version(),
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "missing": missing,
+        "extras": extras,
+    }
     try:
-        problem = _loss_problem()
-    # Any error of a mismatched installation is a finding.
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-    if problem:
-        return {"name": name, "status": "failed", "detail": problem}
-    return {"name": name, "status": "ok", "detail": "value and gradient of a gated loss agree with the formula"}
+        import torch
+
+        from gatespace.config import EngineConfig
+        from gatespace.training.setup import placement
+
+        precision = placement(EngineConfig(device="cpu")).precision
+    except Exception as error:  # of a broken installation: ImportError, OSError of a shared library, ...
+        report["missing"] = [*dict.fromkeys([*missing, "torch"])]
+        return report | {"cpu": None, "devices": [], "torch_error": f"{type(error).__name__}: {error}"}
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count()
+    bf16 = "bf16 in hardware" if precision == "bf16" else "bf16 emulated"
+    kind, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    report["cpu"] = f"{kind}, {bf16}, {cores} cores, {threads} threads"
+    cuda = [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]
+    return report | {"devices": ["cpu", *cuda, *(["mps"] if torch.backends.mps.is_available() else [])]}
 
 
-def _loss_problem() -> str:
-    """What is wrong with `gated_kl` on this machine, or ""."""
-    import torch
+def _missing() -> tuple[list[str], dict[str, list[str]]]:
+    """Unmet requirements of the core, and of each extra (those of extras inside it are listed there)."""
+    try:
+        from packaging.requirements import Requirement
 
-    from gatespace import Gate, gated_kl
+        requirements = [Requirement(line) for line in metadata.requires("gatespace") or []]
+        names = metadata.metadata("gatespace").get_all("Provides-Extra") or []
+    except (ImportError, metadata.PackageNotFoundError):  # runs from source
+        return [], {}
 
-    gate = Gate.named("G5")
-    student = [[0.3, -0.2, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
-    teacher = [[1.5, 0.1, -0.4, 0.2], [2.0, -1.0, 0.5, 0.0]]
-    losses = [_formula_loss(gate.a, gate.c, s, t) for s, t in zip(student, teacher, strict=True)]
-    expected = sum(losses) / len(losses)
+    def unmet(extra: str) -> list[str]:
+        found = []
+        for needed in requirements:
+            version = _version(needed.name)
+            if needed.name == "gatespace" or (needed.marker and not needed.marker.evaluate({"extra": extra})):
+                continue
+            if version is None or not needed.specifier.contains(version, prereleases=True):
+                text = f"{needed.name}{needed.specifier}"
+                found.append(text if version is None else f"{text} (found {version})")
+        return found
 
-    logits = torch.tensor([student], requires_grad=True)
-    out = gated_kl(logits, torch.tensor([teacher]), gate=gate, top_k=len(teacher[0]))
-    out.loss.backward()
-    value = float(out.loss.detach())
-    if not math.isclose(value, expected, rel_tol=_TOLERANCE):
-        return f"gated_kl gives {value:.8g}, the formula {expected:.8g}"
-    step = 1e-5
-    for token, row in enumerate(student):
-        for v in range(len(row)):
-            nudged = [[*row[:v], row[v] + sign * step, *row[v + 1 :]] for sign in (1, -1)]
-            up, down = (_formula_loss(gate.a, gate.c, s, teacher[token]) for s in nudged)
-            slope = (up - down) / (2 * step) / len(student)
-            gradient = float(logits.grad[0, token, v]) if logits.grad is not None else math.nan
-            if not math.isclose(gradient, slope, rel_tol=1e-3, abs_tol=_TOLERANCE):
-                return f"the gradient of gated_kl is {gradient:.6g}, the formula's {slope:.6g}"
-    return ""
+    core = unmet("")
+    return core, {name: missing for name in names if (missing := [one for one in unmet(name) if one not in core])}
 
 
-def _formula_loss(a: float, c: float, student_logits: list[float], teacher_logits: list[float]) -> float:
-    """λR + (1-λ)F with λ = σ(a·h + c), over the whole vocabulary."""
-    student, teacher = _softmax(student_logits), _softmax(teacher_logits)
-    forward = sum(t * math.log(t / s) for s, t in zip(student, teacher, strict=True))
-    reverse = sum(s * math.log(s / t) for s, t in zip(student, teacher, strict=True))
-    h = -sum(t * math.log(t) for t in teacher) / math.log(len(teacher))
-    lam = 1 / (1 + math.exp(-(a * h + c)))
-    return lam * reverse + (1 - lam) * forward
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
-def _softmax(logits: list[float]) -> list[float]:
-    exponentials = [math.exp(z) for z in logits]
-    return [e / sum(exponentials) for e in exponentials]
+# ---------------------------------------------------------------------------------------------------- the runs
 
 
-def _print_report(found: dict[str, Any]) -> None:
-    from rich.table import Table
+def _checks(device: str | None, say: Callable[[str], None]) -> list[dict[str, str]]:
+    """Checks that share their runs; those after a failed one are skipped."""
+    from gatespace.config import EngineConfig, parse_config
+    from gatespace.training.setup import placement
 
-    from gatespace.cli.environment import FOR_DEVELOPMENT
+    placement(parse_config(EngineConfig, {"device": device or "auto"}))  # raises if there is no such device
+    with tempfile.TemporaryDirectory(prefix="gatespace-") as folder:
+        runs = _Runs(device or "auto", Path(folder))
+        checks = {"a tiny run trains": runs.trains}
+        if device is not None:
+            checks |= {"its losses are the CPU's": runs.as_on_the_cpu, "killed and resumed: the same": runs.resumed}
+        done: list[dict[str, str]] = []
+        for name, check in checks.items():
+            status, detail = "skipped", "a check before it failed"
+            if all(one["status"] == "ok" for one in done):
+                if device is not None:
+                    say(f"{device}: {name} …")
+                try:
+                    passed, detail = check()
+                except Exception as error:  # any error of a device is a finding
+                    passed, detail = False, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+                status = "ok" if passed else "failed"
+            done.append({"name": name, "status": status, "detail": detail})
+        return done
 
+
+class _Killed(Exception):
+    """A run was stopped between two checkpoints."""
+
+
+class _Runs:
+    def __init__(self, device: str, folder: Path) -> None:
+        self._device, self._folder = device, folder
+
+    def trains(self) -> tuple[bool, str]:
+        """Train the tiny pair for four steps."""
+        losses = self._losses("there", self._device)
+        return len(losses) == 4, f"four steps, loss {losses[0]:.4f} to {losses[-1]:.4f}"
+
+    def as_on_the_cpu(self) -> tuple[bool, str]:
+        """Compare the losses with those of the same run on the CPU."""
+        pairs = zip(self._losses("there", self._device), self._losses("here", "cpu"), strict=True)
+        apart = [abs(there - here) / abs(here) for there, here in pairs]
+        detail = f"the first loss is apart by {apart[0]:.1e}, later ones by at most {max(apart):.1e}"
+        return apart[0] <= _ROUNDING and max(apart) <= _DRIFT, detail
+
+    def resumed(self) -> tuple[bool, str]:
+        """Kill the run after step 2, resume it, and compare records and weights."""
+        try:
+            self._losses("killed", self._device, until=2)
+        except _Killed:
+            self._losses("killed", self._device)
+        there, killed = self._folder / "there", self._folder / "killed"
+        different = [name for name in _LOGS if (there / name).read_bytes() != (killed / name).read_bytes()]
+        prints = [json.loads((folder / "summary.json").read_text())["fingerprint"] for folder in (there, killed)]
+        different += ["weights"] if prints[0] != prints[1] else []
+        return (
+            not different,
+            f"not the same: {', '.join(different)}" if different else "records and weights, to the byte",
+        )
+
+    def _losses(self, name: str, device: str, until: int | None = None) -> list[float]:
+        from gatespace.config import TrainConfig, parse_config
+        from gatespace.training.progress import Silent
+        from gatespace.training.train import train
+
+        class Until(Silent):
+            def step(self, step: int, *_: Any) -> None:
+                if step == until:
+                    raise _Killed
+
+        settings = {
+            "task": {"name": "synthetic", "brief": True},
+            "pair": {"student": "tiny", "teacher": "tiny"},
+            "objective": {"gate": "H2"},
+            "steps": 4,
+            "batch_size": 8,
+            "rollout": {"max_new_tokens": 8},
+            "optimizer": {"lr": 1e-3},
+            "engine": {"precision": "fp32", "deterministic": True, "device": device},
+            "evaluation": {"limit": 8, "final": ["test"], "every": 0, "max_new_tokens": 8},
+            "checkpoint": {"every": 1},
+            "teacher": {"cache": str(self._folder / "scores" / name)},
+            "output": str(self._folder / name),
+        }
+        train(parse_config(TrainConfig, settings), Until())
+        lines = (self._folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+
+# ---------------------------------------------------------------------------------------------------- printing
+
+
+def _print(report: dict[str, Any]) -> None:
     out = console()
-    grid = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for label, text in _machine_lines(found):
-        grid.add_row(label, text)
-    out.print(grid)
-    out.print()
-
-    engines = _with_commands(table("Engines", "engine", "state", "for"))
-    for engine in found["engines"]:
-        state = engine["version"] or "installed" if engine["installed"] else "not installed"
-        engines.add_row(engine["name"], state, engine["for"], engine["command"] or "")
-    out.print(engines)
-
-    extras = _with_commands(table("Extras", "extra", "state"))
-    for extra in found["extras"]:
-        name = f"{extra['name']} (development)" if extra["name"] in FOR_DEVELOPMENT else extra["name"]
-        if extra["installed"]:
-            extras.add_row(name, "installed", "")
-        else:
-            extras.add_row(name, f"missing: {', '.join(extra['missing'])}", extra["command"])
-    if found["extras"]:
-        out.print(extras)
-    elif found["gatespace"]["installed"]:
-        out.print("Extras: unknown, because the package packaging is not installed.")
-    else:
-        out.print("Extras: unknown, because gatespace runs from source and is not installed.")
-    out.print()
-    if found["self_check"]:
-        out.print(_self_checked(found["self_check"]), soft_wrap=True)
-    for check in found["checks"]:
+    for name in ("gatespace", "python", "platform", "cpu"):
+        out.print(f"{name:<10} {report[name]}", soft_wrap=True)
+    out.print(f"{'devices':<10} {', '.join(report['devices'])}", soft_wrap=True)
+    installed = [f"{name} {version}" for name, version in report["packages"].items() if version]
+    absent = [name for name, version in report["packages"].items() if not version]
+    out.print(f"{'packages':<10} {', '.join(installed)}", soft_wrap=True)
+    if absent:
+        out.print(f"{'absent':<10} {', '.join(absent)}", soft_wrap=True)
+    for extra, missing in report["extras"].items():  # in a clone: no package index has gatespace
+        out.print(f"extra {extra} lacks {', '.join(missing)}: pip install '.[{extra}]'", soft_wrap=True)
+    for check in report["checks"]:
         style = {"ok": "green", "failed": "bold red"}.get(check["status"], "yellow")
         out.print(f"{check['name']}: {check['status']}", style=style, end="")
         out.print(f" ({check['detail']})", soft_wrap=True)
-    if found["usable"]:
-        out.print("The core is usable.", style="green")
-        return
-    out.print("The core is not usable.", style="bold red")
-    if found["torch"]["error"]:
-        out.print(f"  torch: {found['torch']['error']}", soft_wrap=True)
-    for requirement in found["gatespace"]["missing"]:
-        out.print(f"  missing: {requirement}", soft_wrap=True)
-    if found["gatespace"]["missing"] or found["torch"]["error"]:
-        out.print("  add it with: pip install --upgrade '.', in a clone of gatespace")
-
-
-def _with_commands(table: Table) -> Table:
-    table.add_column("add it with, in a clone", no_wrap=True)  # a command must survive copying
-    return table
-
-
-def _machine_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "gatespace", found["gatespace"]["version"] + ("" if found["gatespace"]["installed"] else " (from source)")
-    yield "python", f"{found['python']['version']} ({found['python']['executable']})"
-    yield "platform", " ".join(found["platform"].values())
-    cpu = found["cpu"]
-    limit = f", a container's limit of {cpu['container_limit']:g}" if cpu["container_limit"] else ""
-    yield "cores", f"{cpu['usable']} usable of {cpu['cores']}{limit}"
-    memory = found["memory"]
-    sizes = [
-        f"{memory[key] / 2**30:.1f} GiB {word}"
-        for key, word in (
-            ("total_bytes", "in all"),
-            ("available_bytes", "available"),
-            ("container_limit_bytes", "a container's limit"),
-        )
-        if memory[key] is not None
-    ]
-    yield "memory", ", ".join(sizes) or "unknown"
-    torch = found["torch"]
-    if not torch["usable"]:
-        yield "torch", "not usable"
-        return
-    yield "torch", f"{torch['version']}, {torch['threads']} threads, {torch['cpu_capability'] or 'unknown'} kernels"
-    bf16 = [name for name, has in torch["bf16"].items() if has]
-    without = [name for name, has in torch["bf16"].items() if not has]
-    yield (
-        "bf16 on CPU",
-        (f"in hardware: {', '.join(bf16)}" if bf16 else "emulated, slower than float32")
-        + (f" (not here: {', '.join(without)})" if without else ""),
-    )
-    yield "devices", ", ".join(_device(device) for device in found["devices"])
-
-
-def _self_checked(facts: dict[str, Any]) -> str:
-    name = f" ({facts['name']})" if facts["name"] else ""
-    sizes = (("memory_bytes", "in all"), ("free_bytes", "free"))
-    memory = "".join(f", {facts[key] / 2**30:.1f} GiB {word}" for key, word in sizes if facts[key] is not None)
-    itself = "; it is compared with itself" if facts["compared_with"] == "itself" else ""
-    return f"{facts['device']}{name}{memory}, bf16 {facts['bf16']}{itself}"
-
-
-def _device(device: dict[str, Any]) -> str:
-    index = "" if device["kind"] in ("cpu", "mps") else f":{device['index']}"
-    return f"{device['kind']}{index}" + (f" ({device['name']})" if device["name"] else "")
+    for requirement in report["missing"]:
+        out.print(f"missing: {requirement}; add it with: pip install --upgrade '.', in a clone of gatespace")
+    if report.get("torch_error"):
+        out.print(report["torch_error"], soft_wrap=True)
+    verdict = ("Usable.", "green") if report["usable"] else ("Not usable.", "bold red")
+    out.print(verdict[0], style=verdict[1])

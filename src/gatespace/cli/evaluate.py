@@ -136,10 +136,10 @@ def evaluate(
     from gatespace.errors import UsageError, unknown_name
     from gatespace.evaluation import evaluate as run_evaluation
     from gatespace.evaluation import write
-    from gatespace.evaluation.concerns import concerns
     from gatespace.models.encode import Encoder
     from gatespace.plugins import provider
     from gatespace.rollout import Draws, greedy
+    from gatespace.training.warnings import concerns
 
     splits = ("train", "val", "test")
     if split not in splits:

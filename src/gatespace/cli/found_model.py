@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gatespace.config import TaskConfig, TeachEngineConfig, parse_config
+from gatespace.config import EngineConfig, TaskConfig, parse_config
 from gatespace.config.address import is_address
 from gatespace.config.text import read_yaml
 from gatespace.errors import UsageError
@@ -96,7 +96,7 @@ def find(name: str, options: ModelOptions, *, report: Callable[[str], None], row
     settings = _settings(folder, options)
     section = _task_section(folder, settings, options)
     precision = options.precision or _section(settings, "engine").get("precision", "auto")
-    placed = parse_config(TeachEngineConfig, {"device": options.device, "precision": precision})
+    placed = parse_config(EngineConfig, {"device": options.device, "precision": precision})
     try:
         task = (None if rows else _without_rows(section, folder)) or load_configured_task(section)
     except UsageError as error:

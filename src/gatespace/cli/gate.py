@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -20,23 +19,16 @@ from gatespace.plugins import load_plugins
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
 PAPER_SIGNALS = ("h", "u", "gap")
 GRID = 25
 """Cells per axis of the signal cube [0, 1]³; its statistics are taken at the cells' midpoints."""
 TYPICAL = 0.3
-"""Value of the signals that a plot does not vary. A teacher torn between two labels has h = log 2 / log 8 = .33, and
-the paper's E[λ] of G4 on hate implies a mean u of .31."""
+"""Value of signals that --at leaves out. A teacher torn between two labels has h = log 2 / log 8 = .33, and the paper's
+E[λ] of G4 on hate implies a mean u of .31."""
 
 _CORNERS_AND_CENTRE = (*itertools.product((0.0, 1.0), repeat=3), (0.5, 0.5, 0.5))
 _DASH_POINT = re.compile(r"-(?:inf\b|\.?\d)")
-_BALANCED = (0.4, 0.6)
-_CELL_WIDTH = len("RR 0.999")
-_LABEL_WIDTH = 24
-_COLUMN_GAP = 3
-_SIGNAL_COLUMNS_WIDTH = 20
 
 
 class PointCommand(TyperCommand):
@@ -49,7 +41,7 @@ class PointCommand(TyperCommand):
             if arg == "--":
                 guarded += args[i:]
                 break
-            is_value = i > 0 and args[i - 1] in ("--plot", "--at")
+            is_value = i > 0 and args[i - 1] == "--at"
             guarded.append(f" {arg}" if _DASH_POINT.match(arg) and not is_value else arg)
         return super().parse_args(ctx, guarded)
 
@@ -69,19 +61,12 @@ def gate(
             "Further signals follow the four numbers: 4,0,-1,0,jsd=2. None: all named points of the paper.",
         ),
     ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", show_default=False, help="Draw λ against each signal; .png, .svg or .pdf by the suffix."
-        ),
-    ] = None,
     at: Annotated[
         str | None,
         typer.Option(
             metavar="SIGNALS",
             show_default="h, u, gap at 0.3, further signals at 0",
-            help="Signals as h=.3,u=.2,gap=.5: one more row of the table, and where a plot holds the signals it does "
-            "not vary.",
+            help="Signals as h=.3,u=.2,gap=.5: one more column of the table.",
         ),
     ] = None,
     plugins: Plugins = None,
@@ -103,7 +88,7 @@ def gate(
     gatespace gate                             every named point of the paper
     gatespace gate G5 H2 static:0.388          three points side by side
     gatespace gate -4,0,0,0 entropy-only:4     one point, written in two ways
-    gatespace gate G2 H2 --plot gates.svg --at u=.1
+    gatespace gate G2 H2 --at h=.3,u=.1,gap=.5
     gatespace gate 4,0,-1,0,mine=2 --plugin my_signal.py
 
     JSON, unrounded, alone on standard output:
@@ -112,7 +97,7 @@ def gate(
     {"points": \\[{"input", "name", "gate": \\[a, b, c, d], "extra": {},
       "lam_range": \\[low, high], "entropy_only": {"gate"} or {"na": reason},
       "gap_only": the same, "table": \\[{"h", "u", "gap", "lam"}],
-      "saturation", "mean_lam", "notes": \\[]}], "at": {}, "grid", "plot"}
+      "saturation", "mean_lam", "notes": \\[]}], "at": {}, "grid"}
     An infinite c (static:0, static:1) is the text "inf" or "-inf".
     """
     load_plugins(plugins or [])
@@ -121,17 +106,10 @@ def gate(
     rows = [dict(zip(PAPER_SIGNALS, corner, strict=True)) for corner in _CORNERS_AND_CENTRE]
     if at is not None:
         rows.append(held)
-    if plot is not None:
-        from gatespace.cli.gate_plot import save_plot
-
-        save_plot(plot, chosen, held)
     if as_json:
-        found = [_as_json(point, rows) for point in chosen]
-        print_json({"points": found, "at": held, "grid": GRID, "plot": None if plot is None else str(plot)})
+        print_json({"points": [_as_json(point, rows) for point in chosen], "at": held, "grid": GRID})
     else:
         _print_report(console(), chosen, rows)
-    if plot is not None:
-        typer.echo(f"wrote {plot}", err=as_json)
 
 
 # ---------------------------------------------------------------------------------------------------- numbers
@@ -153,7 +131,7 @@ def read_points(texts: Sequence[str]) -> list[Point]:
 
 def read_signals(text: str | None, points: Sequence[Point]) -> dict[str, float]:
     """Parse signals from text such as ``h=.3,u=.2,gap=.5``; missing signals have their defaults."""
-    further = extra_signals(point.gate for point in points)
+    further = sorted({name for point in points for name in point.gate.extra})
     signals = dict.fromkeys(PAPER_SIGNALS, TYPICAL) | dict.fromkeys(further, 0.0)
     for part in text.split(",") if text is not None else ():
         name, _, value = (piece.strip() for piece in part.partition("="))
@@ -171,11 +149,6 @@ def read_signals(text: str | None, points: Sequence[Point]) -> dict[str, float]:
             raise UsageError(f"{name} must be a finite number", got=part.strip())
         signals[name] = number
     return signals
-
-
-def extra_signals(gates: Iterable[Gate]) -> list[str]:
-    """The signals beyond the paper's three that any of the gates uses, sorted."""
-    return sorted({name for gate in gates for name in gate.extra})
 
 
 def weights(gate: Gate) -> dict[str, float]:
@@ -271,107 +244,29 @@ def _restriction_json(restriction: Gate | NotApplicable) -> dict[str, Any]:
 
 
 def _print_report(out: Console, points: Sequence[Point], rows: Sequence[Mapping[str, float]]) -> None:
-    out.print(_points_table(points))
-    out.print(_restrictions_table(points))
+    numbers = (*"abcd", "λ reaches", "mean λ", "saturated")
+    shown = table("Points: λ = σ(a·h + b·u + c + d·gap + further signals)", "point", *numbers, numbers=numbers)
+    restrictions = table("Restrictions to one channel, magnitude kept", "point", "entropy-only", "gap-only", "notes")
+    corners = ["".join("½" if value == 0.5 else f"{value:g}" for value in corner) for corner in _CORNERS_AND_CENTRE]
+    columns = [*corners, "--at"][: len(rows)]
+    lams = table("λ at the corners of h, u, gap (010: u = 1, the others 0)", "point", *columns, numbers=columns)
+    for text, gate in points:
+        low, high = lam_range(gate)
+        reach = f"{low:.3f}" if low == high else f"{low:.3f} .. {high:.3f}"
+        mean_lam, saturation = cube_statistics(gate)
+        figures = [*(f"{value:.4g}" for value in gate.abcd), reach, f"{mean_lam:.3f}", f"{saturation:.1%}"]
+        shown.add_row(gate.name or text, *figures)
+        restrictions.add_row(gate.label, str(gate.entropy_only()), str(gate.gap_only()), "; ".join(notes(gate)))
+        lams.add_row(gate.label, *(f"{lam_at(gate, row):.3f}".removeprefix("0") for row in rows))
+    out.print(shown)
+    out.print(
+        f"Mean and saturation over a uniform grid of the signals, {GRID} cells per axis; real tokens do not fill it "
+        f"evenly. Saturated: λ within {SATURATION:g} of 0 or 1.",
+        style="dim",
+    )
+    out.print(lams)
+    out.print(restrictions)
     out.print(
         "entropy-only has the direction of EOPD, gap-only with d < 0 that of ToDi; neither is the published method.",
         style="dim",
     )
-    out.print()
-    for block in _blocks([point.gate for point in points], out.width):
-        out.print(_lam_table(block, rows))
-    out.print(
-        f"F forward-heavy (λ < {_BALANCED[0]:g}), FF nearly forward KL alone (λ ≤ {SATURATION:g}); "
-        f"R reverse-heavy (λ > {_BALANCED[1]:g}), RR nearly reverse KL alone (λ ≥ {1 - SATURATION:g}); = balanced",
-        style="dim",
-    )
-    out.print()
-    out.print(_cube_table(points))
-    out.print(
-        f"Over a uniform grid of the signal cube 0..1 ({GRID} cells per axis). Saturated: λ within "
-        f"{SATURATION:g} of 0 or 1. Real tokens do not fill the cube evenly.",
-        style="dim",
-    )
-
-
-def _points_table(points: Sequence[Point]) -> Table:
-    found = table("Points: λ = σ(a·h + b·u + c + d·gap)", "point", *"abcd", numbers="abcd")
-    further = any(gate.extra for _, gate in points)
-    if further:
-        found.add_column("further signals", overflow="fold")
-    found.add_column("λ reaches", justify="right", no_wrap=True)
-    for text, gate in points:
-        low, high = lam_range(gate)
-        reach = f"{low:.3f}" if low == high else f"{low:.3f} .. {high:.3f}"
-        numbers = [f"{value:.4g}" for value in gate.abcd]
-        found.add_row(gate.name or text, *numbers, *([_listed(gate.extra)] if further else []), reach)
-    return found
-
-
-def _restrictions_table(points: Sequence[Point]) -> Table:
-    from rich.text import Text
-
-    found = table("Restrictions to one channel, magnitude kept", "point", "entropy-only", "gap-only")
-    for _, gate in points:
-        both = (gate.entropy_only(), gate.gap_only())
-        cells = [Text(str(one), style="dim" if isinstance(one, NotApplicable) else "") for one in both]
-        found.add_row(gate.label, *cells)
-    return found
-
-
-def _lam_table(gates: Sequence[Gate], rows: Sequence[Mapping[str, float]]) -> Table:
-    found = table("λ over the signals", *PAPER_SIGNALS, numbers=PAPER_SIGNALS)
-    further = any(len(row) > len(PAPER_SIGNALS) for row in rows)
-    if further:
-        found.add_column("further", overflow="fold")
-    for gate in gates:
-        found.add_column(gate.label, justify="right", overflow="fold", min_width=_CELL_WIDTH, max_width=_LABEL_WIDTH)
-    for row in rows:
-        cells = [f"{row[name]:g}" for name in PAPER_SIGNALS]
-        if further:
-            cells.append(_listed({name: row[name] for name in row if name not in PAPER_SIGNALS}) or "0")
-        found.add_row(*cells, *(_lam_cell(lam_at(gate, row)) for gate in gates))
-    return found
-
-
-def _cube_table(points: Sequence[Point]) -> Table:
-    numbers = ("mean λ", "saturated")
-    found = table("Over the signal cube", "point", *numbers, "what to know", numbers=numbers)
-    for _, gate in points:
-        mean_lam, saturation = cube_statistics(gate)
-        found.add_row(gate.label, f"{mean_lam:.3f}", f"{saturation:.1%}", "; ".join(notes(gate)))
-    return found
-
-
-def _blocks(gates: Sequence[Gate], width: int) -> Iterator[Sequence[Gate]]:
-    """Group the gates so that their λ columns fit `width`."""
-    block: list[Gate] = []
-    used = _SIGNAL_COLUMNS_WIDTH
-    for gate in gates:
-        needed = min(max(len(gate.label), _CELL_WIDTH), _LABEL_WIDTH) + _COLUMN_GAP
-        if block and used + needed > width:
-            yield block
-            block, used = [], _SIGNAL_COLUMNS_WIDTH
-        block.append(gate)
-        used += needed
-    yield block
-
-
-def _lam_cell(lam: float) -> Text:
-    from rich.text import Text
-
-    if lam <= SATURATION:
-        mark, style = "FF", "bold blue"
-    elif lam < _BALANCED[0]:
-        mark, style = "F", "blue"
-    elif lam <= _BALANCED[1]:
-        mark, style = "=", ""
-    elif lam < 1.0 - SATURATION:
-        mark, style = "R", "red"
-    else:
-        mark, style = "RR", "bold red"
-    return Text(f"{mark} {lam:.3f}", style=style)
-
-
-def _listed(values: Mapping[str, float]) -> str:
-    return ", ".join(f"{name}={value:g}" for name, value in values.items())

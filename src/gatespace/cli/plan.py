@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,7 +13,6 @@ from gatespace.cli import study_file
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from gatespace.config import StudyConfig
     from gatespace.evidence.reach import Claim, Reach
     from gatespace.study.plan import Plan
     from gatespace.study.records import RunSpec
@@ -34,9 +33,6 @@ def plan(
     trust_plugins: options.TrustPlugins = False,
     trust_remote_code: options.TrustRemoteCode = False,
     everything: Annotated[bool, typer.Option("--all", help="List every run and comparison, of all seeds.")] = False,
-    estimate: Annotated[
-        bool, typer.Option("--estimate/--no-estimate", help="Count tokens and time; needs the models' tokenizers.")
-    ] = True,
     as_json: options.AsJson = False,
 ) -> None:
     """Show the runs and comparisons of a study before training anything.
@@ -62,13 +58,10 @@ def plan(
         trust_remote_code=trust_remote_code,
     )
     found = study_file.checked_plan(config, yes=yes)
-    outlines: dict[Any, Any] = {}
-    costs = [_cost(config, found, task, outlines) for task in config.tasks] if estimate else []
     support = study_file.support(found)
     endings = {task: ending(config, task) for task in config.tasks}
     if as_json:
-        more = {"estimate": costs} if estimate else {}
-        print_json({**found.as_json(), "support": support.as_json(), "ending": endings, **more})
+        print_json({**found.as_json(), "support": support.as_json(), "ending": endings})
         return
     out = console()
     out.print(f"{config.name}: {len(found.runs)} runs on {', '.join(config.tasks)}", style="bold", soft_wrap=True)
@@ -82,9 +75,6 @@ def plan(
     out.print(_SUPPORT, soft_wrap=True)
     if support.is_empty:
         out.print(study_file.out_of_reach(support), style="bold", soft_wrap=True)
-    for cost in costs:
-        for line in _cost_lines(cost):
-            out.print(line, soft_wrap=True)
 
 
 def _runs(plan: Plan, task: str, *, everything: bool) -> Table:
@@ -178,57 +168,3 @@ def _table(title: str, *columns: str) -> Table:
     for column in columns:
         table.add_column(column, overflow="fold", min_width=len(column))
     return table
-
-
-# ---------------------------------------------------------------------------------------------------- cost
-
-
-def _cost(config: StudyConfig, plan: Plan, task: str, outlines: dict[Any, Any]) -> dict[str, Any]:
-    """Cost of a task's runs: teacher tokens without and with shared scores, and a range of time."""
-    from gatespace.cli.estimate import estimate
-    from gatespace.errors import GatespaceError
-    from gatespace.study.plan import ROLES, train_config
-
-    runs = [run for run in plan.runs.values() if run.task == task]
-    found: dict[str, Any] = {"task": task, "runs": len(runs)}
-    models = {}
-    for role in ROLES:
-        made = getattr(config.teach, role)
-        if made is not None:
-            models[role] = made.get("model", "smollm2")
-    try:
-        one = train_config(config, task, config.seeds[0], {}, models=models)
-        cost = estimate(one, lambda text: None, outlines=outlines)
-    except GatespaceError as error:
-        return found | {"status": "n/a", "reason": error.what}
-    step = cost["step"]["teacher_tokens_at_most"]
-    alone = [tokens * one.steps * len(runs) for tokens in step]
-    prompts = min(one.steps * one.batch_size * len({run.seed for run in runs}), cost["rows"])
-    each = cost.get("teacher_prompt_tokens_mean", cost["prompt_tokens_mean"]) + cost["right_response_tokens_mean"]
-    time = cost["time"]
-    seconds = [value * len(runs) for value in time["seconds"]] if "seconds" in time else None
-    return found | {
-        "steps": one.steps,
-        "batch_size": one.batch_size,
-        "teacher_tokens_of_independent_runs": alone,
-        # Every prompt is scored at least once; how many responses are new depends on the students.
-        "teacher_tokens_at_least": prompts * each,
-        "seconds": seconds if seconds is not None else {"status": "n/a", "reason": time["reason"]},
-    }
-
-
-def _cost_lines(cost: dict[str, Any]) -> list[str]:
-    from gatespace.cli.progress import duration
-
-    if "reason" in cost:
-        return [f"{cost['task']}: no estimate: {cost['reason']}"]
-    low, high = cost["teacher_tokens_of_independent_runs"]
-    lines = [
-        f"{cost['task']}: {cost['runs']} runs of {cost['steps']} steps × {cost['batch_size']} prompts",
-        f"  the teacher scores {low / 1e6:.2f}-{high / 1e6:.2f} M tokens in independent runs; "
-        f"with shared scores at least {cost['teacher_tokens_at_least'] / 1e6:.3f} M",
-    ]
-    seconds = cost["seconds"]
-    if isinstance(seconds, dict):
-        return [*lines, f"  time: {seconds['reason']}"]
-    return [*lines, f"  time on this machine, one run after the other: {duration(seconds[0])} - {duration(seconds[1])}"]

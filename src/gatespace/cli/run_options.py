@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -67,6 +66,12 @@ Seed = Annotated[
     int | None,
     typer.Option("--seed", metavar="N", show_default=False, help="Seed for the order of rows and for sampling."),
 ]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device", metavar="NAME", show_default="auto", help="Device of the trained model: cpu, cuda, cuda:1."
+    ),
+]
 Output = Annotated[
     Path | None,
     typer.Option(
@@ -82,7 +87,10 @@ Sets = Annotated[
 Plugins = Annotated[
     list[str] | None,
     typer.Option(
-        "--plugin", metavar="FILE", show_default=False, help="Your own Python, imported first: signals, tasks, ..."
+        "--plugin",
+        metavar="FILE",
+        show_default=False,
+        help="Import this Python file first (signals, objectives, tasks).",
     ),
 ]
 TrustPlugins = Annotated[
@@ -99,40 +107,24 @@ ListSettings = Annotated[bool, typer.Option("--settings", help="List every setti
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print all settings and an estimate of the cost; train nothing.")
 ]
-DeviceMemory = Annotated[
-    str | None,
-    typer.Option(
-        "--device-memory",
-        metavar="SIZE",
-        show_default=False,
-        help="With --dry-run: whether the run fits on one, two and eight cards of this size, e.g. 80GB.",
-    ),
-]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
-_NEEDED = ("pair: is needed and not given", "pair.teacher: is needed and not given")
-
-
-@dataclass(frozen=True)
-class Flag:
-    """A command-line option that stands for a setting; its value is None if it was not given."""
-
-    option: str
-    path: str
-    value: Any
-
-    @property
-    def override(self) -> str:
-        """The override for `load_config`. JSON is valid YAML with every string quoted."""
-        value = str(self.value) if isinstance(self.value, Path) else self.value
-        return f"{self.path}={json.dumps(value, ensure_ascii=False)}"
+Option = tuple[str, str, Any]
+"""A command-line option, the setting that it stands for, and its value: None if it was not given."""
+_RESETS: dict[str, dict[str, Any]] = {
+    "task.name": {"task.table": None, "task.text": None},
+    "pair.teacher": {"pair.teachers": None},
+    "objective.gate": {"objective.method": "gated", "objective.params": {}},
+    "objective.method": {"objective.gate": None},
+}
+"""Setting → settings of the file that an option for it replaces."""
 
 
 def load(
     cls: type[Config],
     file: Path | None,
-    flags: Sequence[Flag],
+    options: Sequence[Option],
     sets: Sequence[str],
     plugins: Sequence[str] | None,
     *,
@@ -142,12 +134,15 @@ def load(
     """Load the configuration: the file's settings, overridden by options, then by `--set`; import its plugins."""
     from gatespace.config import load_config
 
-    given = [flag for flag in flags if flag.value is not None]
-    overrides = [part for flag in given for part in _overrides(flag)]
-    try:
-        config = load_config(cls, file, [*overrides, *sets])
-    except UsageError as error:
-        raise _about_options(error, given) from None
+    given: list[Option] = []
+    for option, path, value in options:
+        if value is not None:
+            resets = {} if (path, value) == ("objective.method", "gated") else _RESETS.get(path, {})
+            if path == "task.name" and not value.startswith("tweeteval/"):
+                resets = {**resets, "task.root": None}
+            given += [(option, other, reset) for other, reset in resets.items()]
+            given.append((option, path, str(value) if isinstance(value, Path) else value))
+    config = load_config(cls, file, sets, given)
     asked = file is None  # all settings are from the command line
     return with_code(config, plugins, trust_plugins or asked, trust_remote_code or asked)
 
@@ -199,11 +194,6 @@ def _asked(settings: dict[str, Any], setting: str, path: str = "") -> list[str]:
     return places
 
 
-def task_flags(task: str | None, root: Path | None, brief: bool | None) -> list[Flag]:
-    """The flags of the `task` section."""
-    return [Flag("--task", "task.name", task), Flag("--root", "task.root", root), Flag("--brief", "task.brief", brief)]
-
-
 def task_command(task: TaskConfig) -> list[str]:
     """The options that select this task in another command."""
     from gatespace.config import TaskConfig, dump_config
@@ -225,31 +215,3 @@ def task_command(task: TaskConfig) -> list[str]:
         else:
             words += ["--set", f"task.{key}={json.dumps(value, ensure_ascii=False)}"]
     return words
-
-
-def _overrides(flag: Flag) -> list[str]:
-    """The override of an option, preceded by those that reset conflicting settings of the file."""
-    before: list[str] = []
-    if flag.path == "task.name":
-        before = ["task.table=null", "task.text=null"]
-        before += [] if flag.value.startswith("tweeteval/") else ["task.root=null"]
-    elif flag.path == "pair.teacher":
-        before = ["pair.teachers=null"]
-    elif flag.path == "objective.gate":
-        before = ["objective.method=gated", "objective.params={}"]
-    elif flag.path == "objective.method" and flag.value != "gated":
-        before = ["objective.gate=null"]
-    return [*before, flag.override]
-
-
-def _about_options(error: UsageError, given: Sequence[Flag]) -> UsageError:
-    """Rewrite the error to name options instead of settings."""
-    what = error.what
-    for flag in given:
-        what = what.replace(f"--set {flag.path}: ", f"{flag.option}: ")
-    if what.endswith(_NEEDED):
-        return UsageError(
-            "there is no teacher",
-            instead="--teacher FOLDER, which `gatespace teach` makes; or pair.teacher in the file",
-        )
-    return UsageError(what, got=error.got, why=error.why, instead=error.instead)

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from gatespace.cli import run_options as options
-from gatespace.cli.run_options import Flag
 
 
 def teach(
@@ -32,6 +31,7 @@ def teach(
     batch_size: options.BatchSize = None,
     lr: options.LearningRate = None,
     seed: options.Seed = None,
+    device: options.Device = None,
     output: options.Output = None,
     sets: options.Sets = None,
     plugins: options.Plugins = None,
@@ -40,7 +40,6 @@ def teach(
     processes: options.Processes = 1,
     settings: options.ListSettings = False,
     dry_run: options.DryRun = False,
-    device_memory: options.DeviceMemory = None,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -73,25 +72,28 @@ def teach(
     if settings:
         list_settings(TeachConfig, as_json=as_json)
         return
-    flags: list[Flag] = []
+    flags: list[options.Option] = []
     guessed = {"prompt": prompt, "answer": answer, "metric": metric}
     if file is not None and (file.is_dir() or file.suffix.lower() in FORMATS):
         if task is not None:
             raise UsageError("the data is a table or --task, not both", got=f"{file} and --task {task}")
         guess = guess_task(str(file), **guessed)
         RunProgress(quiet=quiet).note(guess.said)
-        flags, file = [Flag("FILE", "task", guess.task)], None
+        flags, file = [("FILE", "task", guess.task)], None
     elif any(guessed.values()):
         raise UsageError("--prompt, --answer and --metric are for a table", instead="gatespace teach rows.csv …")
     flags += [
-        *options.task_flags(task, root, brief),
-        Flag("--model", "model", model),
-        Flag("--steps", "steps", steps),
-        Flag("--batch-size", "batch_size", batch_size),
-        Flag("--lr", "optimizer.lr", lr),
-        Flag("--seed", "seed", seed),
-        Flag("--output", "output", output),
+        ("--task", "task.name", task),
+        ("--root", "task.root", root),
+        ("--brief", "task.brief", brief),
+        ("--model", "model", model),
+        ("--steps", "steps", steps),
+        ("--batch-size", "batch_size", batch_size),
+        ("--lr", "optimizer.lr", lr),
+        ("--seed", "seed", seed),
+        ("--device", "engine.device", device),
+        ("--output", "output", output),
     ]
     trusted = {"trust_plugins": trust_plugins, "trust_remote_code": trust_remote_code}
     chosen = options.load(TeachConfig, file, flags, sets or [], plugins, **trusted)
-    execute(chosen, dry_run=dry_run, device_memory=device_memory, quiet=quiet, as_json=as_json, processes=processes)
+    execute(chosen, dry_run=dry_run, quiet=quiet, as_json=as_json, processes=processes)

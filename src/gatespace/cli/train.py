@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from gatespace.cli import run_options as options
-from gatespace.cli.run_options import Flag
 
 
 def train(
@@ -43,6 +42,7 @@ def train(
     batch_size: options.BatchSize = None,
     lr: options.LearningRate = None,
     seed: options.Seed = None,
+    device: options.Device = None,
     output: options.Output = None,
     sets: options.Sets = None,
     plugins: options.Plugins = None,
@@ -51,7 +51,6 @@ def train(
     processes: options.Processes = 1,
     settings: options.ListSettings = False,
     dry_run: options.DryRun = False,
-    device_memory: options.DeviceMemory = None,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -79,16 +78,19 @@ def train(
         list_settings(TrainConfig, as_json=as_json)
         return
     flags = [
-        *options.task_flags(task, root, brief),
-        Flag("--teacher", "pair.teacher", teacher),
-        Flag("--student", "pair.student", student),
-        Flag("--gate", "objective.gate", gate),
-        Flag("--method", "objective.method", method),
-        Flag("--steps", "steps", steps),
-        Flag("--batch-size", "batch_size", batch_size),
-        Flag("--lr", "optimizer.lr", lr),
-        Flag("--seed", "seed", seed),
-        Flag("--output", "output", output),
+        ("--task", "task.name", task),
+        ("--root", "task.root", root),
+        ("--brief", "task.brief", brief),
+        ("--teacher", "pair.teacher", teacher),
+        ("--student", "pair.student", student),
+        ("--gate", "objective.gate", gate),
+        ("--method", "objective.method", method),
+        ("--steps", "steps", steps),
+        ("--batch-size", "batch_size", batch_size),
+        ("--lr", "optimizer.lr", lr),
+        ("--seed", "seed", seed),
+        ("--device", "engine.device", device),
+        ("--output", "output", output),
     ]
     chosen = options.load(
         TrainConfig,
@@ -99,11 +101,4 @@ def train(
         trust_plugins=trust_plugins,
         trust_remote_code=trust_remote_code,
     )
-    execute(
-        chosen,
-        dry_run=dry_run,
-        device_memory=device_memory,
-        quiet=quiet,
-        as_json=as_json,
-        processes=processes,
-    )
+    execute(chosen, dry_run=dry_run, quiet=quiet, as_json=as_json, processes=processes)

@@ -17,12 +17,11 @@ from gatespace.cli.progress import RunProgress
 from gatespace.cli.run_options import task_command
 from gatespace.config import TeachConfig, TrainConfig, describe, dump_config, dump_yaml
 from gatespace.config.base import Section
-from gatespace.errors import UsageError
-from gatespace.evaluation.concerns import of_rate, of_teacher, start_of
 from gatespace.evaluation.metrics import metric_of
 from gatespace.plugins import provider
 from gatespace.runs import RunFolder
 from gatespace.training.processes import is_first
+from gatespace.training.warnings import of_rate, of_teacher, start_of
 
 
 def execute(
@@ -32,21 +31,16 @@ def execute(
     quiet: bool,
     as_json: bool,
     processes: int = 1,
-    device_memory: str | None = None,
 ) -> None:
-    """Run `config`, or with `dry_run` print its estimated cost, also for GPUs of `device_memory`."""
+    """Run `config`, or with `dry_run` print its estimated cost."""
     config = with_model_folders(config)
-    if device_memory is not None and not dry_run:
-        raise UsageError("--device-memory is a question about a run, not a setting of one", instead="with --dry-run")
     if dry_run:
         from gatespace.cli.estimate import estimate, print_estimate
-        from gatespace.training.memory import device_bytes
 
-        size = None if device_memory is None else device_bytes(device_memory)
         with RunProgress(quiet=quiet, job="estimate") as progress:
             question_rate(config, progress)
-            found = estimate(config, progress.note, processes=processes, device_memory=size)
-        print_estimate(config, found, as_json=as_json)
+            cost = estimate(config, progress.note, processes=processes)
+        print_estimate(config, cost, as_json=as_json)
         return
     if processes > 1:
         _launch(config, processes, quiet=quiet, as_json=as_json)

@@ -41,7 +41,7 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
 )
 """Setting → why it cannot change a run's numbers. Every setting not listed here counts.
 
-That includes the speed-ups of `engine`: they are exact up to the order of sums, but runs are bit-reproducible.
+That includes `engine.micro_tokens`: it is exact up to the order of sums, but runs are bit-reproducible.
 """
 
 LATER: Mapping[str, Any] = MappingProxyType(
@@ -55,8 +55,6 @@ LATER: Mapping[str, Any] = MappingProxyType(
         "evaluation.probabilities": False,
         "engine.deterministic": False,
         "optimizer.states": "fp32",
-        "engine.chunk_mb": None,
-        "engine.share_prompt": True,
         "evaluation.patience": None,
         "checkpoint.select": "last",
         "plugins": [],
@@ -69,6 +67,14 @@ LATER: Mapping[str, Any] = MappingProxyType(
     }
 )
 """Setting added later → the value that behaves as before it existed, and so keeps old runs' identities."""
+
+_ALWAYS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "engine": {"engine.packed": None, "engine.share_prefix": True},
+        "objective": {"engine.reuse_rollout": True, "engine.fused": True},
+    }
+)
+"""Section → former settings of runs with it and the values that all runs had, so that stored studies stay readable."""
 
 CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     dict.fromkeys(("evaluation.patience", "checkpoint.select"), ("evaluation.every", "evaluation.split"))
@@ -128,6 +134,9 @@ def counted(config: Section) -> dict[str, Any]:
     """Dotted path → value of the settings that can change a run's numbers."""
     settings = settings_of(config)
     found = {path: value for path, value in settings.items() if not (path in LATER and value == LATER[path])}
+    for section, values in _ALWAYS.items():
+        if section in type(config).model_fields:
+            found |= values
     chosen_by = {path for name, paths in CHOICES.items() if name in found for path in paths}
     return {path: value for path, value in found.items() if path not in LEFT_OUT or path in chosen_by}
 

@@ -16,7 +16,12 @@ from gatespace.errors import UsageError
 Config = TypeVar("Config", bound=Section)
 
 
-def load_config(cls: type[Config], path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    cls: type[Config],
+    path: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    options: Sequence[tuple[str, str, Any]] = (),
+) -> Config:
     """Load a configuration from a YAML file and apply overrides.
 
     Args:
@@ -25,6 +30,8 @@ def load_config(cls: type[Config], path: str | Path | None = None, overrides: Se
         overrides: ``a.b.c=value`` each, the value in YAML: ``objective.gate=G5``, ``evaluation.final=[test]``,
             ``optimizer.clip=null``, ``rollout.from.teacher=0.5``. An override changes one value of the file or the
             defaults; the last one for a path wins.
+        options: (option, path, value) each, e.g. ("--lr", "optimizer.lr", 0.001), applied before the overrides; errors
+            name the option.
 
     Examples:
         >>> from gatespace.config import TrainConfig
@@ -34,15 +41,18 @@ def load_config(cls: type[Config], path: str | Path | None = None, overrides: Se
     """
     data: Any = _read(Path(path)) if path is not None else {}
     where = str(path) if path is not None else ""
-    changed: list[str] = []
+    changed: dict[str, str] = {}
+    for option, setting, value in options:
+        data = _with(data, setting.split("."), value, section=cls, override=setting)
+        changed[setting] = option
     for override in overrides:
         data, name = _set(cls, data, override)
-        changed.append(name)
+        changed[name] = f"--set {name}"
     return parse_config(cls, data, where=where, overridden=changed)
 
 
 def parse_config(
-    cls: type[Config], data: Mapping[str, Any], *, where: str = "", overridden: Sequence[str] = ()
+    cls: type[Config], data: Mapping[str, Any], *, where: str = "", overridden: Mapping[str, str] | None = None
 ) -> Config:
     """Build a configuration from nested mappings, as a file contains them.
 
@@ -50,12 +60,12 @@ def parse_config(
         cls: `TrainConfig`, `TeachConfig` or one of their sections.
         data: Nested mappings.
         where: Their source, for errors.
-        overridden: Dotted paths set on the command line, for errors.
+        overridden: Dotted path set on the command line → how, for errors.
     """
     try:
         return cls.model_validate(data, by_alias=True, by_name=False)
     except ValidationError as error:
-        raise usage_error(cls, error, where=where, overridden=overridden) from None
+        raise usage_error(cls, error, where=where, overridden=overridden or {}) from None
 
 
 def dump_config(config: Section) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -45,21 +45,21 @@ class Problem:
         return f"{self.path}: {self.what}{got}" + (f" (instead: {self.instead})" if self.instead else "")
 
 
-def usage_error(cls: type[Section], error: ValidationError, *, where: str, overridden: Collection[str]) -> UsageError:
+def usage_error(cls: type[Section], error: ValidationError, *, where: str, overridden: Mapping[str, str]) -> UsageError:
     """All problems of a configuration as one error.
 
     Args:
         cls: The configuration class.
         error: The error from pydantic.
         where: The file, or "" if there is none.
-        overridden: Dotted paths set on the command line: problems there are not attributed to the file.
+        overridden: Dotted path set on the command line → how: problems there are not attributed to the file.
     """
     problems = [_problem(cls, part) for part in error.errors(include_url=False)]
-    shown = [_origin(problem.path, where, overridden) for problem in problems]
+    problems = [replace(problem, path=_named(problem.path, where, overridden)) for problem in problems]
     if len(problems) == 1:
         (problem,) = problems
-        return UsageError(f"{shown[0]}{problem.path}: {problem.what}", got=problem.got, instead=problem.instead)
-    lines = [f"{origin}{problem}" for origin, problem in zip(shown, problems, strict=True)]
+        return UsageError(f"{problem.path}: {problem.what}", got=problem.got, instead=problem.instead)
+    lines = [str(problem) for problem in problems]
     return UsageError("\n  ".join([f"{len(lines)} settings are wrong", *lines]))
 
 
@@ -72,12 +72,15 @@ def in_setting(path: str) -> Iterator[None]:
         raise type(error)(f"{path}: {error.what}", got=error.got, why=error.why, instead=error.instead) from error
 
 
-def _origin(path: str, where: str, overridden: Collection[str]) -> str:
-    if any(path == other or path.startswith(f"{other}.") for other in overridden):
-        return "--set "
+def _named(path: str, where: str, overridden: Mapping[str, str]) -> str:
+    """A setting as the user gave it: an option, ``--set PATH``, or ``FILE: PATH``."""
+    if path in overridden:
+        return overridden[path]
+    if any(path.startswith(f"{other}.") for other in overridden):
+        return f"--set {path}"
     if where:
-        return f"{where}: "
-    return "--set " if any(other.startswith(f"{path}.") for other in overridden) else ""
+        return f"{where}: {path}"
+    return f"--set {path}" if any(other.startswith(f"{path}.") for other in overridden) else path
 
 
 def _problem(cls: type[Section], error: Any) -> Problem:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from pydantic import model_validator
 
@@ -18,7 +19,6 @@ from gatespace.config.sections import (
     OptimizerConfig,
     PairConfig,
     RolloutConfig,
-    TeachEngineConfig,
     TeacherConfig,
     TeachOptimizerConfig,
     TeachTraceConfig,
@@ -86,6 +86,12 @@ class TrainConfig(Section):
 
     output: Place = Path("runs/train")
     """The folder of the run."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pair(cls, data: Any) -> Any:
+        """Without a pair it is the teacher that is missing."""
+        return {"pair": {}, **data} if isinstance(data, dict) else data
 
     @model_validator(mode="after")
     def _chooses_on_validation(self) -> TrainConfig:
@@ -210,7 +216,7 @@ class TeachConfig(Section):
     optimizer: TeachOptimizerConfig = TeachOptimizerConfig()
     """AdamW and its learning rate."""
 
-    engine: TeachEngineConfig = TeachEngineConfig()
+    engine: EngineConfig = EngineConfig()
     """Where and how the numbers are computed."""
 
     evaluation: EvaluationConfig = EvaluationConfig()

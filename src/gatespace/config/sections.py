@@ -160,7 +160,9 @@ class PairConfig(Section):
     @model_validator(mode="after")
     def _one_or_several(self) -> PairConfig:
         if self.teacher is None and self.teachers is None:
-            raise Fault("teacher", "is needed and not given")
+            raise Fault(
+                "teacher", "is needed and not given", instead="--teacher, a folder that `gatespace teach` makes"
+            )
         if self.teacher is not None and self.teachers is not None:
             raise Fault("teachers", "a pair has a teacher or teachers, not both", instead="teacher: null")
         if self.teachers is not None and self.teacher_revision is not None:
@@ -364,7 +366,7 @@ class TeachOptimizerConfig(OptimizerConfig):
     """Learning rate schedule after the warm-up."""
 
 
-class TeachEngineConfig(Section):
+class EngineConfig(Section):
     """Where and how the numbers are computed."""
 
     precision: Literal["auto", "fp32", "bf16"] = "auto"
@@ -387,37 +389,10 @@ class TeachEngineConfig(Section):
     """Most tokens in a micro-batch of the update; null: as many as need about 6 GiB, by the sizes of the model and the
     shared prefix alone. Loss and gradient do not depend on it, up to rounding."""
 
-    packed: Switch | None = None
-    """Run networks over packed tokens without padding; null: where the architecture allows it. Exact; false is for
-    checking, and recomputes every prompt at every token."""
-
     activation_checkpointing: Switch | None = None
     """Store little of each layer for the backward pass, and recompute the layer there. Exact; for long texts and
     large models, at about a third more time. null: every second layer, where a text has more than about 340 tokens of
     its own; false: none."""
-
-    share_prefix: Switch = True
-    """Compute what all prompts have in common once per batch. Exact; false is for checking."""
-
-
-class EngineConfig(TeachEngineConfig):
-    """Where and how the numbers are computed, with the speed-ups of distillation."""
-
-    share_prompt: Switch = True
-    """Compute a prompt once for all of its responses (rollout.per_prompt), and equal responses once. Exact; false is
-    for checking."""
-
-    reuse_rollout: Switch = True
-    """Backpropagate through the rollout's own pass over the prompts, instead of repeating it with the same weights.
-    Exact; false is for checking."""
-
-    fused: Switch = True
-    """Compute the loss from hidden states and heads in chunks, so that logits of all tokens are never in memory. Exact;
-    false is for checking."""
-
-    chunk_mb: Positive | None = None
-    """Megabytes of the logits of such a chunk; null: 60 on a CPU, whose cache holds little more, and 512 elsewhere,
-    where small products waste the device. The loss does not depend on it, up to rounding."""
 
 
 class EvaluationConfig(Section):

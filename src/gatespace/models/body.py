@@ -27,7 +27,7 @@ def body_of(model: Model, *, packed: bool | None = None, checkpointing: bool | N
             network's own forward, else plain.
         checkpointing: As in `PackedBody`; plain passes have none.
     """
-    reason = "engine.packed is false" if packed is False else _unfit(model)
+    reason = "GATESPACE_CHECK is plain" if packed is False else _unfit(model)
     if not reason:
         return PackedBody(model, checkpointing=checkpointing)
     if checkpointing:
@@ -39,7 +39,10 @@ def body_of(model: Model, *, packed: bool | None = None, checkpointing: bool | N
         )
     if packed:
         raise UsageError(
-            "this network cannot run over packed tokens", got=model.name, why=reason, instead="engine.packed: false"
+            "this network cannot run over packed tokens",
+            got=model.name,
+            why=reason,
+            instead="another model, or GATESPACE_CHECK=plain",
         )
     if packed is None:  # shown once per model and reason by Python's default filter
         warnings.warn(f"{model.name} runs in plain passes, which are exact and slow: {reason}", stacklevel=2)

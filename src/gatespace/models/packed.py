@@ -63,7 +63,7 @@ class PackedBody(Body):
             raise UsageError(
                 "this architecture does not let its attention be replaced",
                 got=type(model.body).__name__,
-                instead="engine.packed: false",
+                instead="another model, or GATESPACE_CHECK=plain",
             )
 
     def forward(
@@ -343,7 +343,8 @@ class _Rows(_Plan):
         if not self.complete:  # afterwards layers may be recomputed in any order
             if layer != len(self.record):
                 raise UsageError(
-                    "the layers of this network do not run one after another", instead="engine.packed: false"
+                    "the layers of this network do not run one after another",
+                    instead="another model, or GATESPACE_CHECK=plain",
                 )
             self.record.append((key, value))
             self.windows.append(rule.window)
@@ -441,7 +442,8 @@ def _serve(
     """The attention function that transformers calls: (1, heads, N, D) each."""
     if gatespace_plan is None:
         raise UsageError(
-            "this architecture does not pass keyword arguments to its attention", instead="engine.packed: false"
+            "this architecture does not pass keyword arguments to its attention",
+            instead="another model, or GATESPACE_CHECK=plain",
         )
     _check_attention(module, attention_mask, others)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -459,7 +461,7 @@ def _check_attention(module: Any, mask: object, arguments: Mapping[str, Any]) ->
         raise UsageError(
             f"packed passes do not know attention with {', '.join(changes)}",
             got=type(module).__name__,
-            instead="engine.packed: false",
+            instead="another model, or GATESPACE_CHECK=plain",
         )
 
 
@@ -480,7 +482,7 @@ def _window(module: Any, arguments: Mapping[str, Any], tokens: int) -> int | Non
         raise UsageError(
             "packed passes do not know the window of this network, and these texts are longer",
             got=f"{tokens} tokens, window {window}",
-            instead="engine.packed: false",
+            instead="another model, or GATESPACE_CHECK=plain",
         )
     return window
 
@@ -496,7 +498,7 @@ def _check_positions(config: Any, tokens: int) -> None:
                 raise UsageError(
                     "the positions of this network change with the length of the text from here on",
                     got=f"{tokens} tokens, {rope['rope_type']} positions up to {reach}",
-                    instead="engine.packed: false",
+                    instead="another model, or GATESPACE_CHECK=plain",
                 )
 
 

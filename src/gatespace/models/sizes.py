@@ -28,13 +28,7 @@ class Sizes:
     all: int
     body: int
     """Weights multiplied with every token: without embedding and head."""
-    head: int
-    """Weights multiplied with the tokens that predict a response token."""
     trained: int
-    tied: bool
-    """Whether the head is the embedding."""
-    largest: int
-    """The largest tensor."""
     layers: int
     hidden: int
     inner: int
@@ -111,10 +105,7 @@ def sizes_of(model: Model, lora: LoraConfig | None = None) -> Sizes:
     return Sizes(
         all=whole,
         body=whole - head.numel() - (0 if embedding is head else embedding.numel()),
-        head=head.numel(),
         trained=trained,
-        tied=embedding is head,
-        largest=max(p.numel() for p in tensors),
         layers=layers,
         hidden=hidden,
         inner=int(getattr(config, "intermediate_size", None) or 4 * hidden),

@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple
 from gatespace.config.study import StudyConfig
 from gatespace.errors import UsageError
 from gatespace.evaluation.calibration import Calibration
-from gatespace.evaluation.concerns import TEACHER_ALARM, Concern
 from gatespace.evaluation.metrics import LabelStatistics, Metrics, Prediction
 from gatespace.runs import Base, RunFolder, State
 from gatespace.tasks.data import Baseline
+from gatespace.training.warnings import TEACHER_ALARM, Concern
 
 Kind = Literal["point", "restriction", "static", "twin", "control", "published"]
 Axis = Literal["restriction", "isolation", "control", "static", "published", "gap"]

@@ -13,7 +13,6 @@ from typing import Any
 
 from gatespace.errors import GatespaceError, RunError
 from gatespace.evaluation.calibration import LabelProbabilities, calibrate
-from gatespace.evaluation.concerns import Answers, Concern, concerns, of_choice, of_teacher
 from gatespace.gating.coefficients import Gate
 from gatespace.plugins import provider
 from gatespace.runs import Base, RunFolder, StudyFolder
@@ -31,6 +30,7 @@ from gatespace.study.records import (
     TaskBaseline,
     predictions,
 )
+from gatespace.training.warnings import Answers, Concern, concerns, of_choice, of_teacher
 
 
 def read_results(path: Path) -> StudyResults:

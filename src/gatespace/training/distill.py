@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gatespace.config import TrainConfig, in_setting
 from gatespace.config.address import is_address, parse_address
+from gatespace.config.checking import checking
 from gatespace.config.sections import SELF_EMA
 from gatespace.errors import RunError, UsageError
 from gatespace.gating.configured import build_gate, build_objective
@@ -88,7 +89,7 @@ class Distillation(Job):
                     )
                 self._locals[scorer] = opened[key]
             self.model = open_student(device=processes.loads_on(self.place.device))
-        self.encoder = encoder_for(self.data, self.model, self.splits, share=config.engine.share_prefix)
+        self.encoder = encoder_for(self.data, self.model, self.splits, share=checking().share_prefix)
         self.check(student=self.model, **self._locals)
         self.cache = _open_cache(config, progress)
         if self.cache is not None:
@@ -186,7 +187,7 @@ class Distillation(Job):
 
     def _open_scorer(self, scorer: str, where: str) -> Teacher:
         config, spec = self.config.alone(scorer), self.score_spec()
-        packed, device = config.engine.packed, self.place.device
+        packed, device = checking().packed, self.place.device
         if where == SELF_EMA:
             decay, dtype = config.pair.ema_decay, self.place.dtype
             model = self._locals[scorer]
@@ -235,10 +236,10 @@ class Distillation(Job):
             "seed": config.seed,
             "micro_tokens": micro_tokens(self.sizes, config.engine, len(self.encoder.prefix)),
             "rollout_tokens": self.sizes.rollout_tokens(self.place.dtype.itemsize),
-            "reuse": config.engine.reuse_rollout,
+            "reuse": checking().reuse_rollout,
             "sampler": self.sampler,
             "processes": self.processes,
-            "share": config.engine.share_prompt,
+            "share": checking().share_prompt,
             # permutation and selection are over the tokens of every sample
             "merge": not (config.objective.shuffle or "selection" in self.objective.needs),
         }
@@ -293,7 +294,7 @@ class Distillation(Job):
         assert batch.scores is not None
         payload, teacher_head = batch.scores.payload, batch.scores.head
         head, inputs = self.model.head, self._loss_inputs(step, batch, hidden.device)
-        if self.config.engine.fused:
+        if checking().fused:
             return fused_distillation_loss(
                 hidden[None],
                 head,
@@ -301,7 +302,7 @@ class Distillation(Job):
                 teacher_head,
                 objective=self.objective,
                 inputs=inputs,
-                chunk_mb=chunk_mb(self.config, hidden.device.type),
+                chunk_mb=chunk_mb(hidden.device.type),
             )
         if teacher_head is not None and isinstance(payload, Tensor):
             payload = teacher_head.logits(payload)

@@ -6,13 +6,13 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from gatespace.config import TeachConfig, TrainConfig
+from gatespace.config.checking import checking
 from gatespace.errors import RunError, UsageError
 from gatespace.evaluation import Evaluation, evaluate
 from gatespace.models import Model
@@ -26,7 +26,6 @@ from gatespace.runs import RunFolder
 from gatespace.training.clock import Clock
 from gatespace.training.environment import environment
 from gatespace.training.fit import check_fit
-from gatespace.training.memory import Plan, Work, check_devices, free_bytes
 from gatespace.training.optimizer import Optimizer, Update, eight_bit
 from gatespace.training.processes import Processes
 from gatespace.training.progress import Progress
@@ -93,7 +92,7 @@ class Job(ABC):
         self.splits = (*config.evaluation.final, config.evaluation.split)
 
     def check(self, **models: Model) -> None:
-        """Raise if the run does not fit its models or its devices."""
+        """Raise if the run does not fit its models."""
         if getattr(self.model.network, "is_quantized", False) and not hasattr(self.model.network, "peft_config"):
             raise UsageError(
                 "quantised weights are not trained",
@@ -103,24 +102,7 @@ class Job(ABC):
         notes = check_fit(self.config, self.data, self.encoder, **models)
         if self.config.optimizer.states == "8bit":
             eight_bit(self.processes)
-        learner, place = models.get("model") or models["student"], self.place
-        teachers = list({id(model): model for model in models.values() if model is not learner}.values())
-        self.sizes = sizes_of(learner)
-        here = torch.empty(0, device=place.device).device  # with its index
-        with self.processes.together():
-            if free_bytes(here) is not None:
-                right = self.encoder.longest_gold(self.data.rows, learner.turn_end)
-                work = Work.of(self.config, self.encoder, self.data.rows, right)
-                plan = Plan(self.config, place.dtype, here.type, self.sizes, None, learner.vocab_size, work)
-                if teachers:
-                    item = place.dtype.itemsize  # compute precision, unless they are quantised
-                    every = [p for one in teachers for p in one.network.parameters()]
-                    weights = [p.numel() * min(p.itemsize, item) for p in every]
-                    largest = max(map(sizes_of, teachers), key=lambda one: one.all)
-                    whole = sum(weights) + plan.average_bytes()
-                    read = Work.of(self.config, self.teacher_encoder, self.data.rows, right)
-                    plan = replace(plan, teacher=largest, teacher_bytes=whole, read=read)
-                notes += check_devices(plan, self.processes, here, teachers[0].device if teachers else None)
+        self.sizes = sizes_of(models.get("model") or models["student"])
         for note in notes:
             self.progress.note(note)
 
@@ -165,7 +147,7 @@ class Job(ABC):
     def prepare(self) -> None:
         """Create what training needs besides the models."""
         config, place = self.config, self.place
-        self.model = self.processes.prepare(self.model, dtype=place.dtype, packed=config.engine.packed)
+        self.model = self.processes.prepare(self.model, dtype=place.dtype, packed=checking().packed)
         self.optimizer = Optimizer(
             self.model.network, config.optimizer, steps=config.steps, dtype=place.dtype, processes=self.processes
         )
@@ -173,7 +155,7 @@ class Job(ABC):
         if again is None and self.processes.sharded:
             again = False  # all processes gather layers together, and only some may have long texts
         self.body = body_of(  # after the optimizer, which rounds the network to its precision
-            self.model, packed=config.engine.packed, checkpointing=again
+            self.model, packed=checking().packed, checkpointing=again
         )
 
     @abstractmethod

@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from gatespace.config.checking import checking
 from gatespace.errors import RunError
 from gatespace.gating.log_probs import token_log_probs
 from gatespace.gating.loss import LossInputs, LossOutput, distillation_loss
@@ -51,7 +52,7 @@ class LabelDistillation(Distillation):
         """The task in the teacher's tokens; a remote teacher has the student's tokens."""
         if self._local is None or self.config.teacher.prompt is not None:
             return super().teacher_encoder
-        return encoder_for(self.data, self._local, self.splits, share=self.config.engine.share_prefix)
+        return encoder_for(self.data, self._local, self.splits, share=checking().share_prefix)
 
     @cached_property
     def labels(self) -> list[list[int]]:

@@ -10,18 +10,17 @@ from typing import Any
 from gatespace.config import TeachConfig, TrainConfig, dump_config
 from gatespace.errors import GatespaceError, RunError
 from gatespace.evaluation import Evaluation, Metrics, write
-from gatespace.evaluation.concerns import concerns, of_choice, start_of
 from gatespace.evaluation.metrics import metric_of
 from gatespace.files import Closing, JsonLines, Mark
 from gatespace.plugins import provided, provider
 from gatespace.runs import RunFolder
 from gatespace.teacher.scores import TeacherAwayError
 from gatespace.training import checkpoint
-from gatespace.training.alarms import Alarm, AlarmError, Alarms
 from gatespace.training.optimizer import Optimizer
 from gatespace.training.processes import Processes
 from gatespace.training.progress import Progress
 from gatespace.training.trackers import open_trackers
+from gatespace.training.warnings import Alarm, AlarmError, Alarms, concerns, of_choice, start_of
 
 
 class Records(Closing):

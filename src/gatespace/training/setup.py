@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from gatespace.config import LoraConfig, PairConfig, TaskConfig, TeachEngineConfig, TrainConfig, in_setting
+from gatespace.config import EngineConfig, LoraConfig, PairConfig, TaskConfig, TrainConfig, in_setting
 from gatespace.config.address import is_address
+from gatespace.config.checking import checking
 from gatespace.errors import UsageError, missing_extra
 from gatespace.models import Model, build_tiny, load_model, with_lora
 from gatespace.models.encode import Encoder
@@ -45,7 +46,7 @@ class Material:
     rows: Sequence[Example]
 
 
-def placement(engine: TeachEngineConfig, processes: Processes = ONE) -> Placement:
+def placement(engine: EngineConfig, processes: Processes = ONE) -> Placement:
     """Resolve ``auto``, and set torch's threads."""
     if engine.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA reads it once, when it starts
@@ -59,7 +60,7 @@ def placement(engine: TeachEngineConfig, processes: Processes = ONE) -> Placemen
 
 
 @contextmanager
-def deterministic(engine: TeachEngineConfig, place: Placement) -> Iterator[None]:
+def deterministic(engine: EngineConfig, place: Placement) -> Iterator[None]:
     """Use torch's deterministic algorithms if `engine.deterministic` is set.
 
     Not on a CPU, where the default ones are deterministic; operations without one raise.
@@ -243,7 +244,7 @@ def teacher_encoder_for(
         return None
     model, rows = teachers.get("teacher", student), material.rows
     texts = [prompt.text(row) for row in rows]
-    encoder = Encoder(prompt, model.tokenizer, texts, share=config.engine.share_prefix)
+    encoder = Encoder(prompt, model.tokenizer, texts, share=checking().share_prefix)
     with in_setting("teacher.prompt"):
         for window in {one.window for one in (model, *teachers.values())}:
             encoder.check(rows, window, config.rollout.max_new_tokens)

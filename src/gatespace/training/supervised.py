@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from gatespace.config import TeachConfig
+from gatespace.config.checking import checking
 from gatespace.errors import RunError
 from gatespace.models.body import response_states
 from gatespace.runs import RunFolder
@@ -60,7 +61,7 @@ class Supervised(Job):
                 seed=config.seed,
                 report=progress.note,
             )
-        self.encoder = encoder_for(self.data, self.model, self.splits, share=config.engine.share_prefix)
+        self.encoder = encoder_for(self.data, self.model, self.splits, share=checking().share_prefix)
         self.check(model=self.model)
         self.content = {
             "task": self.data.task.digest,

@@ -270,8 +270,6 @@ def test_settings_that_cannot_be(settings: dict[str, Any], words: str) -> None:
 
 
 def test_what_a_service_cannot_be_used_for(make: Make, service: Service) -> None:
-    with pytest.raises(UsageError, match=r"engine\.packed: the teacher's forward passes are others"):
-        train(make("remote", service, engine={"packed": False}))
     with pytest.raises(UsageError, match=r"teacher\.options: a client of a service with keys needs"):
         train(make("remote", service, teacher={"options": {"server_key": "x" * 40}}))
     outside = make("remote", Service(0, "zmq://192.0.2.1:5555"))

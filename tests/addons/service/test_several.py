@@ -88,9 +88,6 @@ def test_a_service_that_cannot_be_one_of_several(
         train(make(pair=pair("zmq://127.0.0.1:9"), teacher={"options": options}))
     with pytest.raises(UsageError, match=r"pair\.teachers\.wide: is not an address"):
         make(pair=pair("zmq://nowhere"))
-    packed = {"packed": False}
-    with pytest.raises(UsageError, match=r"engine\.packed"):
-        train(make(pair=pair(service.address), engine=packed))
     wrong = {"wide": {"patiense": 1}}
     with pytest.raises(UsageError, match=r"teacher\.options.*patiense"):
         train(make(pair=pair(service.address), teacher={"options": wrong}))

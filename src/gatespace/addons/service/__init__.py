@@ -28,7 +28,6 @@ def open_teacher(
     from gatespace.addons.service.keys import client_keys
     from gatespace.addons.service.wire import vocabulary_digest
     from gatespace.config import in_setting, parse_config
-    from gatespace.errors import UsageError
 
     with in_setting("teacher.options"):
         options = parse_config(Options, dict(config.teacher.options))
@@ -44,14 +43,6 @@ def open_teacher(
             cache=cache,
             report=report,
             device=place.device,
-        )
-    packed = "PackedBody" in teacher.numerics.split("/")
-    if config.engine.packed is not None and config.engine.packed != packed:
-        teacher.close()
-        raise UsageError(
-            "engine.packed: the teacher's forward passes are others",
-            got=f"{str(config.engine.packed).lower()}, and {str(packed).lower()} at {config.pair.teacher}",
-            instead="null, or a teacher in this process",
         )
     if teacher.dtype != place.dtype:
         report(f"the teacher computes in {str(teacher.dtype).removeprefix('torch.')}, this run in {place.precision}")

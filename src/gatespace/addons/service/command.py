@@ -182,11 +182,11 @@ def _load(
     name: str, precision: str | None, device: str, quantization: str | None, note: Callable[[str], None]
 ) -> Model:
     from gatespace.cli.found_model import model_folder
-    from gatespace.config import TeachEngineConfig, parse_config
+    from gatespace.config import EngineConfig, parse_config
     from gatespace.models import load_model
     from gatespace.training.setup import placement
 
-    place = placement(parse_config(TeachEngineConfig, {"device": device, "precision": precision or "auto"}))
+    place = placement(parse_config(EngineConfig, {"device": device, "precision": precision or "auto"}))
     return load_model(
         model_folder(name), dtype=place.dtype, device=place.device, quantization=quantization, report=note
     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gatespace.evaluation import Metrics, measure
-from gatespace.evaluation.concerns import Answers, concerns, of_choice, of_teacher, start_of
+from gatespace.training.warnings import Answers, concerns, of_choice, of_teacher, start_of
 
 LABELS = ("a", "b", "c")
 GOLD = ["a"] * 80 + ["b"] * 60 + ["c"] * 60
