@@ -27,10 +27,11 @@ from gatespace.training.fit import check_fit, check_models
 from gatespace.training.memory import Layout, Memory, Plan, Work, layouts
 from gatespace.training.setup import (
     Material,
+    ModelSpec,
     Placement,
     encoder_for,
+    load_shapes,
     material,
-    outline_model,
     placement,
     teacher_encoder_for,
 )
@@ -115,9 +116,8 @@ def estimate(
         # Tiny models are built for role and task.
         key = (name, *options.values(), *((role, task.digest) if name in TINY else ()))
         if key not in known:
-            known[key] = outline_model(
-                name, setting, role=role, task=task, weights=device_memory is None, report=note, **options
-            )
+            spec = ModelSpec(name, setting, role, **options)
+            known[key] = load_shapes(spec, task, note, weights=device_memory is None)
         return known[key]
 
     found = _train(config, place, outline) if isinstance(config, TrainConfig) else _teach(config, place, outline)
