@@ -28,13 +28,13 @@ from gatespace.tasks import Prompt, load_task
 from gatespace.teacher.cache import ScoreCache
 from gatespace.teacher.local import LocalTeacher
 from gatespace.teacher.scores import ScoreSpec
+from gatespace.teacher.several import Teachers
 from gatespace.training.batches import Row
 from gatespace.training.clock import Clock
-from gatespace.training.distill import Distillation
+from gatespace.training.distill import DistillationLoss
 from gatespace.training.memory import micro_tokens
 from gatespace.training.optimizer import Optimizer
-from gatespace.training.processes import ONE
-from gatespace.training.rollouts import OnPolicy
+from gatespace.training.rollouts import Rollouts
 
 GATE = "G5"
 PHASES = ("rollout", "score", "update", "optimizer")
@@ -72,7 +72,7 @@ class Work:
 
     def rows(self, encoder: Encoder) -> list[list[Row]]:
         """The rows of every step, warm-up first."""
-        rows = [Row(i, example, encoder.suffix(example.text)) for i, example in enumerate(self._examples())]
+        rows = [Row(i, row, ids := encoder.suffix(row.text), ids) for i, row in enumerate(self._examples())]
         return [rows[step * self.batch : (step + 1) * self.batch] for step in range(self.all_steps)]
 
     def _prompt(self) -> Prompt:
@@ -322,26 +322,25 @@ class Engine:
             "optimizer": {"lr": work.lr, "weight_decay": 0.0},
             "seed": work.seed,
         }
-        self.job = job = object.__new__(Distillation)
-        job.config = parse_config(TrainConfig, settings)
-        job.objective = build_objective(job.config.objective)
-        job.vocab_size = check_pair(student, teacher).vocab_size
-        job.processes, job.sampler = ONE, None
-        job.optimizer = Optimizer(student.network, job.config.optimizer, steps=work.all_steps, dtype=work.dtype)
-        job.model, job.body = student, body_of(student)  # after the optimizer has cast the weights
-        job.encoder = self.encoder = work.encoder(student.tokenizer)
+        config = parse_config(TrainConfig, settings)
+        vocab_size = check_pair(student, teacher).vocab_size
+        self.optimizer = Optimizer(student.network, config.optimizer, steps=work.all_steps, dtype=work.dtype)
+        body = body_of(student)  # after the optimizer has cast the weights
+        self.encoder = work.encoder(student.tokenizer)
         self.rows = work.rows(self.encoder)
-        spec = ScoreSpec(tuple(self.encoder.prefix), work.max_new_tokens, job.vocab_size)
+        spec = ScoreSpec(tuple(self.encoder.prefix), work.max_new_tokens, vocab_size)
         sizes = sizes_of(student)
-        job.rollouts = OnPolicy(
-            student=job.body,
-            teacher=LocalTeacher(teacher, spec, cache=store),
+        self.loss = DistillationLoss(body, build_objective(config.objective), config, vocab_size)
+        self.rollouts = Rollouts(
+            student=body,
+            teachers=Teachers({"": LocalTeacher(teacher, spec, cache=store)}),
             encoder=self.encoder,
             batches=self,  # type: ignore[arg-type]
-            settings=job.config.rollout,
-            vocab_size=job.vocab_size,
+            settings=config.rollout,
+            steps=work.all_steps,
+            vocab_size=vocab_size,
             seed=work.seed,
-            micro_tokens=micro_tokens(sizes, job.config.engine, len(self.encoder.prefix)),
+            micro_tokens=micro_tokens(sizes, config.engine, len(self.encoder.prefix)),
             rollout_tokens=sizes.rollout_tokens(work.dtype.itemsize),
         )
 
@@ -351,16 +350,21 @@ class Engine:
 
     def step(self, number: int, clock: Clock) -> list[list[int]]:
         """Run one update; return the responses of all samples."""
-        job, responses, tokens = self.job, [], 0.0
-        with job.micro_batches(number, clock) as batches:
-            for batch in batches:
-                with clock("update"):
-                    output = job.loss(number, batch)
-                    output.loss.backward()
-                    tokens += float(output.tokens)
-                responses += [batch.rollout.responses[row] for row in batch.samples]
+        responses, tokens = [], 0.0
+        batch = self.rollouts(number, clock)
+        for part in batch.parts:
+            with clock("score"):
+                part.scores = part.ask()
+            with clock("update"):
+                output = self.loss(number, part)
+                output.loss.backward()
+                tokens += float(output.tokens)
+            responses += [part.rollout.responses[row] for row in part.samples]
+            part.free()
+        with clock("update"):
+            batch.backward()
         with clock("optimizer"):
-            job.optimizer.step(number, tokens)
+            self.optimizer.step(number, tokens)
         return responses
 
 

@@ -325,7 +325,7 @@ def student_tokens(results: StudyResults) -> dict[str, Any]:
     """
     from gatespace.config import TrainConfig, load_config
     from gatespace.training.batches import Batches
-    from gatespace.training.setup import encoder_for, material, open_model
+    from gatespace.training.setup import ModelSpec, encoder_for, material, open_model
 
     names = ("steps", "rows", "prefix_tokens", "prefixes_read", "prompt_tokens", "response_tokens")
     total = dict.fromkeys((*names, "evaluation_forward_tokens"), 0)
@@ -339,7 +339,7 @@ def student_tokens(results: StudyResults) -> dict[str, Any]:
         config = load_config(TrainConfig, result.folder / "config.yaml")
         if spec.task not in encoders:
             data = material(config.task, "distill")
-            model = open_model(config.pair.student, "pair.student", role="student", task=data.task, device="cpu")
+            model = open_model(ModelSpec.of(config.pair, "student"), data.task)
             splits = (*config.evaluation.final, config.evaluation.split)
             encoders[spec.task] = data, encoder_for(data, model, splits, share=True)
         data, encoder = encoders[spec.task]

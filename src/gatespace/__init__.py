@@ -16,7 +16,15 @@ for _cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_cache, "64")
 
 if TYPE_CHECKING:
-    from gatespace.gating import *
+    from gatespace.gating import objectives as objectives
+    from gatespace.gating import signals as signals
+    from gatespace.gating.coefficients import *
+    from gatespace.gating.fused import *
+    from gatespace.gating.inputs import *
+    from gatespace.gating.loss import *
+    from gatespace.gating.objectives import *
+    from gatespace.gating.projection import *
+    from gatespace.gating.tokens import *
 
 __version__ = "0.2.0"
 

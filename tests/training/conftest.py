@@ -22,15 +22,52 @@ from gatespace.models.encode import Encoder
 from gatespace.tasks import Example, Prompt, Task, synthetic_task
 from gatespace.teacher.local import LocalTeacher
 from gatespace.teacher.scores import Scores, ScoreSpec
+from gatespace.teacher.several import Teachers
 from gatespace.training.batches import Batches, Row
 from gatespace.training.clock import Clock
-from gatespace.training.distill import Distillation
+from gatespace.training.distill import DistillationLoss
 from gatespace.training.optimizer import Optimizer, Update
-from gatespace.training.processes import ONE
-from gatespace.training.rollouts import MicroBatch, OnPolicy
-from gatespace.training.train import teach
+from gatespace.training.progress import Silent
+from gatespace.training.rollouts import MicroBatch, Rollouts
+from gatespace.training.train import teach, train
 
 TASK = {"name": "synthetic", "brief": True}
+
+
+class Listener(Silent):
+    """Keeps what it is told; ends the run after the step `stop`, before its checkpoint, as a kill would."""
+
+    def __init__(self, stop: int | None = None) -> None:
+        self.notes: list[str] = []
+        self.steps: list[int] = []
+        self._stop = stop
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def step(self, step: int, steps: int, record: Any, timing: Any) -> None:
+        self.steps.append(step)
+        if step == self._stop:
+            raise KeyboardInterrupt
+
+
+def written(folder: Path) -> dict[str, bytes]:
+    """All that is the same in two runs of one configuration."""
+    left_out = ("timings.jsonl", "environment.json")
+    kinds = (".json", ".jsonl", ".safetensors")
+    paths = [path for path in folder.rglob("*") if path.suffix in kinds and path.name not in left_out]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def assert_resumes(straight: TrainConfig, killed: TrainConfig, *stops: int) -> dict[str, Any]:
+    """A run that ends after each of `stops` and is resumed leaves the same bytes; returns the summary."""
+    summary = train(straight)
+    for stop in stops:
+        with pytest.raises(KeyboardInterrupt):
+            train(killed, Listener(stop))
+    assert train(killed) == summary
+    assert written(killed.output) == written(straight.output)
+    return summary
 
 
 @pytest.fixture(autouse=True)
@@ -184,8 +221,7 @@ class Lab:
         payload: str = "hidden",
         seed: int = 5,
     ) -> Stepped:
-        job = object.__new__(Distillation)  # put together by hand, without loading anything
-        job.config = config = parse_config(
+        config = parse_config(
             TrainConfig,
             {
                 "pair": {"teacher": "unused"},
@@ -195,20 +231,19 @@ class Lab:
             },
         )
         texts = [example.text for example in self.examples]
-        job.encoder = encoder = Encoder(self.prompt, self.student.tokenizer, texts, share=share)
+        encoder = Encoder(self.prompt, self.student.tokenizer, texts, share=share)
         # Without memory of earlier gradients, AdamW's first moment after one update is that update's gradient.
         settings = parse_config(OptimizerConfig, {"lr": 1e-30, "betas": [0.0, 0.999], "clip": None})
-        job.optimizer = optimizer = Optimizer(self.student.network, settings, steps=1, dtype=torch.float32)
-        job.model, job.body = self.student, body_of(self.student, packed=packed)
-        job.objective, job.vocab_size = build_objective(config.objective), self.vocab_size
-        job.processes, job.sampler = ONE, None
+        optimizer = Optimizer(self.student.network, settings, steps=1, dtype=torch.float32)
+        body = body_of(self.student, packed=packed)
         spec = ScoreSpec(tuple(encoder.prefix), config.rollout.max_new_tokens, self.vocab_size, payload)
-        job.rollouts = OnPolicy(
-            student=job.body,
-            teacher=LocalTeacher(self.teacher, spec, packed=packed),
+        rollouts = Rollouts(
+            student=body,
+            teachers=Teachers({"": LocalTeacher(self.teacher, spec, packed=packed)}),
             encoder=encoder,
             batches=Batches(self.examples, encoder, batch_size=rows, seed=seed),
             settings=config.rollout,
+            steps=number + 1,
             vocab_size=self.vocab_size,
             seed=seed,
             micro_tokens=micro_tokens,
@@ -217,16 +252,18 @@ class Lab:
             share=share_prompt,
             merge=not config.objective.shuffle,
         )
+        loss_of = DistillationLoss(body, build_objective(config.objective), config, self.vocab_size)
         scored: list[Scored] = []
-        with job.micro_batches(number, Clock()) as batches:
-            for batch in batches:
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setenv(VARIABLE, "" if fused else "unfused")
-                    output = job.loss(number, batch)
-                output.loss.backward()
-                assert batch.hidden is not None
-                assert batch.scores is not None
-                scored.append(Scored(batch, output, batch.hidden, batch.scores))
+        batch = rollouts(number, Clock())
+        for part in batch.parts:
+            part.scores = part.ask()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv(VARIABLE, "" if fused else "unfused")
+                output = loss_of(number, part)
+            output.loss.backward()
+            assert part.hidden is not None
+            scored.append(Scored(part, output, part.hidden, part.scores))
+        batch.backward()
         update = optimizer.step(number, sum(one.output.tokens for one in scored))
         state = optimizer.tensors()
         gradients = {n[len("exp_avg/") :]: t.clone() for n, t in state.items() if n.startswith("exp_avg/")}

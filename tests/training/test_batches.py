@@ -70,7 +70,7 @@ def test_nothing_to_train_on(encoder: Encoder) -> None:
 
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20), bound=st.integers(1, 90), room=st.integers(1, 10))
 def test_parts_hold_all_rows_in_order_within_the_bound(lengths: list[int], bound: int, room: int) -> None:
-    rows = [Row(i, Example("a", "b"), [0] * length) for i, length in enumerate(lengths)]
+    rows = [Row(i, Example("a", "b"), [0] * length, []) for i, length in enumerate(lengths)]
     parts = micro_batches(rows, bound, room)
     assert [row.index for part in parts for row in part] == list(range(len(rows)))
     sizes = [[len(row.prompt) + room for row in part] for part in parts]
@@ -88,7 +88,7 @@ def test_parts_hold_all_rows_in_order_within_the_bound(lengths: list[int], bound
 def test_a_family_is_divided_only_where_it_does_not_fit(families: list[tuple[int, int]], bound: int, room: int) -> None:
     rows, numbers = [], []
     for number, (length, members) in enumerate(families):
-        rows += [Row(len(rows) + i, Example("", None), [0] * length) for i in range(members)]
+        rows += [Row(len(rows) + i, Example("", None), [0] * length, []) for i in range(members)]
         numbers += [number] * members
     parts = micro_batches(rows, bound, room, numbers)
     assert [row.index for part in parts for row in part] == list(range(len(rows)))

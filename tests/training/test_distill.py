@@ -21,7 +21,6 @@ from gatespace.models import Model, load_model
 from gatespace.models.packed import PackedDecoding
 from gatespace.seeding import permutation
 from gatespace.tasks import Task, synthetic_task
-from gatespace.teacher.local import LocalTeacher
 from tests.conftest import rounding
 
 from .conftest import Lab, Stepped
@@ -132,44 +131,39 @@ def skilled(taught: Path, teacher: Model, synthetic: Task) -> Lab:
 # ---------------------------------------------------------------------------------------------------- the gradient
 
 
-@pytest.mark.parametrize("gate", [G5, WITH_GAP])
-def test_gradient_is_that_of_the_plain_computation(lab: Lab, gate: tuple[float, ...]) -> None:
-    stepped = lab.step(objective={"gate": list(gate)})
-    value, gradients = expected(lab, stepped, gated(gate))
+def assert_is(lab: Lab, stepped: Stepped, loss: Loss, *others: Loss) -> None:
+    """Loss and gradient are those of the plain computation of `loss`, and not those of `others`."""
+    value, gradients = expected(lab, stepped, loss)
     assert stepped.loss == pytest.approx(value, rel=1e-5)
     assert_same_gradient(stepped.gradients, gradients)
     assert stepped.update.grad_norm == pytest.approx(norm(gradients), rel=1e-5)
-    other = gated(WITH_GAP if gate == G5 else G5)
-    assert distance(stepped.gradients, expected(lab, stepped, other)[1]) > 1e-3  # the comparison can fail
+    for other in others:
+        assert distance(stepped.gradients, expected(lab, stepped, other)[1]) > 1e-3  # the comparison can fail
+
+
+@pytest.mark.parametrize("gate, other", [(G5, WITH_GAP), (WITH_GAP, G5)])
+def test_gradient_is_that_of_the_plain_computation(lab: Lab, gate: tuple[float, ...], other: tuple[float, ...]) -> None:
+    assert_is(lab, lab.step(objective={"gate": list(gate)}), gated(gate), gated(other))
 
 
 def test_gradient_with_responses_of_many_lengths(skilled: Lab) -> None:
     stepped = skilled.step(objective={"gate": list(WITH_GAP)}, rows=10, micro_tokens=130)
     assert len({len(ids) for ids in stepped.responses}) > 1
     assert len(stepped.scored) > 2
-    value, gradients = expected(skilled, stepped, gated(WITH_GAP))
-    assert stepped.loss == pytest.approx(value, rel=1e-5)
-    assert_same_gradient(stepped.gradients, gradients)
+    assert_is(skilled, stepped, gated(WITH_GAP))
 
 
 def test_gradient_with_a_temperature_and_without_gradient_through_the_gate(lab: Lab) -> None:
     settings = {"gate": list(WITH_GAP), "temperature": 2.0, "stop_gradient": True, "top_k": 5}
-    stepped = lab.step(objective=settings)
-    value, gradients = expected(lab, stepped, gated(WITH_GAP, top_k=5, temperature=2.0, stop=True))
-    assert stepped.loss == pytest.approx(value, rel=1e-5)
-    assert_same_gradient(stepped.gradients, gradients)
-    through = expected(lab, stepped, gated(WITH_GAP, top_k=5, temperature=2.0))[1]
-    assert distance(stepped.gradients, through) > 1e-3
+    loss, through = (gated(WITH_GAP, top_k=5, temperature=2.0, stop=stop) for stop in (True, False))
+    assert_is(lab, lab.step(objective=settings), loss, through)
 
 
-@pytest.mark.parametrize("reuse", [True, False])
-@pytest.mark.parametrize("micro_tokens", [10**9, 60])
+@pytest.mark.parametrize("reuse, micro_tokens", [(True, 10**9), (False, 10**9), (True, 60)])
 def test_gradient_of_single_tokens(lab: Lab, reuse: bool, micro_tokens: int) -> None:
     rollout = {"max_new_tokens": 1}
     stepped = lab.step(objective={"gate": "G5"}, rollout=rollout, reuse=reuse, micro_tokens=micro_tokens)
-    value, gradients = expected(lab, stepped, gated(G5))
-    assert stepped.loss == pytest.approx(value, rel=1e-5)
-    assert_same_gradient(stepped.gradients, gradients)
+    assert_is(lab, stepped, gated(G5))
 
 
 @pytest.mark.parametrize("micro_tokens", [10**9, 120])
@@ -201,31 +195,21 @@ def test_parts_are_weighted_by_their_tokens(skilled: Lab) -> None:
     assert_same_gradient(many.gradients, one.gradients)
 
 
-def test_a_step_is_sampled_and_scored_as_a_whole_however_it_is_divided(
-    skilled: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts: Counter[str] = Counter()
+def test_a_step_is_sampled_as_a_whole_however_it_is_divided(skilled: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, step = Counter[int](), PackedDecoding.step
 
-    def counted(owner: type, name: str) -> None:
-        own = getattr(owner, name)
+    def counted(self: PackedDecoding, ids: Tensor) -> Tensor:
+        steps[len(found)] += 1
+        return step(self, ids)
 
-        def call(*args: Any, **options: Any) -> Any:
-            counts[name] += 1
-            return own(*args, **options)
-
-        monkeypatch.setattr(owner, name, call)
-
-    counted(PackedDecoding, "step")
-    counted(LocalTeacher, "score")
-    found = []
-    for way in ({}, {"micro_tokens": 1}, {"micro_tokens": 1, "rollout_tokens": 150}):
-        counts.clear()
-        stepped = skilled.step(objective={"gate": "G5"}, rows=9, **way)
-        found.append((dict(counts), len(stepped.scored), stepped.responses))
+    monkeypatch.setattr(PackedDecoding, "step", counted)
+    found: list[tuple[int, list[list[int]]]] = []
+    for options in ({}, {"micro_tokens": 1}, {"micro_tokens": 1, "rollout_tokens": 150}):
+        stepped = skilled.step(objective={"gate": "G5"}, rows=9, **options)
+        found.append((len(stepped.scored), stepped.responses))
     whole, divided, bounded = found
-    assert divided == (whole[0], 9, whole[2])
-    assert bounded[1:] == divided[1:]
-    assert 1 < bounded[0]["score"] < 9
+    assert divided == bounded == (9, whole[1])
+    assert steps[0] == steps[1] < steps[2]
 
 
 # ---------------------------------------------------------------------------------------------------- λ dealt out
@@ -254,23 +238,8 @@ def test_shuffled_gradient_is_that_of_the_dealt_constants(skilled: Lab, way: set
     stepped = skilled.step(objective=SHUFFLED, micro_tokens=micro_tokens, number=3, **dict.fromkeys(way, False))
     assert (len(stepped.scored) > 1) == (micro_tokens == 120)
     order = orders(stepped, 5, 3)
-    value, gradients = expected(skilled, stepped, gated(WITH_GAP, order=order))
-    assert stepped.loss == pytest.approx(value, rel=1e-5)
-    assert_same_gradient(stepped.gradients, gradients)
-    for other in (gated(WITH_GAP), gated(WITH_GAP, stop=True), gated(WITH_GAP, order=order[::-1])):
-        assert distance(stepped.gradients, expected(skilled, stepped, other)[1]) > 1e-3  # the comparison can fail
-
-
-@pytest.mark.parametrize("micro_tokens", [10**9, 120])
-@pytest.mark.parametrize("fused", [True, False])
-def test_shuffling_keeps_every_value_of_a_micro_batch(skilled: Lab, fused: bool, micro_tokens: int) -> None:
-    own = skilled.step(objective={"gate": list(WITH_GAP)}, fused=fused, micro_tokens=micro_tokens)
-    shuffled = skilled.step(objective=SHUFFLED, fused=fused, micro_tokens=micro_tokens)
-    assert shuffled.responses == own.responses
-    assert lams(shuffled) != lams(own)
-    assert [sorted(part) for part in lams(shuffled)] == [sorted(part) for part in lams(own)]
-    for one, other in zip(shuffled.scored, own.scored, strict=True):
-        assert torch.equal(one.output.gap, other.output.gap)  # the rest is the token's own
+    others = gated(WITH_GAP), gated(WITH_GAP, stop=True), gated(WITH_GAP, order=order[::-1])
+    assert_is(skilled, stepped, gated(WITH_GAP, order=order), *others)
 
 
 def test_shuffling_depends_on_seed_and_step(skilled: Lab) -> None:
@@ -337,17 +306,6 @@ def test_states_are_those_that_the_tokens_were_drawn_from(skilled: Lab, source: 
 # ---------------------------------------------------------------------------------------------------- responses
 
 
-def test_several_responses_per_prompt(lab: Lab) -> None:
-    stepped = lab.step(objective={"gate": "G5"}, rollout={"per_prompt": 3}, rows=3, micro_tokens=120)
-    assert [row.index for row in stepped.rows] == [i for row in stepped.rows[::3] for i in [row.index] * 3]
-    assert len({row.index for row in stepped.rows}) == 3
-    assert len({tuple(ids) for ids in stepped.responses}) == 9
-    assert len(stepped.scored) > 1
-    value, gradients = expected(lab, stepped, gated(G5))
-    assert stepped.loss == pytest.approx(value, rel=1e-5)
-    assert_same_gradient(stepped.gradients, gradients)
-
-
 def test_sources_come_in_their_shares(lab: Lab) -> None:
     rollout = {"from": {"student": 0.5, "teacher": 0.2, "gold": 0.3}, "max_new_tokens": 1}
     found = Counter[str]()
@@ -367,9 +325,7 @@ def test_gold_responses_are_the_right_answers(lab: Lab, stop: str) -> None:
         end = "<|im_end|>" if stop == "eos" else ""
         assert text == f'{row.example.label}"}}{end}'
     assert len({row.example.label for row in stepped.rows}) > 1
-    value, gradients = expected(lab, stepped, gated(G5))
-    assert stepped.loss == pytest.approx(value, rel=1e-5)
-    assert_same_gradient(stepped.gradients, gradients)
+    assert_is(lab, stepped, gated(G5))
 
 
 @pytest.mark.parametrize("source", ["student", "teacher"])
@@ -450,10 +406,7 @@ def test_tokens_from_another_distribution_are_weighted(lab: Lab, rollout: dict[s
 
     given = settings.model_dump(mode="json")
     stepped = lab.step(objective=given, rollout=rollout, rows=6, fused=fused)
-    value, gradients = expected(lab, stepped, weighted(True))
-    assert stepped.loss == pytest.approx(value, rel=1e-5)
-    assert_same_gradient(stepped.gradients, gradients)
-    assert distance(stepped.gradients, expected(lab, stepped, weighted(False))[1]) > 1e-3
+    assert_is(lab, stepped, weighted(True), weighted(False))
 
 
 # ---------------------------------------------------------------------------------------------------- failure

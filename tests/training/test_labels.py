@@ -20,7 +20,8 @@ from gatespace.training.batches import Batches
 from gatespace.training.setup import material
 from gatespace.training.train import train
 from tests.conftest import rounding
-from tests.training.test_train import Listener
+
+from .conftest import Listener, assert_resumes
 
 Make = Callable[..., TrainConfig]
 GATE = (1.5, -1.0, 0.3, 2.5)
@@ -113,17 +114,5 @@ def test_what_has_no_meaning_is_refused(settings: dict[str, dict[str, object]], 
 
 
 def test_a_run_resumes_to_the_same_bytes(train_config: Make, tmp_path: Path) -> None:
-    whole = train_config(steps=4, objective={"gate": "H1", "support": "labels"}, output=str(tmp_path / "whole"))
-    train(whole)
-    again = train_config(steps=4, objective={"gate": "H1", "support": "labels"}, output=str(tmp_path / "again"))
-
-    class Stop(Listener):
-        def step(self, step: int, *rest: object) -> None:
-            if step == 3:
-                raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(again, Stop())
-    train(again)
-    for name in ("metrics.jsonl", "tokens.jsonl", "predictions-val.jsonl"):
-        assert (again.output / name).read_bytes() == (whole.output / name).read_bytes(), name
+    settings = {"steps": 4, "objective": {"gate": "H1", "support": "labels"}}
+    assert_resumes(*(train_config(**settings, output=str(tmp_path / name)) for name in ("straight", "killed")), 3)

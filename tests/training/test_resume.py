@@ -126,11 +126,11 @@ def _kind(kind: str) -> type[TrainConfig] | type[TeachConfig]:
 
 def render(config: TrainConfig | TeachConfig, name: str, role: str) -> None:
     """Leave the prompts to the children in tokens: each of them would begin by rendering thousands."""
-    from gatespace.training.setup import encoder_for, material, outline_model
+    from gatespace.training.setup import ModelSpec, encoder_for, load_shapes, material
 
     data = material(config.task, "teacher" if role == "teacher" else "distill")
     splits = (*config.evaluation.final, config.evaluation.split)
-    encoder_for(data, outline_model(name, role, role=role, task=data.task), splits, share=True)
+    encoder_for(data, load_shapes(ModelSpec(name, role, role), data.task), splits, share=True)
 
 
 def nursery() -> None:

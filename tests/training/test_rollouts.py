@@ -13,8 +13,7 @@ from gatespace.config import TrainConfig
 from gatespace.files import read
 from gatespace.training.train import train
 
-from .test_resume import assert_same_numbers
-from .test_train import Listener
+from .conftest import Listener, assert_resumes
 
 Make = Callable[..., TrainConfig]
 
@@ -53,41 +52,21 @@ def test_stale_responses_are_those_of_the_student_before(make: Make) -> None:
     assert identities[0] != identities[1]
 
 
-class Stop(Listener):
-    """Ends a run as a kill would, between a step and its checkpoint."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self._at = at
-
-    def step(self, step: int, steps: int, record: Any, timing: Any) -> None:
-        super().step(step, steps, record, timing)
-        if step == self._at:
-            raise KeyboardInterrupt
-
-
 def test_a_stale_run_resumes_with_the_responses_sampled_ahead(make: Make) -> None:
+    """Equal ones, here gold ones, are merged into one row."""
     settings = {
-        "rollout": {"staleness": 1, "from": {"student": 0.7, "gold": 0.3}},
+        "rollout": {"staleness": 1, "from": {"student": 0.6, "gold": 0.4}, "per_prompt": 3},
         "steps": 8,
         "checkpoint": {"every": 2},
         "optimizer": {"lr": 0.02},
     }
-    straight, killed = make("straight", **settings), make("killed", **settings)
-    train(straight)
-    for at in (1, 3, 6, 7):
-        with pytest.raises(KeyboardInterrupt):
-            train(killed, Stop(at))
-    listener = Listener()
-    train(killed, listener)
-    assert listener.steps == [7, 8]
-    assert_same_numbers(killed.output, straight.output)
+    assert_resumes(make("straight", **settings), make("killed", **settings), 1, 3, 6, 7)
 
 
 def test_a_stale_run_needs_the_responses_sampled_ahead(make: Make) -> None:
     config = make("run", rollout={"staleness": 1}, checkpoint={"every": 2})
     with pytest.raises(KeyboardInterrupt):
-        train(config, Stop(3))
+        train(config, Listener(3))
     (state,) = (config.output / "checkpoints").glob("*/state.json")
     assert json.loads(state.read_text())["state"]["ahead"]["number"] == 2
     damaged = state.read_text().replace('"ahead"', '"other"')

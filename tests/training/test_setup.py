@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +14,16 @@ from gatespace.models import Model, TinyPair
 from gatespace.tasks import Task
 from gatespace.training.clock import Clock
 from gatespace.training.environment import environment
-from gatespace.training.setup import (
-    Placement,
-    _fast_bf16,
-    encoder_for,
-    material,
-    open_model,
-    placement,
-)
+from gatespace.training.setup import ModelSpec, Placement, _fast_bf16, encoder_for, material, open_model, placement
 
 from .conftest import TASK
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def placed(**settings: Any) -> Placement:
     return placement(parse_config(EngineConfig, settings))
 
 
-def test_precision_and_threads(threads: None) -> None:
+def test_precision_and_threads() -> None:
     assert placed(precision="fp32", device="cpu") == Placement("cpu", torch.float32)
     assert placed(precision="bf16", device="cpu") == Placement("cpu", torch.bfloat16)
     assert [placed(precision=name, device="cpu").precision for name in ("fp32", "bf16")] == ["fp32", "bf16"]
@@ -84,20 +69,20 @@ def test_rows_of_teacher_and_student_are_disjoint() -> None:
     [("tiny", "student", 64), ("tiny", "teacher", 128), ("tiny-teacher", "student", 128), ("tiny-student", "x", 64)],
 )
 def test_tiny_is_built_in_the_size_of_its_role(synthetic: Task, name: str, role: str, size: int) -> None:
-    model = open_model(name, "pair.student", role=role, task=synthetic, device="cpu")
+    model = open_model(ModelSpec(name, "pair.student", role), synthetic)
     assert model.name == name
     assert model.network.config.hidden_size == size
 
 
 def test_a_model_that_is_not_there_is_said_with_its_setting(synthetic: Task, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"pair\.teacher: no such model"):
-        open_model(str(tmp_path / "none"), "pair.teacher", role="teacher", task=synthetic, device="cpu")
+        open_model(ModelSpec(str(tmp_path / "none"), "pair.teacher"), synthetic)
 
 
 def test_adapters_start_by_seed_and_change_nothing(synthetic: Task, tiny: TinyPair) -> None:
     def opened(seed: int) -> Model:
         lora = LoraConfig(r=2, alpha=4.0)
-        return open_model("tiny", "pair.student", role="student", task=synthetic, device="cpu", lora=lora, seed=seed)
+        return open_model(ModelSpec("tiny", "pair.student", lora=lora, seed=seed), synthetic)
 
     one, same, other = (opened(seed) for seed in (1, 1, 2))
     first, second, third = (

@@ -20,8 +20,7 @@ from gatespace.tasks import Prompt, Task
 from gatespace.training.batches import Batches, Row
 from gatespace.training.clock import Clock
 from gatespace.training.optimizer import Optimizer, Update
-from gatespace.training.processes import ONE
-from gatespace.training.supervised import Supervised
+from gatespace.training.supervised import GoldResponses, supervised_loss
 
 Step = Callable[..., tuple["Learned", dict[str, Tensor], list[Row]]]
 
@@ -43,16 +42,12 @@ LONGEST = 8
 def learn(
     model: Model, encoder: Encoder, batches: Batches, optimizer: Optimizer, *, micro_tokens: int = 10**9, **options: Any
 ) -> Learned:
-    """One step of a job put together by hand, without loading anything."""
-    job = object.__new__(Supervised)
-    job.model, job.body, job.encoder, job.processes = model, body_of(model, **options), encoder, ONE
-    job._batches, job._micro_tokens, job._longest = batches, micro_tokens, LONGEST
-    total, tokens, right = 0.0, 0, 0
-    with job.micro_batches(0, Clock()) as parts:
-        for part in parts:
-            out = job.loss(0, part)
-            out.loss.backward()
-            total, tokens, right = total + float(out.loss.detach()), tokens + out.tokens, right + out.right
+    """One step."""
+    body, total, tokens, right = body_of(model, **options), 0.0, 0, 0
+    for part in GoldResponses(encoder, batches, model.turn_end, LONGEST, micro_tokens)(0, Clock()).parts:
+        out = supervised_loss(body, part)
+        out.loss.backward()
+        total, tokens, right = total + float(out.loss.detach()), tokens + out.tokens, right + out.right
     return Learned(optimizer.step(0, tokens), total / tokens, tokens, right)
 
 

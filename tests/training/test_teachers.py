@@ -6,6 +6,7 @@ import json
 import sqlite3
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,26 +18,28 @@ from filelock import FileLock
 from gatespace.cli.estimate import estimate
 from gatespace.config import StudyConfig, TrainConfig, parse_config
 from gatespace.errors import UsageError
+from gatespace.files import read
 from gatespace.models import TinyPair, load_model
 from gatespace.report import build_report
-from gatespace.runs import RunFolder
 from gatespace.study.check import check_study
 from gatespace.study.plan import make_plan
 from gatespace.study.results import read_results
 from gatespace.tasks import Task
 from gatespace.teacher.average import AverageTeacher
-from gatespace.teacher.several import Addressed, Teachers
 from gatespace.training.checkpoint import tensors_file, tensors_of
 from gatespace.training.clock import Clock
-from gatespace.training.distill import Distillation
-from gatespace.training.labels import LabelDistillation
-from gatespace.training.processes import ONE
-from gatespace.training.progress import SILENT, Silent
+from gatespace.training.job import Job
+from gatespace.training.progress import Silent
+from gatespace.training.rollouts import MicroBatch
 from gatespace.training.setup import material
+from gatespace.training.train import opened as open_run
 from gatespace.training.train import train
 from tests.study.test_runner import run
 
+from .conftest import assert_resumes, written
+
 Make = Callable[..., TrainConfig]
+Open = Callable[[TrainConfig], Any]
 
 
 @pytest.fixture(scope="session")
@@ -83,12 +86,11 @@ def make(train_config: Make, table: dict[str, Any], tiny: TinyPair, taught: Path
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Any:
+def opened() -> Any:
     with ExitStack() as stack:
 
-        def build(config: TrainConfig) -> Distillation:
-            kind = LabelDistillation if config.objective.over_labels else Distillation
-            job = kind(config, RunFolder(config.output), ONE, SILENT, stack)
+        def build(config: TrainConfig) -> Job:
+            job = stack.enter_context(open_run(config))
             job.prepare()
             return job
 
@@ -106,30 +108,12 @@ class Kept(Silent):
             self.tensors.append(tensors_of(tensors_file(self.folder, step - 1)))
 
 
-class Killed(Silent):
-    def step(self, step: int, steps: int, record: Mapping[str, Any], timing: Mapping[str, Any]) -> None:
-        if step == 3:
-            raise KeyboardInterrupt
-
-
-def lines(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-
-
-def written(folder: Path) -> dict[str, bytes]:
-    """All that is the same in two runs of one configuration."""
-    left_out = ("timings.jsonl", "environment.json")
-    kinds = (".json", ".jsonl", ".safetensors")
-    paths = [path for path in folder.rglob("*") if path.suffix in kinds and path.name not in left_out]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
-
-
 # ---------------------------------------------------------------------------------------------------- several teachers
 
 
 @pytest.mark.parametrize("payload, micro_tokens", [("hidden", 90), ("hidden", 10**6), ("top_k", 90)])
 def test_a_row_has_the_loss_and_the_gradient_of_a_run_with_its_teacher(
-    make: Make, opened: Callable[[TrainConfig], Distillation], payload: str, micro_tokens: int
+    make: Make, opened: Open, payload: str, micro_tokens: int
 ) -> None:
     more: dict[str, Any] = {"engine": {"micro_tokens": micro_tokens}, "teacher": {"payload": payload, "k": 12}}
     more["rollout"] = {"per_prompt": 2}
@@ -139,26 +123,28 @@ def test_a_row_has_the_loss_and_the_gradient_of_a_run_with_its_teacher(
     teachers = several.config.pair.teachers or {}
     alone = {name: opened(make(name, pair={"teacher": model}, **more)) for name, model in teachers.items()}
     if payload == "hidden":
-        scored = [job.teacher.score([[1]], [[2]]).payload for job in alone.values()]
+        scored = [job.teachers[""].score([[1]], [[2]]).payload for job in alone.values()]
         assert len({one.shape[-1] for one in scored if isinstance(one, torch.Tensor)}) == 2
     for job in (several, *alone.values()):
         job.model.network.zero_grad()
     names: list[str] = []
-    with several.micro_batches(0, Clock()) as batches:
-        for batch in batches:
-            (name,) = {row.teacher for row in batch.rows}
-            names.append(name)
-            assert {row.example.teacher for row in batch.rows} == {name}
-            out = several.loss(0, batch)
-            out.loss.backward()
-            # The same rows in the run with that teacher, with a forward pass of its own over the whole prompt.
-            single = alone[name]
-            batch.forward, batch.prefix = None, several.encoder.prefix
-            batch.scores = single.teacher.score([row.prompt for row in batch.rows], batch.rollout.responses)
-            expected = single.loss(0, batch)
-            expected.loss.backward()
-            for column in ("per_token", "lam", "forward_kl", "reverse_kl"):
-                torch.testing.assert_close(getattr(out, column), getattr(expected, column), rtol=2e-4, atol=1e-6)
+    batch = several.rollouts(0, Clock())
+    for part in batch.parts:
+        (name,) = {row.teacher for row in part.rows}
+        names.append(name)
+        assert {row.example.teacher for row in part.rows} == {name}
+        part.scores = part.ask()
+        out = several.loss(0, part)
+        out.loss.backward()
+        # The same rows in the run with that teacher, with a forward pass of its own over the whole prompt.
+        single = alone[name]
+        part.forward, part.prefix = None, several.encoder.prefix
+        part.scores = single.teachers[""].score([row.prompt for row in part.rows], part.rollout.responses)
+        expected = single.loss(0, part)
+        expected.loss.backward()
+        for column in ("per_token", "lam", "forward_kl", "reverse_kl"):
+            torch.testing.assert_close(getattr(out, column), getattr(expected, column), rtol=2e-4, atol=1e-6)
+    batch.backward()
     assert set(names) == {"wide", "slim"}
     assert len(names) == 2 if micro_tokens > 90 else len(names) > 2
     assert names == sorted(names, key=names.index)  # rows of a teacher stand together
@@ -178,9 +164,9 @@ def test_one_name_for_all_rows_gives_the_bytes_of_one_teacher(
     several = train(make("several", task=same))
     single = train(make("single", task=same, pair={"teacher": str(taught / "model")}))
     assert several["fingerprint"] == single["fingerprint"]
-    found = lines(tmp_path / "several")
+    found = read(tmp_path / "several" / "metrics.jsonl")
     assert all(set(record.pop("teachers")) == {"wide"} for record in found)
-    assert found == lines(tmp_path / "single")
+    assert found == read(tmp_path / "single" / "metrics.jsonl")
     identities = [json.loads((tmp_path / name / "identity.json").read_text()) for name in ("several", "single")]
     assert identities[0]["identity"] != identities[1]["identity"]
 
@@ -191,13 +177,9 @@ def test_a_killed_run_of_several_teachers_ends_with_the_same_bytes(
     """One of the teachers moves; a cache of scores is shared by the others and changes nothing."""
     pair = {"teacher": None, "teachers": {"wide": str(taught / "model"), "slim": "self-ema"}}
     more: dict[str, Any] = {"pair": pair, "steps": 5, "rollout": {"staleness": 1}, "engine": {"micro_tokens": 200}}
-    whole = train(make("whole", teacher={"cache": str(tmp_path / "scores")}, **more))
-    config = make("killed", **more)
-    with pytest.raises(KeyboardInterrupt):
-        train(config, Killed())
-    assert train(config) == whole
-    assert written(tmp_path / "killed") == written(tmp_path / "whole")
-    found = lines(tmp_path / "whole")
+    cached = make("whole", teacher={"cache": str(tmp_path / "scores")}, **more)
+    whole = assert_resumes(cached, make("killed", **more), 3)
+    found = read(tmp_path / "whole" / "metrics.jsonl")
     for record in found:
         parts = record["teachers"]
         tokens = sum(part["tokens"] for part in parts.values())
@@ -210,47 +192,35 @@ def test_a_killed_run_of_several_teachers_ends_with_the_same_bytes(
         mine = [record["teachers"][name] for record in found if name in record["teachers"]]
         assert sums["tokens"] == sum(part["tokens"] for part in mine)
         assert sums["lam_mean"] == pytest.approx(sum(p["lam_mean"] * p["tokens"] for p in mine) / sums["tokens"])
-    named = {record["teacher"] for record in lines(tmp_path / "whole", "tokens")}
+    named = {record["teacher"] for record in read(tmp_path / "whole" / "tokens.jsonl")}
     assert named <= {"wide", "slim"}
     assert named
 
 
-def test_models_are_loaded_once_and_rows_are_asked_of_their_own(
-    make: Make, opened: Callable[[TrainConfig], Distillation], taught: Path, narrow: Path
-) -> None:
+def test_models_are_loaded_once(make: Make, opened: Open, narrow: Path, taught: Path) -> None:
     model = str(taught / "model")
     pair = {"teacher": None, "teachers": {"wide": model, "slim": str(narrow), "again": f"{model}/../model"}}
     job = opened(make(pair=pair))
-    assert job._locals["teachers.wide"] is job._locals["teachers.again"]
-    teacher = job.teacher
-    assert isinstance(teacher, Teachers)
-    assert teacher.teachers["wide"] is teacher.teachers["again"]
-    prompts = [row.prompt for row in job.rollouts.batches.at(0)][:4]
-    names = ["wide", "slim", "again", "wide"]
-    responses = [job.encoder.gold(label, None) for label in ("good news", "bad news", "open offer", "bad news")]
-    mixed = teacher.score([Addressed(p, n) for p, n in zip(prompts, names, strict=True)], responses)
-    token = 0
-    for prompt, name, response in zip(prompts, names, responses, strict=True):
-        found = mixed.part(slice(token, token := token + len(response)))
-        expected = teacher.teachers[name].score([prompt], [response])
-        assert torch.equal(found.payload, expected.payload)  # type: ignore[arg-type]
-        assert found.head is expected.head
-    assert teacher.stats.rows == sum(one.stats.rows for one in {*teacher.teachers.values()})
+    assert job.models["teachers.wide"] is job.models["teachers.again"]
+    teachers = job.teachers
+    assert teachers["wide"] is teachers["again"]
+    assert len(teachers.distinct) == 2
+    for name in ("wide", "slim", "slim"):
+        teachers[name].score([[1]], [[2]])
+    assert teachers.stats.rows == 3
     with pytest.raises(UsageError, match="names no teacher"):
-        teacher.score(prompts[:1], responses[:1])
+        teachers[""]
 
 
-def test_labels_are_scored_by_the_teacher_of_their_row(
-    make: Make, opened: Callable[[TrainConfig], Distillation]
-) -> None:
+def test_labels_are_scored_by_the_teacher_of_their_row(make: Make, opened: Open) -> None:
     more = {"objective": {"support": "labels"}}
     several = opened(make(**more))
-    assert isinstance(several, LabelDistillation)
+    parts = {part.rows[0].teacher: part for part in several.rollouts(0, Clock()).parts}
     for name, model in (several.config.pair.teachers or {}).items():
-        alone = opened(make(name, pair={"teacher": model}, **more))
-        assert isinstance(alone, LabelDistillation)
-        rows = [row for row in several.rollouts.batches.at(0) if row.teacher == name]
-        torch.testing.assert_close(several.teacher_logits(rows), alone.teacher_logits(rows))
+        alone, rows = opened(make(name, pair={"teacher": model}, **more)), parts[name].rows
+        part = MicroBatch([replace(row, teacher="") for row in rows], parts[name].places)
+        alone.rollouts._respond(0, [part], Clock())
+        torch.testing.assert_close(parts[name].ask(), part.ask())
 
 
 def test_rows_of_text_tasks_name_their_teachers(make: Make, table: dict[str, Any], tmp_path: Path) -> None:
@@ -391,7 +361,7 @@ def test_the_average_is_that_of_the_weights(kind: str, make: Make, narrow: Path,
     more: dict[str, Any] = {"engine": {"precision": "bf16" if kind == "bf16" else "fp32"}, "steps": 5}
     more |= {"pair": pair, "optimizer": {"lr": 3e-2}, "checkpoint": {"every": 1, "keep": 9}}
     kept = Kept(tmp_path / "whole")
-    whole = train(make("whole", **more), kept)
+    train(make("whole", **more), kept)
     saved = kept.tensors
     names = [name.removeprefix("average/") for name in saved[0] if name.startswith("average/")]
     assert set(names) == {name.removeprefix("weight/") for name in saved[0] if name.startswith("weight/")}
@@ -403,18 +373,14 @@ def test_the_average_is_that_of_the_weights(kind: str, make: Make, narrow: Path,
             torch.testing.assert_close(after[f"average/{name}"].double(), average, rtol=1e-6, atol=1e-7)
             moved = max(moved, float((average - saved[0][f"average/{name}"].double()).abs().max()))
     assert moved > 1e-3
-    config = make("killed", **more)
-    with pytest.raises(KeyboardInterrupt):
-        train(config, Killed())
-    assert train(config) == whole
-    assert written(tmp_path / "killed") == written(tmp_path / "whole")
+    assert_resumes(make("whole", **more), make("killed", **more), 3)
 
 
 def test_the_first_average_is_the_start_and_scores_are_those_of_the_moment(
-    make: Make, opened: Callable[[TrainConfig], Distillation], tiny: TinyPair
+    make: Make, opened: Open, tiny: TinyPair
 ) -> None:
     job = opened(make(pair={"teacher": "self-ema", "ema_decay": 0.5}))
-    teacher = job.teacher
+    teacher = job.teachers[""]
     assert isinstance(teacher, AverageTeacher)
     row = job.rollouts.batches.at(0)[0]
     response = job.encoder.gold("good news", None)

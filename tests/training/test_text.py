@@ -9,20 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from filelock import FileLock
 
 from gatespace.config import EvaluationConfig, TeachConfig, TrainConfig, parse_config
 from gatespace.config.sections import TeacherPromptConfig
 from gatespace.errors import UsageError
 from gatespace.evaluation import evaluate
+from gatespace.files import read
 from gatespace.models import load_model
 from gatespace.models.encode import Encoder
 from gatespace.rollout import greedy
 from gatespace.tasks.configured import configured_prompt, configured_rows, load_configured_task, teacher_prompt
-from gatespace.training.progress import Silent
+from gatespace.training.distill import Distillation
 from gatespace.training.setup import material
-from gatespace.training.train import teach, train
+from gatespace.training.train import opened, teach, train
 from gatespace.training.warnings import AlarmError
+
+from .conftest import assert_resumes
 
 COLOURS = ("red", "blue", "green", "black", "white", "brown")
 THINGS = ("bike", "boat", "lamp", "map", "coat", "tent", "clock", "desk", "bridge", "kettle", "ladder", "window")
@@ -123,37 +127,16 @@ def test_a_teacher_learns_every_reference_and_a_student_every_prompt(task: dict[
     assert not {row.text for row in lessons} & {row.text for row in prompts}
 
 
-class Killed(Silent):
-    def step(self, step: int, steps: int, record: Mapping[str, Any], timing: Mapping[str, Any]) -> None:
-        if step == 3:
-            raise KeyboardInterrupt
-
-
-def written(folder: Path) -> dict[str, bytes]:
-    """All that is the same in two runs of one configuration."""
-    left_out = ("timings.jsonl", "environment.json")
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.suffix in (".json", ".jsonl", ".safetensors") and path.name not in left_out
-    }
-
-
 def test_a_killed_distillation_ends_with_the_same_bytes(
     task: dict[str, Any], text_teacher: Path, tmp_path: Path
 ) -> None:
     task = {"text": {**task["text"], "stop": ["\n"]}}
-    whole = train(distillation(task, text_teacher, tmp_path / "whole"))
-    config = distillation(task, text_teacher, tmp_path / "killed")
-    with pytest.raises(KeyboardInterrupt):
-        train(config, Killed())
-    assert not (tmp_path / "killed" / "summary.json").exists()
-    assert train(config) == whole
-    assert written(tmp_path / "killed") == written(tmp_path / "whole")
+    runs = (distillation(task, text_teacher, tmp_path / name) for name in ("whole", "killed"))
+    whole = assert_resumes(*runs, 3)
     assert whole["evaluation"]["test"]["metrics"]["metric"] == "token_f1"
-    tokens = [json.loads(line) for line in (tmp_path / "whole" / "tokens.jsonl").read_text().splitlines()]
+    tokens = read(tmp_path / "whole" / "tokens.jsonl")
     assert all(row["text"].startswith("thing[") and row["gold"].endswith(".") for row in tokens)
-    steps = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    steps = read(tmp_path / "whole" / "metrics.jsonl")
     assert [step["rows"] for step in steps] == [12] * 5
     assert steps[-1]["loss"] < steps[0]["loss"]
 
@@ -161,7 +144,7 @@ def test_a_killed_distillation_ends_with_the_same_bytes(
 def test_gold_responses_end_their_turn(task: dict[str, Any], text_teacher: Path, tmp_path: Path) -> None:
     config = distillation(task, text_teacher, tmp_path / "gold", steps=1, rollout={"from": {"gold": 1.0}})
     train(config)
-    tokens = [json.loads(line) for line in (tmp_path / "gold" / "tokens.jsonl").read_text().splitlines()]
+    tokens = read(tmp_path / "gold" / "tokens.jsonl")
     assert tokens
     for row in tokens:
         assert row["ended"]
@@ -220,13 +203,17 @@ def test_what_does_not_fit_is_refused_with_its_row(task: dict[str, Any], text_te
     run("c", max_prompt_tokens=60, too_long="truncate")
 
 
-def test_labels_are_needed_for_what_is_about_labels(task: dict[str, Any], text_teacher: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"task\.text has none"):
-        distillation(task, text_teacher, tmp_path, evaluation={"probabilities": True})
-    with pytest.raises(UsageError, match=r"over labels"):
-        distillation(task, text_teacher, tmp_path, objective={"support": "labels"})
-    with pytest.raises(UsageError, match=r"alarms\.stop_on: legal is about labels"):
-        distillation(task, text_teacher, tmp_path, alarms={"stop_on": ["legal"]})
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"evaluation": {"probabilities": True}}, r"task\.text has none"),
+        ({"objective": {"support": "labels"}}, "over labels"),
+        ({"alarms": {"stop_on": ["legal"]}}, r"alarms\.stop_on: legal is about labels"),
+    ],
+)
+def test_labels_are_needed_for_what_is_about_labels(task: dict[str, Any], settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        distillation(task, Path("teacher"), Path("run"), **settings)
 
 
 def test_alarms_of_free_text_are_measured(task: dict[str, Any], text_teacher: Path, tmp_path: Path) -> None:
@@ -242,7 +229,7 @@ def test_alarms_of_free_text_are_measured(task: dict[str, Any], text_teacher: Pa
     with pytest.raises(AlarmError, match=r"truncated") as error:
         train(config)
     assert "task.text.stop" in str(error.value)
-    (record, *_) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    record = read(tmp_path / "run" / "metrics.jsonl")[0]
     assert record.get("legal_answers") is None
     for name in ("student_entropy_nats", "teacher_entropy_nats", "top_k_overlap", "repeated_ngrams", "ended"):
         assert record[name] is not None
@@ -251,39 +238,16 @@ def test_alarms_of_free_text_are_measured(task: dict[str, Any], text_teacher: Pa
 # ---------------------------------------------------------------------------------------------------- teacher's prompt
 
 
-def losses(folder: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_a_teacher_prompt_that_is_the_students_changes_nothing(
-    task: dict[str, Any], text_teacher: Path, tmp_path: Path
-) -> None:
-    train(distillation(task, text_teacher, tmp_path / "plain", steps=2))
-    same = {"prompt": {"prompt": task["text"]["prompt"]}}
-    train(distillation(task, text_teacher, tmp_path / "same", steps=2, teacher=same))
-    for name in ("metrics.jsonl", "tokens.jsonl", "predictions-test.jsonl"):
-        assert (tmp_path / "same" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
-
-
 def test_a_teacher_scores_after_its_own_prompt(task: dict[str, Any], text_teacher: Path, tmp_path: Path) -> None:
     """What it is shown is what a plain pass over that prompt and the response gives."""
-    from contextlib import ExitStack
-
-    import torch
-
-    from gatespace.runs import RunFolder
-    from gatespace.training.distill import Distillation
-    from gatespace.training.processes import ONE
-    from gatespace.training.progress import SILENT
-
     own = {
         "system": "Use the answer.",
         "prompt": "thing[{thing}]: {ref}",
         "examples": [{"user": "thing[x]", "assistant": "It is red."}],
     }
     config = distillation(task, text_teacher, tmp_path / "run", teacher={"prompt": own})
-    with ExitStack() as stack:
-        job = Distillation(config, RunFolder(config.output), ONE, SILENT, stack)
+    with opened(config) as job:
+        assert isinstance(job, Distillation)
         job.prepare()
         row: Any = job.data.rows[0]
         other = job.teacher_encoder.prompt
@@ -293,28 +257,13 @@ def test_a_teacher_scores_after_its_own_prompt(task: dict[str, Any], text_teache
         response = job.encoder.gold("It is blue.", job.model.turn_end)
         asked = job.rollouts.batches.at(0)
         first = next(one for one in asked if one.example is not None)
-        payload: Any = job.teacher.score([first.teacher_prompt], [response]).payload
-        assert job._local is not None
+        payload: Any = job.teachers[""].score([first.teacher_prompt], [response]).payload
         whole = [*job.teacher_encoder.prefix, *first.teacher_prompt, *response]
         assert whole == [*other.render(job.model.tokenizer, other.text(first.example)), *response]
         with torch.no_grad():
-            found = job._local.network.model(torch.tensor([whole])).last_hidden_state[0]
+            found = job.models["teacher"].network.model(torch.tensor([whole])).last_hidden_state[0]
         expected = found[len(whole) - len(response) - 1 : -1]
         torch.testing.assert_close(payload[0], expected, rtol=2e-4, atol=2e-4)
-
-
-def test_a_student_learns_a_prompt_that_it_does_not_see(
-    task: dict[str, Any], text_teacher: Path, tmp_path: Path
-) -> None:
-    """Its own weights without another prompt have nothing to teach; with one they have."""
-    pair = {"student": str(text_teacher / "model"), "teacher": "self"}
-    train(distillation(task, text_teacher, tmp_path / "same", steps=1, pair=pair))
-    assert losses(tmp_path / "same") == [pytest.approx(0, abs=1e-5)]
-    shown = {"prompt": {"prompt": "thing[{thing}], colour[{colour}] {ref}"}}
-    train(distillation(task, text_teacher, tmp_path / "shown", steps=4, pair=pair, teacher=shown))
-    found = losses(tmp_path / "shown")
-    assert found[0] > 1e-3
-    assert found[-1] < found[0]
 
 
 def test_a_teacher_is_evaluated_by_what_it_is_shown(task: dict[str, Any], text_teacher: Path) -> None:
@@ -339,14 +288,6 @@ def test_a_teacher_prompt_is_the_same_at_all_seeds(task: dict[str, Any], text_te
     train(made)
     with pytest.raises(UsageError, match=r"teacher\.prompt\.prompt"):
         train(distillation(task, text_teacher, tmp_path / "run", steps=1, teacher=other))
-
-
-def test_columns_that_a_teacher_prompt_lacks(task: dict[str, Any], text_teacher: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"things\.jsonl:\d+ has no column 'hint'"):
-        train(distillation(task, text_teacher, tmp_path / "run", teacher={"prompt": {"prompt": "{hint}"}}))
-    long = {"prompt": {"system": "word " * 2000}}
-    with pytest.raises(UsageError, match=r"things\.jsonl:\d+: prompt and response do not fit"):
-        train(distillation(task, text_teacher, tmp_path / "long", teacher=long))
 
 
 @pytest.mark.parametrize("messages", [False, True])

@@ -192,10 +192,11 @@ def _task(data: str, teacher: str, **given: str | None) -> Guess:
 
 
 def _open(config: TrainConfig, role: str, data: Material, report: Callable[[str], None]) -> Model:
-    from gatespace.training.setup import open_member, placement
+    from gatespace.training.setup import ModelSpec, open_model, placement
 
     place = placement(config.engine)
-    return open_member(config.pair, role, task=data.task, device=place.device, dtype=place.dtype, report=report)
+    spec = ModelSpec.of(config.pair, role, device=place.device, dtype=place.dtype)
+    return open_model(spec, data.task, report)
 
 
 def _with_cap(config: TrainConfig, data: Material, model: Model, cap: int | None) -> TrainConfig:

@@ -20,9 +20,10 @@ from gatespace.training.fit import check_fit, check_models
 from gatespace.training.memory import micro_tokens, update_memory
 from gatespace.training.setup import (
     Material,
+    ModelSpec,
     encoder_for,
+    load_shapes,
     material,
-    outline_model,
     placement,
     teacher_encoder_for,
 )
@@ -118,14 +119,12 @@ def _outlines(
     """The models in this process by setting, the trained one first, without weights; and notes about them."""
 
     def outline(setting: str, role: str, name: str, revision: str | None, trusted: bool) -> Model:
-        return outline_model(
-            name, setting, role=role, task=data.task, revision=revision, trust_remote_code=trusted, report=note
-        )
+        return load_shapes(ModelSpec(name, setting, role, revision=revision, trust_remote_code=trusted), data.task, note)
 
     if not isinstance(config, TrainConfig):
         trusted = config.trust_remote_code
         return {"model": outline("model", "teacher", config.model, config.revision, trusted)}, []
-    build_objective(config.objective, sources=config.rollout.source.shares())
+    build_objective(config.objective, run=config)
     pair, trusted = config.pair, config.pair.trust_remote_code
     name, revision, whose = pair.model("student")
     models = {"student": outline("pair.student", whose, name, revision, trusted)}

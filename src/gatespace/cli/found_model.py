@@ -105,12 +105,10 @@ def find(name: str, options: ModelOptions, *, report: Callable[[str], None], row
         report(note)
     prompt = configured_prompt(section, task)
 
-    from gatespace.training.setup import open_model, placement
+    from gatespace.training.setup import ModelSpec, open_model, placement
 
     place = placement(placed)
-    model = open_model(
-        folder, "MODEL", role="student", task=task, device=place.device, dtype=place.dtype, report=report
-    )
+    model = open_model(ModelSpec(folder, "MODEL", dtype=place.dtype, device=place.device), task, report)
     evaluation = _section(settings, "evaluation")
     return Found(
         model,

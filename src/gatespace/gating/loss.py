@@ -226,7 +226,8 @@ def _both_kls(
     check_support(support)
     shape = student_logits.shape[:-1]
     flat = torch.Size((1, shape.numel()))
-    given = LossInputs(**{k: v.reshape(flat) if isinstance(v, Tensor) else v for k, v in inputs.items()})
+    inputs = {name: value.reshape(flat) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    given = LossInputs(**inputs)
     size = _vocabulary(student_logits, teacher, given.vocab_size)
     batch = Batch.of(flat, student_logits.device, size, given)
     if isinstance(teacher, TeacherTopK):

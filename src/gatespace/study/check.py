@@ -19,7 +19,7 @@ from gatespace.plugins import load_plugins, provided
 from gatespace.study.plan import ROLES, teach_config, train_config
 from gatespace.tasks.data import Task
 from gatespace.training.fit import check_fit, check_models, check_teachers, check_top_k
-from gatespace.training.setup import encoder_for, material, outline_model, teacher_encoder_for
+from gatespace.training.setup import ModelSpec, encoder_for, load_shapes, material, teacher_encoder_for
 
 
 def check_study(study: StudyConfig, made: Mapping[str, Mapping[str, str]]) -> list[str]:
@@ -48,7 +48,8 @@ def _check_task(study: StudyConfig, task: str, made: Mapping[str, str]) -> list[
         models[role] = teach.model
         with in_setting(f"teach.{role}"):
             data = material(teach.task, "teacher")
-            model = _outline(teach.model, "model", role, data.task, teach.revision, teach.trust_remote_code)
+            spec = ModelSpec(teach.model, "model", role, teach.revision, teach.trust_remote_code)
+            model = _shapes(spec, data.task)
             if model is not None:
                 encoder = encoder_for(data, model, (*teach.evaluation.final, teach.evaluation.split), share=False)
                 notes += check_fit(teach, data, encoder, model=model)
@@ -59,14 +60,12 @@ def _check_task(study: StudyConfig, task: str, made: Mapping[str, str]) -> list[
 def _check_runs(study: StudyConfig, config: TrainConfig) -> list[str]:
     pair, data = config.pair, material(config.task, "distill")
     _check_packages(config)
-    code = pair.trust_remote_code
-    student = _outline(pair.student, "pair.student", "student", data.task, pair.student_revision, code)
+    student = _shapes(ModelSpec.of(pair, "student"), data.task)
     check_teachers(config, data)
     teachers: dict[str, Model] = {}
     for scorer, where in pair.scorers().items():
-        name, revision, role = pair.alone(scorer).model("teacher")
-        teacher = None if is_address(where) else _outline(name, f"pair.{scorer}", role, data.task, revision, code)
-        if teacher is not None:
+        spec = ModelSpec.of(pair.alone(scorer), "teacher", f"pair.{scorer}")
+        if not is_address(where) and (teacher := _shapes(spec, data.task)) is not None:
             teachers[scorer] = teacher
     if student is None:
         return []
@@ -80,15 +79,13 @@ def _check_runs(study: StudyConfig, config: TrainConfig) -> list[str]:
     return check_fit(config, data, encoder, student=student, **teachers)
 
 
-def _outline(
-    name: str, setting: str, role: str, task: Task, revision: str | None, trust_remote_code: bool
-) -> Model | None:
+def _shapes(spec: ModelSpec, task: Task) -> Model | None:
     """Return the model without its weights, or None if it is not on this machine."""
-    if name not in (*TINY, SMOLLM2) and not Path(name).expanduser().is_dir():
-        with in_setting(setting):
-            hub_name(name)
+    if spec.name not in (*TINY, SMOLLM2) and not Path(spec.name).expanduser().is_dir():
+        with in_setting(spec.setting):
+            hub_name(spec.name)
         return None
-    return outline_model(name, setting, role=role, task=task, revision=revision, trust_remote_code=trust_remote_code)
+    return load_shapes(spec, task)
 
 
 def _check_packages(config: TrainConfig | TeachConfig) -> None:

@@ -121,7 +121,7 @@ def _baseline(job: Job, reads: Reads) -> None:
     """Evaluate the student or teacher of a configuration before distillation."""
     from gatespace.evaluation import evaluate, write
     from gatespace.tasks.configured import teacher_prompt
-    from gatespace.training.setup import material, open_member, placement
+    from gatespace.training.setup import ModelSpec, material, open_model, placement
 
     config, role = parse_config(TrainConfig, job["config"]), job["role"]
     load_plugins(config.plugins)
@@ -139,7 +139,7 @@ def _baseline(job: Job, reads: Reads) -> None:
             folder.finish_baseline(about | {"source": "a service", "unmeasured": "a service answers no prompts"})
             return
         place = placement(config.engine)
-        model = open_member(pair, role, task=data.task, device=place.device, dtype=place.dtype)
+        model = open_model(ModelSpec.of(pair, role, device=place.device, dtype=place.dtype), data.task)
         validation = None
         for split in sorted(settings.final, key=lambda split: split != "val"):  # others are judged with it
             rows = len(data.task.rows(split))

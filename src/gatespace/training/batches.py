@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -10,7 +10,6 @@ from gatespace.errors import UsageError
 from gatespace.models.encode import Encoder
 from gatespace.seeding import permutation
 from gatespace.tasks.data import Example
-from gatespace.teacher.several import Addressed
 
 
 @dataclass(frozen=True)
@@ -22,22 +21,23 @@ class Row:
     example: Example
     prompt: list[int]
     """The prompt after the shared prefix."""
-    asked: list[int] | None = None
-    """The teacher's own prompt after its shared prefix; None: the student's."""
-
-    @property
-    def teacher_prompt(self) -> list[int]:
-        """What the teacher reads before the response."""
-        return self.prompt if self.asked is None else self.asked
-
-    @property
-    def teacher(self) -> str:
-        """The name of its teacher; "" if the run has only one."""
-        return self.asked.teacher if isinstance(self.asked, Addressed) else ""
+    teacher_prompt: list[int]
+    """The teacher's prompt after its shared prefix."""
+    teacher: str = ""
+    """The name of its teacher; "" if the run has only one."""
 
 
 class Batches:
-    """Endless epochs over the rows, each in its own random order."""
+    """Endless epochs over the rows, each in its own random order.
+
+    Args:
+        examples: The rows.
+        encoder: Of the student's prompts.
+        batch_size: Rows of a step.
+        seed: Of the run.
+        teacher_encoder: Of the teacher's prompts; None: they are the student's.
+        by_teacher: Whether rows name one of several teachers.
+    """
 
     def __init__(
         self,
@@ -46,14 +46,17 @@ class Batches:
         *,
         batch_size: int,
         seed: int,
-        asked: Callable[[Example], list[int]] | None = None,
+        teacher_encoder: Encoder | None = None,
+        by_teacher: bool = False,
     ) -> None:
         if not examples:
             raise UsageError("there are no rows to train on")
-        self._rows = [
-            Row(i, example, encoder.suffix(example.text), None if asked is None else asked(example))
-            for i, example in enumerate(examples)
-        ]
+        self._rows: list[Row] = []
+        for i, example in enumerate(examples):
+            prompt = teacher_prompt = encoder.suffix(example.text)
+            if teacher_encoder is not None:
+                teacher_prompt = teacher_encoder.suffix(teacher_encoder.prompt.text(example))
+            self._rows.append(Row(i, example, prompt, teacher_prompt, example.teacher if by_teacher else ""))
         self._size, self._seed = batch_size, seed
         self._orders: dict[int, list[int]] = {}
 

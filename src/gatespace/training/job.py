@@ -1,15 +1,13 @@
-"""Interface of the training loop's jobs: `Distillation` (`gatespace train`) and `Supervised` (`gatespace teach`)."""
+"""What the training loop trains: `Distillation` (`gatespace train`) and `Supervised` (`gatespace teach`)."""
 
 from __future__ import annotations
 
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import astuple
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import Any
 
 from gatespace.config import TeachConfig, TrainConfig
 from gatespace.config.checking import checking
@@ -19,41 +17,22 @@ from gatespace.models import Model
 from gatespace.models.body import Body, body_of
 from gatespace.models.cache_root import remove_leftovers
 from gatespace.models.encode import Encoder
-from gatespace.models.sizes import Sizes, sizes_of
+from gatespace.models.sizes import sizes_of
 from gatespace.plugins import copy_plugins, plugins_digest
 from gatespace.rollout import Answer, greedy
 from gatespace.runs import RunFolder
 from gatespace.training.clock import Clock
 from gatespace.training.environment import environment
 from gatespace.training.fit import check_fit
-from gatespace.training.optimizer import Optimizer, Update, eight_bit
+from gatespace.training.optimizer import Optimizer, eight_bit
 from gatespace.training.processes import Processes
 from gatespace.training.progress import Progress
-from gatespace.training.setup import Material, deterministic, placement
-
-
-class Loss(Protocol):
-    """Something with a loss to call backward on."""
-
-    @property
-    def loss(self) -> Tensor: ...
-
-
-class StepTrace(Protocol):
-    """Metrics of a step."""
-
-    tokens: float
-    """Response tokens of this process in the step so far, or the sum of their weights."""
-
-    def begin(self, step: int) -> None: ...
-    def add(self, batch: Any, out: Any) -> None: ...
-    def record(self, update: Update, clock: Clock) -> dict[str, list[dict[str, Any]]]:
-        """New lines by log: metrics, timings, tokens."""
-        ...
+from gatespace.training.rollouts import Batch, MicroBatch
+from gatespace.training.setup import Material, deterministic, encoder_for, placement
 
 
 class Job(ABC):
-    """A run: opened with its models, then begun, then prepared for its steps.
+    """A run: opened with its models, then begun in its folder, then prepared for its steps.
 
     Args:
         config: All settings.
@@ -63,19 +42,25 @@ class Job(ABC):
         stack: Closes what the job opens.
     """
 
+    data: Material
     model: Model
     """The trained model."""
-    data: Material
     encoder: Encoder
-    body: Body
-    optimizer: Optimizer
-    trace: StepTrace
+    """The task in its tokens."""
     content: dict[str, str]
     """What the settings resolved to; part of the run's identity."""
-    sizes: Sizes
-    """Of the trained model."""
     about: dict[str, Any]
     """Entries of environment.json besides versions and machine."""
+
+    # Since `prepare`:
+    body: Body
+    optimizer: Optimizer
+    rollouts: Callable[[int, Clock], Batch]
+    """Step → its micro-batches with their responses, and the teacher's scores requested."""
+    loss: Callable[[int, MicroBatch], Any]
+    """Step, micro-batch → output with a `loss` to call backward on, summed over tokens."""
+    trace: Any
+    """Metrics of steps: begin, add, record; `tokens` of this process so far."""
 
     def __init__(
         self,
@@ -89,7 +74,16 @@ class Job(ABC):
         self.place = placement(config.engine, processes)
         stack.enter_context(deterministic(config.engine, self.place))
         self.about = {}
-        self.splits = (*config.evaluation.final, config.evaluation.split)
+        self.open()
+
+    @abstractmethod
+    def open(self) -> None:
+        """Load data and models; raise if the run cannot work."""
+
+    def encoder_of(self, model: Model) -> Encoder:
+        """The task in the model's tokens."""
+        splits = (*self.config.evaluation.final, self.config.evaluation.split)
+        return encoder_for(self.data, model, splits, share=checking().share_prefix)
 
     def check(self, **models: Model) -> None:
         """Raise if the run does not fit its models."""
@@ -102,14 +96,9 @@ class Job(ABC):
         notes = check_fit(self.config, self.data, self.encoder, **models)
         if self.config.optimizer.states == "8bit":
             eight_bit(self.processes)
-        self.sizes = sizes_of(models.get("model") or models["student"])
+        self.sizes = sizes_of(self.model)
         for note in notes:
             self.progress.note(note)
-
-    @property
-    def teacher_encoder(self) -> Encoder:
-        """Encoder of a teacher's prompts."""
-        return self.encoder
 
     def fingerprint(self) -> str:
         """Fingerprint of the trained model; from the first process if this one has no weights."""
@@ -126,9 +115,9 @@ class Job(ABC):
         for name, value in content.items():
             processes.agree(
                 value,
-                lambda found, name=name: RunError(  # type: ignore[misc]
+                lambda values, name=name: RunError(  # type: ignore[misc]
                     f"the processes of this run do not have the same {name}",
-                    got=", ".join(text[:12] for text in found),
+                    got=", ".join(text[:12] for text in values),
                     instead="the same files on every machine",
                 ),
             )
@@ -157,18 +146,6 @@ class Job(ABC):
         self.body = body_of(  # after the optimizer, which rounds the network to its precision
             self.model, packed=checking().packed, checkpointing=again
         )
-
-    @abstractmethod
-    def micro_batches(self, step: int, clock: Clock) -> AbstractContextManager[Iterator[Any]]:
-        """The micro-batches of a step, ready for their loss."""
-
-    @abstractmethod
-    def loss(self, step: int, batch: Any) -> Loss:
-        """Loss of a micro-batch, summed over tokens."""
-
-    def release(self, batch: Any) -> None:
-        """Free the tensors of a micro-batch whose loss was computed and recorded."""
-        return
 
     def advance(self, loss: float, progress: float) -> None:
         """Move the state of the objective, if it has one, after a step with this mean loss."""
@@ -201,15 +178,15 @@ class Job(ABC):
         processes = self.processes
 
         def generate(model: Model, encoder: Encoder, texts: Sequence[str], **how: Any) -> list[Answer]:
-            def answered(some: Sequence[str]) -> list[Answer]:
-                return greedy(model, encoder, some, writer=self.evaluation_writer(), **how)
+            def answered(mine: Sequence[str]) -> list[Answer]:
+                return greedy(model, encoder, mine, writer=self.evaluation_writer(), **how)
 
             if processes.size == 1:
                 return answered(texts)
-            found = processes.divide(texts, lambda some: [[*astuple(one)] for one in answered(some)])
+            answers = processes.divide(texts, lambda mine: [[*astuple(answer)] for answer in answered(mine)])
             return [
                 Answer(tuple(ids), text, ended, labels and tuple(labels), tuple(samples))
-                for ids, text, ended, labels, samples in found
+                for ids, text, ended, labels, samples in answers
             ]
 
         with self.model.whole():
@@ -229,16 +206,16 @@ class Job(ABC):
         """Save the model with float32 weights if wanted; returns its entries of the summary."""
         processes, run, wanted = self.processes, self.run, self.config.checkpoint.model
         self.optimizer.widen()
-        whole = self.model.gathered(here=processes.first)
-        fingerprint, *others = processes.gather(None if whole is None else whole.fingerprint())
+        model = self.model.gathered(here=processes.first)
+        fingerprint, *others = processes.gather(None if model is None else model.fingerprint())
         with processes.together():
             if any(other not in (None, fingerprint) for other in others):
                 raise RunError("the processes of this run have different final weights")
-            if processes.first and whole is not None:
+            if processes.first and model is not None:
                 run.check_claim()
                 remove_leftovers(run.model)
                 if wanted:
-                    whole.save(run.model)
+                    model.save(run.model)
                 else:  # this run may have been killed after writing it
                     shutil.rmtree(run.model, ignore_errors=True)
         return {"model": run.model.name if wanted else None, "fingerprint": fingerprint}

@@ -1,11 +1,10 @@
-"""The responses of a step and their teacher scores, micro-batch by micro-batch.
+"""The responses of a step and the teacher's scores of them, by micro-batch.
 
-`OnPolicy` samples a step's responses from the current student. If the update is a single micro-batch, it backpropagates
-through the same forward pass over the prompts that sampling started from. If there are several, the whole step is
-sampled and scored first: a decoding step costs little more for many rows than for few. Responses to a prompt share its
-forward pass, and equal ones are merged into one weighted row. `Ahead` samples before the update: the responses of the
-same step if the student is sharded, or those of the next step if the run is one step off policy
-(`rollout.staleness: 1`), so that a remote teacher scores them while the student updates.
+If the update is a single micro-batch, it backpropagates through the same forward pass over the prompts that sampling
+started from. If there are several, the whole step is sampled first: a decoding step costs little more for many rows
+than for few. Responses to a prompt share its forward pass, and equal ones are merged into one weighted row. One step
+off policy (`rollout.staleness: 1`), the responses of the next step are sampled before the update, so that a remote
+teacher scores them while the student updates.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from gatespace.models.encode import Encoder
 from gatespace.rollout import Rollout, Sampler, Sampling, sample
 from gatespace.seeding import generator, stream
 from gatespace.teacher.local import LocalTeacher
-from gatespace.teacher.scores import Scores, Teacher
+from gatespace.teacher.several import Teachers
 from gatespace.training.batches import Batches, Row, micro_batches
 from gatespace.training.clock import Clock
 from gatespace.training.processes import ONE, Processes
@@ -34,9 +33,10 @@ from gatespace.training.processes import ONE, Processes
 
 @dataclass
 class MicroBatch:
-    """Rows of a step; fields are filled in from first to last.
+    """Rows of a step that go through the update together; fields are filled in from first to last.
 
-    A row is a prompt with a response: one sample each, until equal responses to a prompt are merged.
+    A row is a prompt with a response: one sample each, until equal responses to a prompt are merged. All rows have the
+    same teacher.
     """
 
     rows: list[Row]
@@ -52,13 +52,17 @@ class MicroBatch:
     """The row of every sample; rows are in the order of their first samples."""
     weights: list[list[float]] | None = None
     """Weight of each token of each row. None: 1 each."""
-    scores: Scores | None = None
+    ask: Callable[[], Any] = lambda: None
+    """Returns the teacher's scores, which have been requested; None without a teacher."""
+    scores: Any = None
+    """The teacher's `Scores` of all response tokens, or its logits of the labels."""
     forward: Forward | None = None
     """The student's forward pass over the prompts, with gradient; None: the update runs its own."""
     prefix: KVCache | Sequence[int] | None = None
     """The shared prefix: its KV cache, or its ids to be part of the forward pass."""
     hidden: Tensor | None = None
-    """(N, H) the student's hidden states at the positions that predict the response tokens, detached."""
+    """(N, H) the student's hidden states at the positions that predict the response tokens, or its (B, L) logits of the
+    labels, detached."""
 
     def __post_init__(self) -> None:
         self.parents = self.parents or list(range(len(self.rows)))
@@ -70,17 +74,12 @@ class MicroBatch:
         return list({parent: row.prompt for parent, row in zip(self.parents, self.rows, strict=True)}.values())
 
     @property
-    def teacher_prompts(self) -> list[list[int]]:
-        """The teacher's prompts, in the same order."""
-        return list({parent: row.teacher_prompt for parent, row in zip(self.parents, self.rows, strict=True)}.values())
-
-    @property
     def families(self) -> list[list[list[int]]]:
         """Responses grouped by prompt."""
-        found: dict[int, list[list[int]]] = {}
+        families: dict[int, list[list[int]]] = {}
         for parent, response in zip(self.parents, self.rollout.responses, strict=True):
-            found.setdefault(parent, []).append(response)
-        return list(found.values())
+            families.setdefault(parent, []).append(response)
+        return list(families.values())
 
     @property
     def segments(self) -> Tensor:
@@ -109,17 +108,41 @@ class MicroBatch:
             for response, row in zip(self.rollout.responses, weights, strict=True)
         ]
 
+    def free(self) -> None:
+        """Drop the tensors, so that only one micro-batch of a step holds them."""
+        self.hidden = self.scores = self.forward = None
+        self.ask = lambda: None
+
 
 @dataclass
-class OnPolicy:
-    """Samples and scores responses of the current student, by micro-batch.
+class Batch:
+    """This process's micro-batches of a step."""
+
+    parts: Sequence[MicroBatch]
+    most: int
+    """The largest number of micro-batches of any process."""
+    prefix: KVCache | None = None
+    """The KV cache of the prefix that all prompts share, with gradient; None: it is in each part's own pass."""
+    leaves: KVCache | None = None
+    """The same values, as leaves at which the parts' gradients accumulate."""
+
+    def backward(self) -> None:
+        """Backpropagate the parts' accumulated gradients through the shared prefix."""
+        if self.prefix is not None:
+            self.prefix.backward(self.leaves)
+
+
+@dataclass
+class Rollouts:
+    """Samples responses of the current student and requests their scores.
 
     Args:
         student: Samples, unless there is a `sampler`.
-        teacher: Scores.
+        teachers: Score.
         encoder: The task in the student's tokens.
         batches: The rows of each step.
         settings: The section `rollout`.
+        steps: Steps of the run; nothing is sampled beyond the last.
         vocab_size: Ids from here on are padding.
         seed: Of the run.
         micro_tokens: Token limit of a micro-batch of the update.
@@ -132,10 +155,11 @@ class OnPolicy:
     """
 
     student: Body
-    teacher: Teacher
+    teachers: Teachers
     encoder: Encoder
     batches: Batches
     settings: RolloutConfig
+    steps: int
     vocab_size: int
     seed: int
     micro_tokens: int
@@ -145,116 +169,111 @@ class OnPolicy:
     processes: Processes = ONE
     share: bool = True
     merge: bool = True
-    current: MicroBatch | None = None
-    """The micro-batch in progress, for the record of a failed step."""
+    parts: list[MicroBatch] = field(default_factory=list)
+    """Those of the step in progress, for the record of a failed step."""
+    _sampled: dict[int, list[MicroBatch]] = field(default_factory=dict)
+    """Step → its micro-batches: one step off policy, those of the next step too."""
 
-    # ------------------------------------------------------------------ a step
+    def __call__(self, step: int, clock: Clock) -> Batch:
+        """This process's responses of a step. Waits for no scores, unless the student is sharded."""
+        divided, ahead = self._split(step), self.settings.staleness
+        self._sampled = {number: parts for number, parts in self._sampled.items() if ahead and number >= step}
+        if ahead and step > 0 and step not in self._sampled:
+            raise RunError(f"the responses of step {step + 1} were not sampled by the step before")
+        self.parts = self._sampled.get(step) or divided[self.processes.rank]
+        batch = Batch(self.parts, max(map(len, divided)))
+        ids = self.encoder.prefix
+        with self.student.model.whole(), self.processes.together():
+            if len(self.parts) > 1 and not self.processes.sharded:
+                # Several parts share one pass over the prefix. Not if sharded: layers are gathered at their outputs
+                # only.
+                with clock("update"):
+                    batch.prefix = self.student.prefix_cache(ids)
+                    batch.leaves = None if batch.prefix is None else batch.prefix.leaves()
+            for part in self.parts:
+                part.prefix = ids if batch.leaves is None else batch.leaves
+            for number in range(step, min(step + 1 + ahead, self.steps)):
+                if number not in self._sampled:
+                    parts = self.parts if number == step else self._split(number)[self.processes.rank]
+                    self._respond(number, parts, clock)
+                    self._sampled[number] = parts
+        if self.processes.sharded:  # one that fails between passes would leave the others waiting
+            with self.processes.together(), clock("score"):
+                for part in self.parts:
+                    part.ask()
+        return batch
 
-    def split(self, step: int) -> list[list[MicroBatch]]:
-        """The micro-batches of every process; depends on the step's rows alone."""
-        each, room = self.settings.per_prompt, self.settings.max_new_tokens
-        rows = [row for row in self.batches.at(step) for _ in range(each)]
-        families = [place // each if self.share else place for place in range(len(rows))]
-        found: list[list[MicroBatch]] = []
-        for share in self.processes.shares(len(rows)):
-            place, own = share.start, []
-            for some in micro_batches([rows[i] for i in share], self.micro_tokens, room, [families[i] for i in share]):
-                places = list(range(place, place + len(some)))
-                own.append(MicroBatch(some, places, [families[i] - families[place] for i in places]))
-                place += len(some)
-            found.append(own)
-        return found
+    def state(self, done: int) -> dict[str, Any]:
+        """Checkpoint state after `done` steps: the next step's responses, if sampled already (by weights now gone)."""
+        if not self.settings.staleness or done not in self._sampled:
+            return {}
+        samples = [(part, row) for part in self._sampled[done] for row in part.samples]
+        own = {
+            "responses": [part.rollout.responses[row] for part, row in samples],
+            "log_probs": [part.rollout.log_probs[row] for part, row in samples],
+            "ended": [part.rollout.ended[row] for part, row in samples],
+            "sources": [part.sources[row] for part, row in samples],
+        }
+        ranks = self.processes.gather(own)
+        return {"ahead": {"number": done, **{name: [value for rank in ranks for value in rank[name]] for name in own}}}
 
-    def begin(self, step: int, clock: Clock) -> list[MicroBatch]:
-        """This process's micro-batches of a step."""
-        return self.split(step)[self.processes.rank]
-
-    def scored(
-        self, step: int, batches: list[MicroBatch], prefix: KVCache | Sequence[int], clock: Clock
-    ) -> Iterator[MicroBatch]:
-        """Yield each micro-batch with responses and scores."""
-        if len(batches) > 1 or not self.reuse:
-            yield from self._one_by_one(batches, self._sample_all(step, batches, prefix, clock), prefix, clock)
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned; scores are requested again, and are the same."""
+        if (saved := state.get("ahead")) is None:
             return
-        self._sync(clock)
-        for batch in batches:
-            self.current = batch
-            batch.prefix = prefix
-            with clock("rollout"):
-                batch.forward = self.student.forward(batch.prompts, prefix=prefix)
-                self._respond(step, batch, batch.forward)
-                self._merge(batch)
-            with clock("score"):
-                batch.scores = self.teacher.score([row.teacher_prompt for row in batch.rows], batch.rollout.responses)
-            yield batch
-            batch.forward = None  # its graph is freed by the backward pass
+        parts = self._split(saved["number"])[self.processes.rank]
+        for part in parts:
+            span = slice(part.places[0], part.places[-1] + 1)
+            part.rollout = Rollout(saved["responses"][span], saved["log_probs"][span], saved["ended"][span])
+            part.sources = saved["sources"][span]
+            self._request(part)
+        self._sampled = {saved["number"]: parts}
 
-    def state(self) -> dict[str, Any]:
-        """Checkpoint state."""
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Restore from a checkpoint's `state`; returns the rest of it."""
-        return dict(state)
+    def _split(self, step: int) -> list[list[MicroBatch]]:
+        """The micro-batches of every process; depends on the step's rows alone."""
+        each = self.settings.per_prompt
+        rows = [row for row in self.batches.at(step) for _ in range(each)]
+        families = [place // each for place in range(len(rows))] if self.share else None
+        return divide(rows, self.processes, self.micro_tokens, self.settings.max_new_tokens, families)
 
     # ------------------------------------------------------------------ responses
 
-    @torch.no_grad()
-    def _sample_all(
-        self, step: int, batches: list[MicroBatch], prefix: KVCache | Sequence[int] | None, clock: Clock
-    ) -> list[Callable[[], Scores]]:
-        """Fill in the responses of all micro-batches and request their scores; returns a getter for each."""
-        self._sync(clock)
-        found: list[Callable[[], Scores]] = []
-        sizes = [sum(self._size(row) for row in batch.rows) for batch in batches]
-        for span in _together(sizes, self.rollout_tokens):
-            members = batches[span]
-            self.current = every = _joined(members)
+    def _respond(self, step: int, parts: list[MicroBatch], clock: Clock) -> None:
+        """Fill in the responses of a step's micro-batches, and request their scores."""
+        before_update = self.settings.staleness == 0 and not self.processes.sharded
+        reuse = self.reuse and before_update and len(parts) == 1
+        if self.sampler is not None and "student" in self.settings.source.shares():
             with clock("rollout"):
-                self._respond(step, every, self.student.forward(every.prompts, prefix=prefix))
-                first = 0
-                for batch in members:
-                    rows = range(first, first := first + len(batch.rows))
-                    batch.rollout, batch.sources = every.rollout.select(rows), [every.sources[i] for i in rows]
-                    self._merge(batch)
-            with clock("score"):
-                asked = [row.teacher_prompt for batch in members for row in batch.rows]
-                responses = [ids for batch in members for ids in batch.rollout.responses]
-                scores = cache(self.teacher.ask(asked, responses))
-            token = 0
-            for batch in members:
-                tokens = slice(token, token := token + sum(map(len, batch.rollout.responses)))
-                found.append(lambda scores=scores, tokens=tokens: scores().part(tokens))  # type: ignore[misc]
-        return found
+                self.sampler.sync()
+        prefix: Any = parts[0].prefix
+        if not before_update:
+            with clock("rollout"), torch.no_grad():
+                prefix = self.student.prefix_cache(self.encoder.prefix)
+        sizes = [sum(self._size(row) for row in part.rows) for part in parts]
+        for span in _together(sizes, self.rollout_tokens):
+            joined = _joined(parts[span])
+            with clock("rollout"), torch.set_grad_enabled(reuse):
+                forward = self.student.forward(joined.prompts, prefix=prefix)
+                self._answer(step, joined, forward)
+            first = 0
+            for part in parts[span]:
+                rows = range(first, first := first + len(part.rows))
+                part.rollout, part.sources = joined.rollout.select(rows), [joined.sources[i] for i in rows]
+                part.forward = forward if reuse else None
+                with clock("score"):
+                    self._request(part)
 
-    def _merge(self, batch: MicroBatch) -> None:
+    def _request(self, part: MicroBatch) -> None:
         if self.merge and self.share:
-            batch.merge()
+            part.merge()
+        teacher, prompts = self.teachers[part.rows[0].teacher], [row.teacher_prompt for row in part.rows]
+        part.ask = cache(teacher.ask(prompts, part.rollout.responses))
 
     def _size(self, row: Row) -> int:
         """Most tokens of a sample during decoding, with its own copy of the prompt's KV cache."""
         return len(row.prompt) + self.settings.max_new_tokens
 
-    def _one_by_one(
-        self,
-        batches: list[MicroBatch],
-        scores: list[Callable[[], Scores]],
-        prefix: KVCache | Sequence[int],
-        clock: Clock,
-    ) -> Iterator[MicroBatch]:
-        for batch, known in zip(batches, scores, strict=True):
-            self.current = batch
-            batch.prefix = prefix
-            with clock("score"):
-                batch.scores = known()
-            yield batch
-
-    def _sync(self, clock: Clock) -> None:
-        if self.sampler is not None and "student" in self.settings.source.shares():
-            with clock("rollout"):
-                self.sampler.sync()
-
-    def _respond(self, step: int, batch: MicroBatch, forward: Forward) -> None:
+    def _answer(self, step: int, batch: MicroBatch, forward: Forward) -> None:
         """Fill in the responses: the student's own, the teacher's, or the gold ones."""
         shares = self.settings.source.shares()
         batch.sources = [_pick(shares, generator(self.seed, "source", step, place).random()) for place in batch.places]
@@ -265,30 +284,26 @@ class OnPolicy:
             if not chosen:
                 continue
             if source == "gold":
-                found = self._gold([batch.rows[i].example.gold for i in chosen])
+                drawn = self._gold([batch.rows[i].example.gold for i in chosen])
             else:
-                found = self._sample(source, step, batch, chosen, forward)
-            for i, ids, log_probs, ended in zip(chosen, found.responses, found.log_probs, found.ended, strict=True):
+                drawn = self._sample(source, step, batch, chosen, forward)
+            for i, ids, log_probs, ended in zip(chosen, drawn.responses, drawn.log_probs, drawn.ended, strict=True):
                 batch.rollout.responses[i] = ids[:cap]
                 batch.rollout.log_probs[i] = log_probs[:cap]
                 batch.rollout.ended[i] = ended
 
     def _stop(self, body: Body) -> Callable[[list[int]], bool]:
-        """Stop condition for the responses of `body`."""
+        """Stop condition for the responses of `body`; stop strings of free text always end one."""
         ends = set(body.model.end_ids)
-        closed = self.encoder.closed if self._until_closed else lambda ids: False
+        until_closed = self.settings.stop == "json" or not self.encoder.prompt.closes
+        closed = self.encoder.closed if until_closed else lambda ids: False
         return lambda ids: ids[-1] in ends or closed(ids)
-
-    @property
-    def _until_closed(self) -> bool:
-        """Whether a response ends once the prompt says it is closed; stop strings of free text always end it."""
-        return self.settings.stop == "json" or not self.encoder.prompt.closes
 
     def _gold(self, golds: list[str]) -> Rollout:
         end = None if self.settings.stop == "json" and self.encoder.prompt.closes else self.student.model.turn_end
-        gold = [self.encoder.gold(one, end) for one in golds]
-        fits = [len(ids) <= self.settings.max_new_tokens for ids in gold]
-        return Rollout(gold, [[0.0] * len(ids) for ids in gold], fits)
+        responses = [self.encoder.gold(gold, end) for gold in golds]
+        fits = [len(ids) <= self.settings.max_new_tokens for ids in responses]
+        return Rollout(responses, [[0.0] * len(ids) for ids in responses], fits)
 
     def _sample(self, source: str, step: int, batch: MicroBatch, chosen: list[int], forward: Forward) -> Rollout:
         body = self.student
@@ -304,21 +319,23 @@ class OnPolicy:
             )
         draws = [generator(self.seed, "rollout", step, batch.places[i]).random for i in chosen]
         parents = [batch.parents[i] for i in chosen]
-        if source == "teacher" or len(chosen) < len(batch.rows):
-            wanted = sorted(set(parents))
-            parents = [wanted.index(parent) for parent in parents]
+        if source == "teacher" or len(chosen) < len(batch.rows):  # a pass over the prompts of the chosen rows alone
+            rows = {parent: batch.rows[i] for i, parent in zip(chosen, parents, strict=True)}
+            parents = [sorted(rows).index(parent) for parent in parents]
+            prompts = [rows[parent].prompt for parent in sorted(rows)]
             prefix: Any = None if forward.prefix is None else forward.prefix.detached()
             if source == "teacher":
-                if not isinstance(self.teacher, LocalTeacher):
-                    got = type(self.teacher).__name__
+                teacher = self.teachers[""]
+                if not isinstance(teacher, LocalTeacher):
+                    got = type(teacher).__name__
                     raise UsageError("only a teacher in this process can sample responses", got=got)
-                body, prefix = self.teacher.body, self.teacher.prefix_cache
-            prompts = batch.teacher_prompts if source == "teacher" else batch.prompts
+                body, prefix = teacher.body, teacher.prefix_cache
+                prompts = [rows[parent].teacher_prompt for parent in sorted(rows)]
             with torch.no_grad():
-                forward = body.forward([prompts[parent] for parent in wanted], prefix=prefix)
-        whole = Rollout()
+                forward = body.forward(prompts, prefix=prefix)
+        rollout = Rollout()
         for span in _together([self._size(batch.rows[i]) for i in chosen], self.rollout_tokens):
-            found = sample(
+            drawn = sample(
                 body,
                 forward,
                 vocab_size=self.vocab_size,
@@ -327,101 +344,26 @@ class OnPolicy:
                 draws=draws[span],
                 parents=parents[span],
             )
-            whole.responses += found.responses
-            whole.log_probs += found.log_probs
-            whole.ended += found.ended
-        return whole
+            rollout.responses += drawn.responses
+            rollout.log_probs += drawn.log_probs
+            rollout.ended += drawn.ended
+        return rollout
 
 
-@dataclass(frozen=True)
-class _Sampled:
-    """The responses of a step, and getters of their requested scores."""
-
-    step: int
-    batches: list[MicroBatch]
-    scores: list[Callable[[], Scores]]
-
-
-@dataclass
-class Ahead(OnPolicy):
-    """Samples the responses of a whole step before the update.
-
-    One step off policy, step n first samples the responses of step n+1, then updates on those of step n, which the
-    student sampled before update n-1. Responses sampled ahead are part of a checkpoint: the weights that sampled them
-    are gone by then. Their scores are requested again, and are the same.
-    """
-
-    steps: int = 0
-    """Steps of the run; nothing is sampled beyond the last."""
-    _now: _Sampled | None = None
-    _next: _Sampled | None = None
-    _following: _Sampled | None = None
-
-    def begin(self, step: int, clock: Clock) -> list[MicroBatch]:
-        """This process's micro-batches of a step. On failure, `state` is unchanged."""
-        if self.settings.staleness == 0:
-            now = self._sample_step(step, clock)
-        else:
-            if self._next is None or self._next.step != step:
-                if step > 0:
-                    raise RunError(f"the responses of step {step + 1} were not sampled by the step before")
-                self._next = self._sample_step(step, clock)
-            now = self._next
-            self._following = self._sample_step(step + 1, clock) if step + 1 < self.steps else None
-        self._now = now
-        if self.processes.sharded:  # none may fail between passes, where the others would wait
-            with self.processes.together(), clock("score"):
-                known = [scores() for scores in now.scores]
-            self._now = _Sampled(step, now.batches, [lambda scores=scores: scores for scores in known])  # type: ignore[misc]
-        return now.batches
-
-    def scored(
-        self, step: int, batches: list[MicroBatch], prefix: KVCache | Sequence[int], clock: Clock
-    ) -> Iterator[MicroBatch]:
-        """Yield each micro-batch with its requested scores."""
-        assert self._now is not None
-        yield from self._one_by_one(batches, self._now.scores, prefix, clock)
-        if self.settings.staleness:
-            self._next = self._following
-
-    def _sample_step(self, step: int, clock: Clock) -> _Sampled:
-        batches = super().begin(step, clock)
-        with self.student.model.whole(), self.processes.together():
-            with clock("rollout"), torch.no_grad():
-                prefix = self.student.prefix_cache(self.encoder.prefix)
-            scores = self._sample_all(step, batches, prefix, clock)
-        return _Sampled(step, batches, scores)
-
-    def state(self) -> dict[str, Any]:
-        """Responses of all processes sampled ahead."""
-        if self._next is None:
-            return {}
-        batches = self._next.batches
-        own = {
-            "responses": [batch.rollout.responses[row] for batch in batches for row in batch.samples],
-            "log_probs": [batch.rollout.log_probs[row] for batch in batches for row in batch.samples],
-            "ended": [batch.rollout.ended[row] for batch in batches for row in batch.samples],
-            "sources": [batch.sources[row] for batch in batches for row in batch.samples],
-        }
-        found = self.processes.gather(own)
-        whole = {name: [value for one in found for value in one[name]] for name in own}
-        return {"ahead": {"number": self._next.step, **whole}}
-
-    def restore(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Restore from a checkpoint's `state`; returns the rest of it."""
-        rest = {name: value for name, value in state.items() if name != "ahead"}
-        self._next = None
-        if "ahead" in state:
-            saved = state["ahead"]
-            batches = super().begin(saved["number"], Clock())
-            for batch in batches:
-                span = slice(batch.places[0], batch.places[-1] + 1)
-                batch.rollout = Rollout(saved["responses"][span], saved["log_probs"][span], saved["ended"][span])
-                batch.sources = saved["sources"][span]
-                self._merge(batch)
-            asked = [self.teacher.ask([row.teacher_prompt for row in b.rows], b.rollout.responses) for b in batches]
-            self._next = _Sampled(saved["number"], batches, asked)
-        return rest
+def divide(
+    rows: Sequence[Row], processes: Processes, tokens: int, longest: int, families: Sequence[int] | None = None
+) -> list[list[MicroBatch]]:
+    """The micro-batches of every process, without responses; arguments as in `micro_batches`."""
+    prompts = range(len(rows)) if families is None else families
+    divided: list[list[MicroBatch]] = []
+    for share in processes.shares(len(rows)):
+        place, parts = share.start, []
+        for members in micro_batches([rows[i] for i in share], tokens, longest, [prompts[i] for i in share]):
+            places = list(range(place, place + len(members)))
+            parts.append(MicroBatch(members, places, [prompts[i] - prompts[place] for i in places]))
+            place += len(members)
+        divided.append(parts)
+    return divided
 
 
 def _together(sizes: Sequence[int], most: int) -> Iterator[slice]:
@@ -435,14 +377,14 @@ def _together(sizes: Sequence[int], most: int) -> Iterator[slice]:
     yield slice(start, len(sizes))
 
 
-def _joined(batches: Sequence[MicroBatch]) -> MicroBatch:
-    """Join micro-batches without responses into one."""
+def _joined(parts: Sequence[MicroBatch]) -> MicroBatch:
+    """The prompts of several micro-batches, to be decoded together."""
     parents: list[int] = []
-    for batch in batches:
-        before = parents[-1] + 1 if parents else 0
-        parents += [before + parent for parent in batch.parents]
-    rows = [row for batch in batches for row in batch.rows]
-    return MicroBatch(rows, [place for batch in batches for place in batch.places], parents)
+    for part in parts:
+        first = parents[-1] + 1 if parents else 0
+        parents += [first + parent for parent in part.parents]
+    rows = [row for part in parts for row in part.rows]
+    return MicroBatch(rows, [place for part in parts for place in part.places], parents)
 
 
 def _pick(shares: dict[str, float], number: float) -> str:

@@ -108,120 +108,89 @@ def material(config: TaskConfig, part: str) -> Material:
     return Material(task, configured_prompt(config, task), configured_rows(config, task, part))
 
 
-def open_model(
-    name: str,
-    setting: str,
-    *,
-    role: str,
-    task: Task,
-    device: str,
-    dtype: torch.dtype = torch.float32,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    quantization: str | None = None,
-    lora: LoraConfig | None = None,
-    seed: int = 0,
-    report: Callable[[str], None] | None = None,
-) -> Model:
-    """Load a model by name; ``tiny`` is built for the task, in the size of its `role` (student, teacher)."""
-    with in_setting(setting):
-        if is_address(name):
+@dataclass(frozen=True)
+class ModelSpec:
+    """Which model to load, and how."""
+
+    name: str
+    """A folder, a name on the Hub, or ``tiny``, which is built for the task in the size of its role."""
+    setting: str
+    """The setting that names it, for errors."""
+    role: str = "student"
+    """``student`` or ``teacher``."""
+    revision: str | None = None
+    trust_remote_code: bool = False
+    quantization: str | None = None
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    lora: LoraConfig | None = None
+    """Adapters to add."""
+    seed: int = 0
+    """Of the run; draws the adapters."""
+
+    @classmethod
+    def of(cls, pair: PairConfig, role: str, setting: str = "", **more: Any) -> ModelSpec:
+        """The ``student`` or ``teacher`` of a pair as before training; `setting`: if not `pair.ROLE`."""
+        name, revision, whose = pair.model(role)
+        code, quantization = pair.trust_remote_code, pair.quantization(role)
+        return cls(name, setting or f"pair.{role}", whose, revision, code, quantization, **more)
+
+
+def open_model(spec: ModelSpec, task: Task, report: Callable[[str], None] | None = None) -> Model:
+    """Load a model; `report` is called with notes."""
+    with in_setting(spec.setting):
+        if is_address(spec.name):
             raise UsageError(
-                "the address of a service stands for no model in this process",
-                got=name,
-                why="a teacher that is a service scores responses and does nothing else",
+                "this is the address of a teacher service, not a model",
+                got=spec.name,
+                why="a service scores responses and does nothing else",
                 instead="the folder of the model",
             )
-        folder = _built(name, role, task)
+        folder = _built(spec, task)
         model = load_model(
             folder,
-            dtype=dtype,
-            device=device,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            quantization=quantization,
+            dtype=spec.dtype,
+            device=spec.device,
+            revision=spec.revision,
+            trust_remote_code=spec.trust_remote_code,
+            quantization=spec.quantization,
             report=report,
         )
-        if folder != name:
-            model = Model(model.network, model.tokenizer, name, model.source)
-    if lora is not None:
-        model = with_lora(
-            model,
-            r=lora.r,
-            alpha=lora.alpha,
-            targets=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
-            seed=stream(seed, "lora"),
-        )
+        if folder != spec.name:
+            model = Model(model.network, model.tokenizer, spec.name, model.source)
+    if (lora := spec.lora) is not None:
+        targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+        model = with_lora(model, r=lora.r, alpha=lora.alpha, targets=targets, seed=stream(spec.seed, "lora"))
     return model
 
 
-def open_member(
-    pair: PairConfig,
-    role: str,
-    *,
-    task: Task,
-    device: str,
-    dtype: torch.dtype = torch.float32,
-    report: Callable[[str], None] | None = None,
-    lora: LoraConfig | None = None,
-    seed: int = 0,
-    setting: str = "",
-) -> Model:
-    """Load the ``student`` or ``teacher`` of a pair as before training, with adapters if `lora` is given.
-
-    `setting` is the setting that names the model, if not `pair.ROLE`.
-    """
-    name, revision, whose = pair.model(role)
-    return open_model(
-        name,
-        setting or f"pair.{role}",
-        role=whose,
-        task=task,
-        device=device,
-        dtype=dtype,
-        revision=revision,
-        trust_remote_code=pair.trust_remote_code,
-        quantization=pair.quantization(role),
-        lora=lora,
-        seed=seed,
-        report=report,
-    )
-
-
-def outline_model(
-    name: str,
-    setting: str,
-    *,
-    role: str,
-    task: Task,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    weights: bool = True,
-    report: Callable[[str], None] | None = None,
+def load_shapes(
+    spec: ModelSpec, task: Task, report: Callable[[str], None] | None = None, *, weights: bool = True
 ) -> Model:
     """Load a model without weights: shapes and tokenizer. `weights`: whether a folder must have them."""
     try:
         import transformers
     except ImportError as error:
         raise missing_extra("loading a model", module="transformers", extra="train") from error
-    with in_setting(setting):
-        where, options, source = located(_built(name, role, task), revision, report, weights=weights)
-        options |= {"trust_remote_code": trust_remote_code}
+    with in_setting(spec.setting):
+        where, options, source = located(_built(spec, task), spec.revision, report, weights=weights)
+        options |= {"trust_remote_code": spec.trust_remote_code}
         try:
             config = transformers.AutoConfig.from_pretrained(where, **options)
             tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
             with torch.device("meta"):
-                network = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+                code = spec.trust_remote_code
+                network = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=code)
         except (OSError, ValueError) as error:
-            raise UsageError(f"{name} could not be read", got=str(error).strip().splitlines()[0]) from error
-    return Model(network, tokenizer, name, source or where)
+            raise UsageError(f"{spec.name} could not be read", got=str(error).strip().splitlines()[0]) from error
+    return Model(network, tokenizer, spec.name, source or where)
 
 
-def _built(name: str, role: str, task: Task) -> str:
+def _built(spec: ModelSpec, task: Task) -> str:
     """The folder of a tiny model, built for the task in the size of its role; any other name unchanged."""
-    if name not in TINY:
-        return name
-    return str(getattr(build_tiny(task), name.removeprefix("tiny-") if name != "tiny" else role))
+    if spec.name not in TINY:
+        return spec.name
+    return str(getattr(build_tiny(task), spec.name.removeprefix("tiny-") if spec.name != "tiny" else spec.role))
 
 
 def encoder_for(material: Material, model: Model, splits: tuple[str, ...], *, share: bool) -> Encoder:

@@ -39,11 +39,11 @@ def teach(config: TeachConfig, progress: Progress = SILENT) -> dict[str, Any]:
 
 
 def _run(job: Job, until: int | None = None) -> dict[str, Any]:
-    """The loop of a run. `Distillation` and `Supervised` define micro-batches and their loss."""
+    """The loop of a run. `Distillation` and `Supervised` define its rollouts and loss."""
     if (summary := job.begin()) is not None:  # already done
         return summary
     job.prepare()
-    config, optimizer, trace = job.config, job.optimizer, job.trace
+    config, rollouts, loss, optimizer, trace = job.config, job.rollouts, job.loss, job.optimizer, job.trace
     goal = config.steps if until is None else min(until, config.steps)
     with _records(job) as records:
         if records.start == 0 and config.evaluation.every:
@@ -57,13 +57,18 @@ def _run(job: Job, until: int | None = None) -> dict[str, Any]:
             clock = Clock(job.place.device)
             with records.failures(step, job.evidence):
                 trace.begin(step)
-                with job.micro_batches(step, clock) as batches:
-                    for batch in batches:  # prompts → rollout → teacher scores
+                batch = rollouts(step, clock)  # rows → prompts → responses, by the student as it is
+                with job.processes.update(job.body, len(batch.parts), batch.most):
+                    for part in batch.parts:
+                        with clock("score"):
+                            part.scores = part.ask()  # the teacher's; a remote one computed them meanwhile
                         with clock("update"):
-                            out = job.loss(step, batch)  # hidden states → signals → gate → divergences
+                            out = loss(step, part)  # hidden states → signals → gate → divergences
                             out.loss.backward()
-                        trace.add(batch, out)
-                        job.release(batch)  # the tensors of a whole step would not fit
+                        trace.add(part, out)
+                        part.free()
+                    with clock("update"):
+                        batch.backward()  # through the prefix that all prompts share
                 with clock("optimizer"):
                     update = optimizer.step(step, trace.tokens)
                 lines = trace.record(update, clock)

@@ -163,10 +163,10 @@ from functools import partial
 from gatespace.addons.cluster import results
 from gatespace.addons.cluster.storage import Storage
 from gatespace.study.jobs import execute
-from gatespace.training.distill import Distillation
+from gatespace.training.rollouts import Rollouts
 
 job, place, url, study = json.loads(sys.argv[1]), *sys.argv[2:]
-put, micro_batches = results.put_snapshot, Distillation.micro_batches
+put, respond = results.put_snapshot, Rollouts.__call__
 results._POLL_SECONDS = 0.01
 
 def put_and_die(storage, place, run, step, checkpoint):
@@ -177,9 +177,9 @@ def put_and_die(storage, place, run, step, checkpoint):
 def when_the_last_one_is_there(self, step, clock):
     while step > 0 and results.progress_at(Storage(url), place) < step:
         time.sleep(0.01)
-    return micro_batches(self, step, clock)
+    return respond(self, step, clock)
 
-results.put_snapshot, Distillation.micro_batches = put_and_die, when_the_last_one_is_there
+results.put_snapshot, Rollouts.__call__ = put_and_die, when_the_last_one_is_there
 print(execute(job, partial(results.perform_through, url=url, study=study)))
 """
 

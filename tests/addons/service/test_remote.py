@@ -23,8 +23,8 @@ from gatespace.tasks import synthetic_task
 from gatespace.teacher.scores import ScoreSpec, TeacherAwayError
 from gatespace.training.train import train
 from tests.addons.service.services import Nursery, Service
+from tests.training.conftest import Listener
 from tests.training.test_resume import assert_same_numbers
-from tests.training.test_train import Listener
 
 Make = Callable[..., TrainConfig]
 PAYLOADS: dict[str, dict[str, Any]] = {
@@ -298,7 +298,7 @@ def test_commands_know_an_address(service: Service, tmp_path: Path) -> None:
     assert wrong.exit_code != 0
     assert "scores responses and" in str(wrong.exception) + wrong.stderr
     taught = call("teach", "--model", service.address, "--task", "synthetic", "--output", tmp_path / "teach")
-    assert "stands for no model" in str(taught.exception) + taught.stderr
+    assert "a teacher service, not a model" in str(taught.exception) + taught.stderr
 
 
 def test_an_error_of_a_step_is_not_taken_for_a_teacher_that_is_away(make: Make, service: Service) -> None:

@@ -17,7 +17,8 @@ from gatespace.training.train import train
 from tests.addons.service.services import Nursery, Service
 from tests.addons.service.test_remote import nursery, service
 from tests.addons.vllm.scripted import Scripted
-from tests.training.test_teachers import Killed, make, narrow, table, written
+from tests.training.conftest import assert_resumes
+from tests.training.test_teachers import make, narrow, table
 
 __all__ = ["make", "narrow", "nursery", "service", "table"]
 Make = Callable[..., TrainConfig]
@@ -29,14 +30,9 @@ def test_a_teacher_behind_an_address_beside_one_in_the_process(
 ) -> None:
     """Killed and resumed too, with one cache for both; the run is the same run."""
     more: dict[str, Any] = {"steps": 4, "engine": {"micro_tokens": 200}, "rollout": {"staleness": staleness}}
-    local = train(make("local", **more))
     pair = {"teacher": None, "teachers": {"wide": service.address, "slim": str(narrow)}}
     teacher = {"cache": str(tmp_path / "scores"), "options": {"patience": 60.0, "wide": {"timeout": 1.0}}}
-    config = make("remote", pair=pair, teacher=teacher, **more)
-    with pytest.raises(KeyboardInterrupt):
-        train(config, Killed())
-    assert train(config) == local
-    assert written(tmp_path / "remote") == written(tmp_path / "local")
+    local = assert_resumes(make("local", **more), make("remote", pair=pair, teacher=teacher, **more), 3)
     about = json.loads((tmp_path / "remote" / "environment.json").read_text())["teachers"]
     assert about["wide"]["address"] == service.address
     assert set(about["slim"]) == {"fingerprint"}

@@ -22,8 +22,9 @@ def open_teacher(
     place: Placement,
     cache: ScoreCache | None,
     report: Callable[[str], None],
+    setting: str = "pair.teacher",
 ) -> RemoteTeacher:
-    """Connect to the teacher at `pair.teacher: zmq://HOST:PORT`; raise if it cannot teach this student."""
+    """Connect to the teacher at zmq://HOST:PORT; raise, naming the `setting`, if it cannot teach this student."""
     from gatespace.addons.service.client import Options, RemoteTeacher
     from gatespace.addons.service.keys import client_keys
     from gatespace.addons.service.wire import vocabulary_digest
@@ -32,7 +33,7 @@ def open_teacher(
     with in_setting("teacher.options"):
         options = parse_config(Options, dict(config.teacher.options))
         keys = client_keys(options.client_key, options.server_key)
-    with in_setting("pair.teacher"):
+    with in_setting(setting):
         teacher = RemoteTeacher(
             str(config.pair.teacher),
             spec,

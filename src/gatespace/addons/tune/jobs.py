@@ -75,15 +75,17 @@ def _warm_up(job: Job) -> None:
         run.prepare()
         loaded = time.perf_counter()
         for step in range(job["batches"]):
-            with run.micro_batches(step, Clock(run.place.device)) as batches:
-                for batch in batches:
-                    out: Any = run.loss(step, batch)
-                    out.loss.backward()  # for realistic timing; the gradients are discarded
-                    for name in channels:
-                        column = getattr(out, name) if name in ("h", "u", "gap") else out.signals[name]
-                        columns[name] += column.flatten().double().tolist()
-                    own = batch.weights
-                    weights += [1.0] * out.h.numel() if own is None else [weight for row in own for weight in row]
+            batch = run.rollouts(step, Clock(run.place.device))
+            for part in batch.parts:
+                part.scores = part.ask()
+                out = run.loss(step, part)
+                out.loss.backward()  # for realistic timing; the gradients are discarded
+                for name in channels:
+                    column = getattr(out, name) if name in ("h", "u", "gap") else out.signals[name]
+                    columns[name] += column.flatten().double().tolist()
+                weights += [weight for row in part.weights for weight in row] if part.weights else [1.0] * out.h.numel()
+                part.free()
+            batch.backward()
         run.optimizer.discard()
         learned = time.perf_counter()
         with torch.no_grad():

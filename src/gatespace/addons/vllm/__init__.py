@@ -78,11 +78,12 @@ def open_teacher(
     place: Placement,
     cache: ScoreCache | None,
     report: Report,
+    setting: str = "pair.teacher",
 ) -> VllmTeacher:
     """Connect to the teacher at `pair.teacher: vllm://HOST:PORT`.
 
     `cache` is unused: a stock server sends no hash of its weights, so other weights under the same name would hit the
-    same entries.
+    same entries. `setting` names the teacher in errors.
     """
     from gatespace.addons.vllm.teacher import VllmTeacher
 
@@ -94,7 +95,7 @@ def open_teacher(
             got=spec.payload,
             instead="top_k, with objective.support: bucket or hybrid",
         )
-    with in_setting("pair.teacher"):
+    with in_setting(setting):
         return VllmTeacher(
             str(config.pair.teacher),
             spec,
