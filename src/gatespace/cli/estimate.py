@@ -119,7 +119,9 @@ def _outlines(
     """The models in this process by setting, the trained one first, without weights; and notes about them."""
 
     def outline(setting: str, role: str, name: str, revision: str | None, trusted: bool) -> Model:
-        return load_shapes(ModelSpec(name, setting, role, revision=revision, trust_remote_code=trusted), data.task, note)
+        return load_shapes(
+            ModelSpec(name, setting, role, revision=revision, trust_remote_code=trusted), data.task, note
+        )
 
     if not isinstance(config, TrainConfig):
         trusted = config.trust_remote_code

@@ -128,7 +128,7 @@ class Batch:
 
     def backward(self) -> None:
         """Backpropagate the parts' accumulated gradients through the shared prefix."""
-        if self.prefix is not None:
+        if self.prefix is not None and self.leaves is not None:
             self.prefix.backward(self.leaves)
 
 

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from gatespace.addons.tune.race import Rows
 from gatespace.config import TrainConfig, parse_config
