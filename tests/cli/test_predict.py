@@ -17,8 +17,8 @@ from gatespace.cli.predict import Labeller
 def known(taught):
     """Texts with the labels that the run's own evaluation has given them."""
     rows = [json.loads(line) for line in (taught.folder / "predictions-test.jsonl").read_text().splitlines()]
-    assert all(row["label"] is not None for row in rows)
-    return [(row["label"], row["text"]) for row in rows]
+    assert all(row["response"] is not None for row in rows)
+    return [(row["response"], row["text"]) for row in rows]
 
 
 def test_every_line_gets_its_label_in_its_place(cli, taught, known):
