@@ -163,9 +163,14 @@ def test_a_teacher_on_the_same_file_tells_the_task(tmp_path, monkeypatch):
         (TEXT, ("--answer", "nope"), "rows.csv:2 has no column 'nope'"),
         (TEXT, ("--metric", "rogue"), "if a plugin registers it, --plugin FILE"),
         ("a,b,c\n1,2,3\n", (), "which columns are the prompt and the right response?"),
+        (
+            LABELS,
+            ("--set", "pair.lora={}", "--set", "pair.student_quantization=nf4"),
+            "distill takes no quantised student",
+        ),
     ],
 )
-def test_tables_that_cannot_be_distilled_on(cli, tmp_path, rows, options, message):
+def test_calls_that_cannot_be_distilled(cli, tmp_path, rows, options, message):
     (tmp_path / "rows.csv").write_text(rows)
     result = cli("distill", tmp_path / "rows.csv", *PAIR, *options, "-o", tmp_path / "run")
     assert result.exit_code == 2

@@ -119,6 +119,7 @@ def distill(
         ("--output", "output", output),
     ]
     config = with_model_folders(options.load(TrainConfig, None, flags, sets or [], plugins))
+    _check_student(config.pair.student_quantization)
     with RunProgress(quiet=quiet, job="distill") as progress:
         progress.note(guess.said)
         question_rate(config, progress)
@@ -127,6 +128,7 @@ def distill(
         measured: dict[str, dict[str, Any]] = {}
         begun = time.monotonic()
         model = _open(config, "student", found, progress.note)
+        _check_student(config.pair.student if getattr(model.network, "is_quantized", False) else None)
         config = _with_cap(config, found, model, max_new_tokens)
         RunFolder(output).expect(config)  # this and the estimate raise what training would, before the evaluations
         estimate(config, progress.note)
@@ -140,11 +142,7 @@ def distill(
         del model
         summary = train(config, progress)
         trained = config.model_copy(
-            update={
-                "pair": config.pair.model_copy(
-                    update={"student": str(output / "model"), "student_revision": None, "student_quantization": None}
-                )
-            }
+            update={"pair": config.pair.model_copy(update={"student": str(output / "model"), "student_revision": None})}
         )
         after = _measure(_open(trained, "student", found, progress.note), found, config, progress.generating)
         after |= _result(summary["evaluation"]["test"])  # as in the run's own files
@@ -223,6 +221,19 @@ def _evaluate(
     from gatespace.evaluation import evaluate
 
     return evaluate(model, data.task, data.prompt, config.evaluation, split=split, progress=progress)
+
+
+def _check_student(quantized: str | None) -> None:
+    """Raise if the student is quantised: by a setting, or in its folder."""
+    from gatespace.errors import UsageError
+
+    if quantized is not None:
+        raise UsageError(
+            "distill takes no quantised student",
+            got=quantized,
+            why="its run saves adapters alone, which gatespace does not load again for the last evaluation",
+            instead="pair.lora: {} with a student that is not quantised, or `gatespace train`",
+        )
 
 
 def _check_teacher(teacher: Metrics, student: Metrics) -> None:
