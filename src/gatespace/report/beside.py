@@ -150,7 +150,7 @@ def sentences(view: View) -> list[str]:
 def beside_tables(view: View) -> list[Table]:
     """Return a table for each reference that shares replicated comparisons with this study."""
     found = {name: (reference, both(view, reference)) for name, reference in view.references.items()}
-    return [_table(name, reference, rows) for name, (reference, rows) in found.items() if rows]
+    return [_table(view, name, reference, rows) for name, (reference, rows) in found.items() if rows]
 
 
 def beside_charts(view: View) -> list[Chart]:
@@ -158,12 +158,12 @@ def beside_charts(view: View) -> list[Chart]:
     charts = []
     for name, reference in view.references.items():
         if rows := both(view, reference):
-            table, finding = _table(name, reference, rows), _finding(rows)
-            charts.append(Chart(table.name, table.title, finding, table, partial(_draw, name, rows, reference)))
+            table, finding = _table(view, name, reference, rows), _finding(rows)
+            charts.append(Chart(table.name, table.title, finding, table, partial(_draw, view, name, rows, reference)))
     return charts
 
 
-def _table(name: str, reference: Reference, rows: Sequence[Both]) -> Table:
+def _table(view: View, name: str, reference: Reference, rows: Sequence[Both]) -> Table:
     seeds = len(reference.seeds)
     columns = (
         text("task"), text("left"), text("right"), signed_pp("theirs", f"{name}, {seeds} seeds, pp"),
@@ -183,8 +183,8 @@ def _table(name: str, reference: Reference, rows: Sequence[Both]) -> Table:
     ]  # fmt: skip
     return Table.of(
         f"beside-{name}", f"The comparisons that the {name} has replicated, and the same here", columns, records,
-        stub=3, note="Left minus right in pp of test accuracy, paired within seed. Theirs minus ours: the difference "
-        "of both means, with an interval from the errors of both (Welch's t). Intervals are not adjusted for their "
+        stub=3, note=f"Left minus right in pp of test {view.metric_name}, paired within seed. Theirs minus ours: the "
+        "difference of both means, with an interval from the errors of both (Welch's t). Intervals are not adjusted for their "
         f"number. The {name}'s mean includes its selection seed and is biased upward. {reference.note}",
     )  # fmt: skip
 
@@ -215,7 +215,7 @@ def _pp(value: float | None) -> str:
     return shown(value, "signed_pp").replace("-", "−")
 
 
-def _draw(name: str, rows: Sequence[Both], reference: Reference) -> Figure:
+def _draw(view: View, name: str, rows: Sequence[Both], reference: Reference) -> Figure:
     seeds = len(reference.seeds)
     key = [
         (f"■ {name}, {seeds} seeds", ORANGE), (f"□ {name}, {seeds - 1} fresh seeds", ORANGE), ("● here", BLUE),
@@ -248,7 +248,7 @@ def _draw(name: str, rows: Sequence[Both], reference: Reference) -> Figure:
                 [row.ours.mean], [place + 0.16], marker=marker, markersize=6, color=colour, markeredgecolor=PAPER,
                 zorder=5,
             )  # fmt: skip
-    axes.set_xlabel("← right better  ·  pp of test accuracy, left − right  ·  left better →")
+    axes.set_xlabel(f"← right better  ·  pp of test {view.metric_name}, left − right  ·  left better →")
     return figure
 
 

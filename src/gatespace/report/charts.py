@@ -30,7 +30,6 @@ from gatespace.report.drawing import (
     short,
     width,
 )
-from gatespace.report.metric import chart_about
 from gatespace.report.reliability import reliability
 from gatespace.report.table import Column, Record, Table, count, lam, percent, shown, signed_pp, text
 from gatespace.report.tables import (
@@ -55,8 +54,6 @@ _CURVE_POINTS = 60
 _CURVES = {"loss": "loss", "lam_mean": "mean λ", "forward_kl": "forward KL", "reverse_kl": "reverse KL"}
 _MOST_LABELS = 12
 """Maximum number of labels for a legible confusion matrix."""
-_PLAIN = ("curves-", "reliability-")
-"""Figures of accuracy whatever the study's outcome is."""
 _BESIDE = "beside"
 """Kind of start, teacher and best constant in a ranking."""
 _LOOKS: Mapping[str, tuple[str, str, str, str]] = {
@@ -77,12 +74,7 @@ def all_charts(view: View) -> list[Chart]:
     for task in view.results.tasks:
         charts += [_against_lam(view, task), _lam(view, task), _curves(view, task), _confusion(view, task)]
         charts.append(reliability(view, task))
-    return [
-        chart_about(chart, view.plain(metric) if chart.name.startswith(_PLAIN) else metric)
-        for chart in charts
-        for metric in [view.metric(chart.task) if chart.task else view.metric_name]
-        if chart.data.rows
-    ]
+    return [chart for chart in charts if chart.data.rows]
 
 
 def _chart(
@@ -128,7 +120,8 @@ def _overview(view: View) -> Chart:
             rows += [Row("all tasks together" if task == ALL_TASKS else task), *mine]
     return _differences(
         view, "overview", "The family against everything it is compared with", rows,
-        "Mean difference of all cells of an axis, family minus the other side, in percentage points of test accuracy; "
+        "Mean difference of all cells of an axis, family minus the other side, in percentage points of test "
+        f"{view.metric_name}; "
         "one mark per (task, seed) block.",
     )  # fmt: skip
 
@@ -141,9 +134,10 @@ def _isolation(view: View, task: str) -> Chart:
     rows += [_row(view, one, one.left, BLUE) for one in on_lam]
     rows += [Row("matched on RKL")] if on_rkl else []
     rows += [_row(view, one, one.left, ORANGE) for one in on_rkl]
-    about = "Each point minus the training at the constant λ that it had on average, in pp of test accuracy."
+    metric = view.metric(task)
+    about = f"Each point minus the training at the constant λ that it had on average, in pp of test {metric}."
     if se := view.sampling_se(task):
-        about += f" The grey band is ±1 binomial SE of one model's accuracy ({se:.2f} pp): no error of a difference."
+        about += f" The grey band is ±1 binomial SE of one model's {metric} ({se:.2f} pp): no error of a difference."
     return _differences(
         view, f"isolation-{task}", f"{task}: dynamic λ minus its matched constant", rows, about, task=task,
         band=se, sides=("dynamic", "constant"),
@@ -161,8 +155,8 @@ def _gap(view: View, task: str) -> Chart:
             rows.append(_row(view, one, label, (BLUE, GREEN, ORANGE, PINK)[i % 4]))
     return _differences(
         view, f"gap-{task}", f"{task}: what the gap signal adds", rows,
-        "Each point with a gap coefficient d minus the same point with d = 0, in pp of test accuracy.", task=task,
-        sides=("with d", "without d"),
+        f"Each point with a gap coefficient d minus the same point with d = 0, in pp of test {view.metric(task)}.",
+        task=task, sides=("with d", "without d"),
     )  # fmt: skip
 
 
@@ -174,7 +168,7 @@ def _forest(view: View, task: str, axis: str) -> Chart:
     title = AXES[axis].title
     return _differences(
         view, f"forest-{axis}-{task}", f"{task}: {title[0].lower()}{title[1:]}", rows,
-        "Left minus right in pp of test accuracy, paired within seed.", task=task,
+        f"Left minus right in pp of test {view.metric(task)}, paired within seed.", task=task,
     )  # fmt: skip
 
 
@@ -309,11 +303,12 @@ def _rings(axes: Axes, values: Sequence[float], place: int, marker: str = "o", *
 
 def _ranking(view: View, task: str) -> Chart:
     """All points and baselines, best first."""
+    metric = view.metric(task)
     rows = [{**record, "look": _LOOKS[view.kind(task, record["point"])]} for record in point_records(view, task)]
     rows = [*(row for row in rows if row["accuracy"] is not None), *_standing_beside(view, task)]
     rows.sort(key=lambda row: -row["accuracy"])
     columns = (
-        POINT, text("kind"), count("seeds"), percent("accuracy", "accuracy, mean %"), percent("low", "95 % from"),
+        POINT, text("kind"), count("seeds"), percent("accuracy", f"{metric}, mean %"), percent("low", "95 % from"),
         percent("high", "to"), lam("lam", "E[λ]"), lam("lam_rkl", "RKL-weighted λ"), text("every", "each seed, %"),
     )  # fmt: skip
     for row in rows:
@@ -355,10 +350,10 @@ def _ranking(view: View, task: str) -> Chart:
                 words.append(row["kind"])
             for inches, part in zip((0.08, 0.64, 1.54), words, strict=False):
                 _beside(axes, place, part, inches, color=MUTED if inches > 0.5 else INK)
-        _accuracy_axis(axes)
+        _score_axis(axes, metric)
         return figure
 
-    return _chart(f"ranking-{task}", f"{task}: all points by test accuracy", finding, columns, rows, draw, task)
+    return _chart(f"ranking-{task}", f"{task}: all points by test {metric}", finding, columns, rows, draw, task)
 
 
 def _standing_beside(view: View, task: str) -> Iterator[dict[str, Any]]:
@@ -389,10 +384,11 @@ def _overlapping(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _against_lam(view: View, task: str) -> Chart:
     """Accuracy against mean λ: is it the mean that matters?"""
+    metric = view.metric(task)
     rows = [row for row in point_records(view, task) if row["accuracy"] is not None and row["lam"] is not None]
     rows.sort(key=lambda row: row["lam"])
     columns = (
-        POINT, text("kind"), lam("lam", "E[λ]"), percent("accuracy", "accuracy, mean %"), percent("low", "95 % from"),
+        POINT, text("kind"), lam("lam", "E[λ]"), percent("accuracy", f"{metric}, mean %"), percent("low", "95 % from"),
         percent("high", "to"),
     )  # fmt: skip
     finding = ""
@@ -431,10 +427,10 @@ def _against_lam(view: View, task: str) -> Chart:
         _name_points(axes, [(row["lam"], 100 * row["accuracy"], row["point"]) for row in rows])
         axes.set_xlim(-0.03, 1.03)
         axes.set_xlabel("← forward KL  ·  E[λ] in training  ·  reverse KL →")
-        axes.set_ylabel("test accuracy, %")
+        axes.set_ylabel(f"test {metric}, %")
         return figure
 
-    title = f"{task}: accuracy against the mean of λ"
+    title = f"{task}: {metric} against the mean of λ"
     return _chart(f"against-lambda-{task}", title, finding, columns, rows, draw, task)
 
 
@@ -465,9 +461,9 @@ def _beside(axes: Axes, place: float, words: str, inches: float, **look: Any) ->
     axes.text(x, place, words, transform=axes.get_yaxis_transform(), fontsize=SMALL, va="center", **look)
 
 
-def _accuracy_axis(axes: Axes, least: float = 2.0) -> None:
+def _score_axis(axes: Axes, metric: str, least: float = 2.0) -> None:
     """Label the axis and widen it to at least `least` pp, so that noise does not look large."""
-    axes.set_xlabel("test accuracy, %")
+    axes.set_xlabel(f"test {metric}, %")
     low, high = axes.get_xlim()
     if high - low < least:
         middle = (low + high) / 2
@@ -527,7 +523,7 @@ class Line:
 def _curves(view: View, task: str) -> Chart:
     """Validation accuracy and training curves; a few points are highlighted and named, the others are grey."""
     columns = (POINT, text("what"), lam("first"), lam("last"))
-    panels = {"accuracy": "accuracy on validation, %", **_CURVES}
+    panels = {"accuracy": f"{view.plain(view.metric(task))} on validation, %", **_CURVES}
     lines: dict[str, list[Line]] = {what: [] for what in panels}
     for point in view.points(task):
         runs = list(view.done(task, point).values())

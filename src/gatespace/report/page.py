@@ -37,7 +37,7 @@ _WRAPPED = 40
 """Characters beyond which a cell may wrap."""
 _LONG_ABOUT = 400
 """Characters of a study's `about` beyond which all but its first sentence is collapsed."""
-_OPEN = {"failures", "baselines", "best-observed", "wrong-texts", "cost", "power"}
+_OPEN = {"failures", "baselines", "best-observed", "wrong-texts", "cost"}
 """Tables that are expanded by default."""
 CALIBRATION = (
     "The labels of a task as whole responses, normalised over the labels; the model's answer is the most probable one. "
@@ -222,23 +222,20 @@ def _sections(view: View, tables: Mapping[str, Table], drawn: Sequence[Rendered]
 
     found = [
         section("failures", "Runs that are not done", ["failures"]),
-        section("groups", "Groups of comparisons", ["groups", "wins"], ["overview"]),
+        section("groups", "Groups of comparisons", ["groups"], ["overview"]),
     ]
     for name in view.axes:
         axis = AXES[name]
-        found.append(
-            section(f"axis-{name}", axis.title, [*axis.tables, f"comparisons-{name}"], axis.figures, axis.text)
-        )
+        found.append(section(f"axis-{name}", axis.title, [f"comparisons-{name}"], axis.figures, axis.text))
     found += [
         section("replication", "Replication on fresh seeds", ["replication", "secondary"]),
-        section("points", "Points", ["baselines", "responses", "best-observed", "points", "per-seed", "anova"]),
-        section("lambda", "λ: where the gates are", ["lambda", "teachers"], ["against-lambda-", "lambda-"]),
+        section("points", "Points", ["baselines", "responses", "best-observed", "points", "per-seed"]),
+        section("lambda", "λ: where the gates are", ["lambda"], ["against-lambda-", "lambda-"]),
         section("training", "Training", [], ["curves-"]),
-        section("errors", "Errors", ["wrong-texts", "confusion", "duplicates", "examples"], ["confusion-"]),
+        section("errors", "Errors", ["wrong-texts", "confusion", "examples"], ["confusion-"]),
         section("probabilities", "Probabilities of labels", ["calibration"], ["reliability-"], CALIBRATION),
         section("cost", "Cost", ["cost"]),
-        section("power", "The detectable difference", ["power"]),
-        section("provenance", "Provenance", ["runs", "test-reads", "provenance"]),
+        section("provenance", "Provenance", ["runs"]),
     ]
     return [part for part in found if part.figures or part.tables]
 

@@ -26,7 +26,6 @@ class Axis(NamedTuple):
         other: The second side, as a row label in figures.
         text: What is compared, and what a difference means.
         figures: Name prefixes of its figures.
-        tables: Its tables in addition to that of all comparisons.
     """
 
     title: str
@@ -35,7 +34,6 @@ class Axis(NamedTuple):
     other: str
     text: str
     figures: tuple[str, ...]
-    tables: tuple[str, ...] = ()
 
 
 AXES: Mapping[str, Axis] = {
@@ -48,7 +46,6 @@ AXES: Mapping[str, Axis] = {
         "entropy-only (-|a|, 0, 0, 0) and gap-only (0, 0, 0, d). They share a direction with EOPD and ToDi and are not "
         "those methods.",
         figures=("forest-restriction-",),
-        tables=("not-applicable",),
     ),
     "isolation": Axis(
         title="Dynamic λ against a matched constant",
@@ -91,7 +88,6 @@ AXES: Mapping[str, Axis] = {
         other="same point, d = 0",
         text="Each point with a gap coefficient d against the same point without: on G2, and on the base of the task.",
         figures=("gap-",),
-        tables=("d-on-g2",),
     ),
 }
 
