@@ -184,8 +184,8 @@ def _table(view: View, name: str, reference: Reference, rows: Sequence[Both]) ->
     return Table.of(
         f"beside-{name}", f"The comparisons that the {name} has replicated, and the same here", columns, records,
         stub=3, note=f"Left minus right in pp of test {view.metric_name}, paired within seed. Theirs minus ours: the "
-        "difference of both means, with an interval from the errors of both (Welch's t). Intervals are not adjusted for their "
-        f"number. The {name}'s mean includes its selection seed and is biased upward. {reference.note}",
+        "difference of both means, with an interval from the errors of both (Welch's t). Intervals are not adjusted "
+        f"for their number. The {name}'s mean includes its selection seed and is biased upward. {reference.note}",
     )  # fmt: skip
 
 

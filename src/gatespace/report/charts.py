@@ -20,15 +20,14 @@ from gatespace.report.drawing import (
     PINK,
     SKY,
     SMALL,
+    WIDTH,
     Chart,
     canvas,
     draw_key,
-    is_wide,
     key_height,
     panel,
     rows_figure,
     short,
-    width,
 )
 from gatespace.report.reliability import reliability
 from gatespace.report.table import Column, Record, Table, count, lam, percent, shown, signed_pp, text
@@ -329,7 +328,7 @@ def _ranking(view: View, task: str) -> Chart:
         several = any(len(row["each"]) > 1 for row in rows)
         key += [("○ one seed", MUTED), (f"— 95 % interval over {'seeds' if several else 'texts'}", BLUE)]
         labels, tall = [row["point"] for row in rows], 0.2 if len(rows) > 25 else 0.24
-        figure, axes = rows_figure(labels, key, row=tall, right=2.95 if is_wide() else 0.68)
+        figure, axes = rows_figure(labels, key, row=tall, right=2.95)
         for row in rows:
             if row["point"] in ("start", "teacher"):
                 axes.axvline(100 * row["accuracy"], color=INK, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
@@ -344,11 +343,9 @@ def _ranking(view: View, task: str) -> Chart:
             axes.plot(
                 [100 * row["accuracy"]], [place], marker, markersize=6.5, color=colour, markeredgecolor=PAPER, zorder=5
             )
-            words = [f"{100 * row['accuracy']:.1f} %"]
-            if is_wide():
-                words.append(f"{100 * row['low']:.1f} – {100 * row['high']:.1f}" if row["low"] is not None else "")
-                words.append(row["kind"])
-            for inches, part in zip((0.08, 0.64, 1.54), words, strict=False):
+            interval = f"{100 * row['low']:.1f} – {100 * row['high']:.1f}" if row["low"] is not None else ""
+            words = (f"{100 * row['accuracy']:.1f} %", interval, row["kind"])
+            for inches, part in zip((0.08, 0.64, 1.54), words, strict=True):
                 _beside(axes, place, part, inches, color=MUTED if inches > 0.5 else INK)
         _score_axis(axes, metric)
         return figure
@@ -404,7 +401,7 @@ def _against_lam(view: View, task: str) -> Chart:
         shown_kinds = [kind for kind in _LOOKS if any(row["kind"] == KINDS.get(kind) for row in rows)]
         key = list(dict.fromkeys((f"{_LOOKS[kind][1]} {_LOOKS[kind][0]}", _LOOKS[kind][3]) for kind in shown_kinds))
         high = key_height([*key, ("— 95 % interval", MUTED)])
-        figure = canvas(high + (3.4 if is_wide() else 2.9))
+        figure = canvas(high + 3.4)
         draw_key(figure, [*key, ("— 95 % interval", MUTED)])
         axes = panel(figure, left=0.55, right=0.75, top=high, bottom=0.45)
         axes.grid(color=BAND, linewidth=0.6)
@@ -437,7 +434,7 @@ def _against_lam(view: View, task: str) -> Chart:
 def _name_points(axes: Axes, points: Sequence[tuple[float, float, str]]) -> None:
     """Label points where the label would not overlap another label or point."""
     low, high = axes.get_ylim()
-    letters = 0.013 if is_wide() else 0.026
+    letters = 0.013
     taken: list[tuple[float, float, float, float]] = []
     for x, y, name in sorted(points, key=lambda point: abs(point[1] - fmean(p[1] for p in points)), reverse=True):
         at = (y - low) / (high - low)
@@ -457,7 +454,7 @@ def _name_points(axes: Axes, points: Sequence[tuple[float, float, str]]) -> None
 
 def _beside(axes: Axes, place: float, words: str, inches: float, **look: Any) -> None:
     """Write text to the right of a row, `inches` from its end."""
-    x = 1 + inches / (axes.get_position().width * width())
+    x = 1 + inches / (axes.get_position().width * WIDTH)
     axes.text(x, place, words, transform=axes.get_yaxis_transform(), fontsize=SMALL, va="center", **look)
 
 
@@ -492,8 +489,8 @@ def _lam(view: View, task: str) -> Chart:
         figure, axes = rows_figure(labels, row=0.27, top=0.28, rest=0.47, right=1.2)
         axes.set_ylim(len(records) - 0.85, -0.95)
         height = figure.get_size_inches()[1]
-        for x, words in ((width() - 1.12, "mean\u2003SD\u2003 sat."), (0.08, "▏ mean; height: share of tokens")):
-            figure.text(x / width(), 1 - 0.1 / height, words, fontsize=SMALL, color=MUTED, va="top")
+        for x, words in ((WIDTH - 1.12, "mean\u2003SD\u2003 sat."), (0.08, "▏ mean; height: share of tokens")):
+            figure.text(x / WIDTH, 1 - 0.1 / height, words, fontsize=SMALL, color=MUTED, va="top")
         for place, record in enumerate(records):
             counts, mean = record["hist"], record["mean"]
             edges = [i / len(counts) for i in range(len(counts) + 1)]
@@ -559,22 +556,20 @@ def _curves(view: View, task: str) -> Chart:
         looks = _highlighted(view, task, lines.get("accuracy") or next(iter(lines.values())))
         key = [(f"— {words}", colour) for words, colour, _ in looks.values()] + [("— other points", MUTED)]
         small = [what for what in lines if what != "accuracy"]
-        across = 4 if is_wide() else 2
-        high, large, tall = key_height(key), 2.4 if "accuracy" in lines else 0.0, 1.75 if is_wide() else 1.45
+        across = 4
+        high, large, tall = key_height(key), 2.4 if "accuracy" in lines else 0.0, 1.75
         figure = canvas(high + large - tall * (-len(small) // across))
         draw_key(figure, key)
         whole = figure.get_size_inches()[1]
         if large:
-            axes = panel(
-                figure, left=0.48, right=1.5 if is_wide() else 1.1, top=high + 0.22, bottom=whole - high - large + 0.5
-            )
+            axes = panel(figure, left=0.48, right=1.5, top=high + 0.22, bottom=whole - high - large + 0.5)
             _draw_lines(axes, lines["accuracy"], looks, panels["accuracy"])
             axes.set_xlabel("step", labelpad=1, fontsize=SMALL)
             _name_ends(axes, [(line, looks[line.point][1]) for line in lines["accuracy"] if line.point in looks])
         for i, what in enumerate(small):
             row, column = divmod(i, across)
-            left, top = 0.48 + column * width() / across, high + large + 0.22 + tall * row
-            right = width() - left - (width() / across - 0.62)
+            left, top = 0.48 + column * WIDTH / across, high + large + 0.22 + tall * row
+            right = WIDTH - left - (WIDTH / across - 0.62)
             axes = panel(figure, left=left, right=right, top=top, bottom=whole - top - tall + 0.6)
             _draw_lines(axes, lines[what], looks, panels[what])
         return figure
@@ -666,7 +661,7 @@ def _draw_confusion(models: Sequence[tuple[str, tuple[Score, ...]]]) -> Figure:
     wide, longest = len(labels) + 1, max(map(len, labels))
     across = len(models) if len(labels) <= 5 else 1
     left = 0.2 + 0.07 * longest
-    side = (width() - left - 0.1 - 0.15 * (across - 1)) / across
+    side = (WIDTH - left - 0.1 - 0.15 * (across - 1)) / across
     cell = min(side / wide, 0.58)
     slanted = max(0.35, 0.052 * max(longest, 6) + 0.1)
     tall = 0.3 + cell * len(labels) + slanted + 0.1
@@ -675,7 +670,7 @@ def _draw_confusion(models: Sequence[tuple[str, tuple[Score, ...]]]) -> Figure:
     for i, (model, scores) in enumerate(models):
         row, column = divmod(i, across)
         x, top = left + column * (cell * wide + 0.15), 0.25 + row * tall
-        axes = panel(figure, left=x, right=width() - x - cell * wide, top=top, bottom=height - top - cell * len(labels))
+        axes = panel(figure, left=x, right=WIDTH - x - cell * wide, top=top, bottom=height - top - cell * len(labels))
         axes.spines[:].set_visible(False)
         axes.set_xlim(0, wide)
         axes.set_ylim(len(labels), 0)

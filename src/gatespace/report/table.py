@@ -20,7 +20,6 @@ Form = Literal["md", "tex", "csv", "html"]
 Forms = frozenset[Form]
 EVERYWHERE: Forms = frozenset({"md", "tex", "csv", "html"})
 NOT_IN_PRINT: Forms = frozenset({"md", "csv", "html"})
-PAGE_ONLY: Forms = frozenset({"html"})
 FILES_ONLY: Forms = frozenset({"md", "csv"})
 CSV_ONLY: Forms = frozenset({"csv"})
 
