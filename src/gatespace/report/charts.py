@@ -23,6 +23,7 @@ from gatespace.report.drawing import (
     WIDTH,
     Chart,
     canvas,
+    draw_interval,
     draw_key,
     key_height,
     panel,
@@ -30,7 +31,7 @@ from gatespace.report.drawing import (
     short,
 )
 from gatespace.report.reliability import reliability
-from gatespace.report.table import Column, Record, Table, count, lam, percent, shown, signed_pp, text
+from gatespace.report.table import Column, Record, Table, count, lam, percent, shown, signed, signed_pp, text
 from gatespace.report.tables import (
     NO_LABEL,
     POINT,
@@ -223,24 +224,20 @@ def _finding(rows: Sequence[Row]) -> str:
         return ""
     if len(found) == 1:
         only = found[0]
-        finding = f"The mean is {_signed(only.mean)} pp"
+        finding = f"The mean is {signed(only.mean)} pp"
         if only.low is None or only.high is None:
             return finding + ", without an interval."
-        return finding + f", its interval from {_signed(only.low)} to {_signed(only.high)} pp."
+        return finding + f", its interval from {signed(only.low)} to {signed(only.high)} pp."
     means = [summary.mean for summary in found]
     intervals = sum(summary.low is not None for summary in found)
     apart = sum(map(leaves_out_zero, found))
-    finding = f"Means run from {_signed(min(means))} to {_signed(max(means))} pp; "
+    finding = f"Means run from {signed(min(means))} to {signed(max(means))} pp; "
     finding += f"{sum(m > 0 for m in means)} of {len(means)} are above 0. "
     if not intervals:
         return finding + "One seed has no interval."
     if not apart:
         return finding + f"All {intervals} intervals contain 0."
     return finding + f"{apart} of {intervals} intervals exclude 0; about one in twenty does by chance alone."
-
-
-def _signed(value: float) -> str:
-    return shown(value, "signed_pp").replace("-", "−")
 
 
 def _draw_differences(
@@ -273,12 +270,7 @@ def _draw_differences(
 
 
 def _draw_row(axes: Axes, place: int, row: Row, found: Summary, limit: float) -> None:
-    if found.low is not None and found.high is not None:
-        low, high = max(found.low, -limit), min(found.high, limit)
-        axes.plot([low, high], [place, place], color=row.colour, linewidth=1.4, solid_capstyle="butt", zorder=2)
-        for end, cut, marker in ((low, found.low < -limit, "<"), (high, found.high > limit, ">")):
-            if cut:
-                axes.plot([end], [place], marker=marker, color=row.colour, markersize=4.5, clip_on=False, zorder=3)
+    draw_interval(axes, place, (found.low, found.high), limit, row.colour)
     for selected, marker, size in ((False, "o", 4), (True, "D", 3.6)):
         dots = [value for value, own in row.dots if own == selected]
         if dots:

@@ -47,23 +47,18 @@ Key = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure with its description and data.
-
-    Args:
-        name: Name of its files.
-        title: Title.
-        finding: What it shows in words, as alternative text.
-        data: The plotted numbers.
-        draw: Draws it.
-        task: The task it belongs to; empty for the whole study.
-    """
+    """A figure with its description and data."""
 
     name: str
+    """Name of its files."""
     title: str
     finding: str
+    """What it shows in words, as alternative text."""
     data: Table
+    """The plotted numbers."""
     draw: Callable[[], Figure]
     task: str = ""
+    """The task it belongs to; empty for the whole study."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +185,19 @@ def rows_figure(
     axes.set_axisbelow(True)
     draw_key(figure, key)
     return figure, axes
+
+
+def draw_interval(axes: Axes, place: float, ends: tuple[float | None, float | None], limit: float, colour: str) -> None:
+    """Draw the interval as a line, with an arrow where it leaves the figure."""
+    low, high = ends
+    if low is None or high is None:
+        return
+    axes.plot(
+        [max(low, -limit), min(high, limit)], [place] * 2, color=colour, linewidth=1.4, solid_capstyle="butt", zorder=2
+    )
+    for beyond, end, marker in ((low < -limit, -limit, "<"), (high > limit, limit, ">")):
+        if beyond:
+            axes.plot([end], [place], marker=marker, color=colour, markersize=4.5, clip_on=False, zorder=3)
 
 
 def draw_key(figure: Figure, key: Key) -> None:

@@ -17,7 +17,7 @@ from gatespace.gating.coefficients import NotApplicable
 from gatespace.report.charts import all_charts
 from gatespace.report.drawing import Rendered, render
 from gatespace.report.findings import Findings, find
-from gatespace.report.table import ABSENT, Column, Table, Value, csv_text, latex_text, markdown_text, shown
+from gatespace.report.table import ABSENT, Column, Table, Value, csv_text, latex_text, markdown_text, shown, signed
 from gatespace.report.tables import file_tables, page_tables
 from gatespace.report.view import AXES, View, confidence_text
 from gatespace.runs import pages_of
@@ -67,22 +67,15 @@ GLOSSARY: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True)
 class ReportFiles:
-    """The files of a report, and its findings.
-
-    Args:
-        html: The page.
-        tables: Table files.
-        figures: Figure files.
-        findings: The first screen.
-        partial: Whether part of the plan is missing.
-        analysis: All statistics.
-    """
+    """The files of a report, and its findings."""
 
     html: Path
     tables: tuple[Path, ...]
     figures: tuple[Path, ...]
     findings: Findings
+    """The first screen."""
     partial: bool
+    """Whether part of the plan is missing."""
     analysis: StudyAnalysis
 
 
@@ -185,7 +178,7 @@ def templates() -> jinja2.Environment:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, loader=jinja2.FunctionLoader(text)
     )
-    environment.filters |= {"show": _shown, "look": _look, "tail": _tail, "kept": _kept, "pp": _pp}
+    environment.filters |= {"show": _shown, "look": _look, "tail": _tail, "kept": _kept, "pp": signed}
     environment.globals |= {"css": text("report.css"), "version": _version()}
     return environment
 
@@ -226,7 +219,9 @@ def _sections(view: View, tables: Mapping[str, Table], drawn: Sequence[Rendered]
     ]
     for name in view.axes:
         axis = AXES[name]
-        found.append(section(f"axis-{name}", axis.title, [f"comparisons-{name}"], axis.figures, axis.text))
+        found.append(
+            section(f"axis-{name}", axis.title, [f"comparisons-{name}"], [f"forest-{name}-", f"{name}-"], axis.text)
+        )
     found += [
         section("replication", "Replication on fresh seeds", ["replication", "secondary"]),
         section("points", "Points", ["baselines", "responses", "best-observed", "points", "per-seed"]),
@@ -277,10 +272,6 @@ def _version() -> str:
 def _tail(run: str) -> str:
     """The hash at the end of a run's id."""
     return run.rpartition("-")[2]
-
-
-def _pp(value: float | None) -> str:
-    return shown(value, "signed_pp").replace("-", "−")
 
 
 def _kept(text: str) -> str:

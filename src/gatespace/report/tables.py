@@ -192,7 +192,8 @@ def point_records(view: View, task: str, *kinds: str) -> Iterator[dict[str, Any]
     stub=2,
     note="Means over the seeds of the sweep, test split unless it says val. The interval is over seeds, or over texts "
     "where there is one seed. E[λ] is the mean over all response tokens of the training; RKL-weighted λ is "
-    "Σ λ·RKL / Σ RKL, the weight of reverse KL that the loss had.",
+    "Σ λ·RKL / Σ RKL, the weight of reverse KL that the loss had. Without test texts in train: accuracy, or the metric "
+    "of free text.",
 )  # fmt: skip
 def _points(view: View) -> Iterator[Record]:
     for task in view.results.tasks:
