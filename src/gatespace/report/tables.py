@@ -434,10 +434,11 @@ def _cut(text: str, most: int = 400) -> str:
         TASK, POINT, count("seed"), text("state"), percent("accuracy", "{metric}, %"), count("correct"),
         count("count", "rows"), percent("macro_f1", "macro-F1, %"), count("parse_failures", "no legal label"),
         percent("val_accuracy", "val, %"), lam("lam", "E[λ]"), lam("lam_rkl", "RKL-weighted λ", CSV_ONLY),
-        text("gate", "a,b,c,d as trained"), lam("constant", "constant λ"), text("weights"), text("commit"), RUNS,
+        text("gate", "a,b,c,d as trained"), lam("constant", "constant λ"), text("weights", "weights", FILES_ONLY),
+        text("commit"), RUNS,
     ),
     stub=3, note="Test split unless it says val. An answer without a legal label is wrong. Weights: fingerprint of the "
-    "trained weights; the versions of all packages are in the run's environment.json.",
+    "trained weights, in the files; the versions of all packages are in the run's environment.json.",
 )  # fmt: skip
 def _runs(view: View) -> Iterator[Record]:
     for run in view.ordered:
