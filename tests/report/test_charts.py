@@ -80,16 +80,13 @@ def test_the_numbers_of_a_ranking_do_not_overlap(tmp_path):
     }
     results = replace(results, runs=runs)
     chart = next(c for c in all_charts(View(results, analyse(results))) if c.name == "ranking-emotion")
-    for inches in (drawing.WIDE, drawing.NARROW):
-        token = drawing._width.set(inches)
-        with drawing._style():
-            figure = chart.draw()
-            figure.canvas.draw()
-        drawing._width.reset(token)
-        boxes = [text.get_window_extent() for text in figure.axes[0].texts if text.get_text()]
-        assert len(boxes) >= len(chart.data.rows)
-        assert all(box.x1 <= figure.bbox.x1 for box in boxes)
-        assert not [1 for one, other in itertools.combinations(boxes, 2) if one.overlaps(other)]
+    with drawing._style():
+        figure = chart.draw()
+        figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in figure.axes[0].texts if text.get_text()]
+    assert len(boxes) >= len(chart.data.rows)
+    assert all(box.x1 <= figure.bbox.x1 for box in boxes)
+    assert not [1 for one, other in itertools.combinations(boxes, 2) if one.overlaps(other)]
 
 
 def test_accuracy_stands_against_the_mean_of_lambda(whole, charts):
@@ -117,12 +114,6 @@ def test_weights_kept_from_before_training_are_a_score_at_step_0_and_nothing_gai
     for one, kind in ((kept, "nothing gained"), (replace(kept, chosen_step=run.chosen_step), "nothing learned")):
         found = dict(_warnings({one.spec.id: one}, whole.results.baselines))[one.spec.id]
         assert kind in [concern.kind for concern in found]
-
-
-def test_figures_are_drawn_for_pages_and_for_phones(whole):
-    for figure in parse(whole.html).all("figure"):
-        boxes = {svg.attributes["class"]: svg.attributes["viewbox"].split() for svg in figure.all("svg")}
-        assert [boxes[f"chart {form}"][2] for form in ("wide", "narrow")] == ["720", "360"]
 
 
 def test_curves_are_means_over_seeds(whole, charts):

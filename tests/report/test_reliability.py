@@ -63,7 +63,7 @@ def test_every_point_has_its_row(built):
 
 def test_the_section_is_there_with_probabilities_alone(built, small):
     section = next(node for node in parse(built.html).all("section") if node.attributes.get("id") == "probabilities")
-    assert len(section.all("svg")) == 2
+    assert len(section.all("svg")) == 1
     assert "coverage for 90 %" in sentences(section)
     assert 'id="probabilities"' not in small.html
     assert not (small.files.html.parent / "tables" / "calibration.csv").exists()

@@ -17,43 +17,37 @@ ALL_TASKS = "all"
 
 @dataclass(frozen=True)
 class Summary:
-    """Mean of differences, with tests and interval.
-
-    Args:
-        n: Number of differences.
-        mean: Their mean.
-        sd: Their standard deviation (n - 1); None for a single one.
-        t: Student's t of the mean against 0; None for a single one, and if all are equal.
-        p: Two-sided, from t with n - 1 degrees of freedom.
-        low: Lower end of the interval of the mean.
-        high: Upper end.
-        sign_flip_p: Two-sided: share of sign assignments with a mean as far from 0; exact up to n = 14, else sampled.
-        sign_flip_floor: 2 / 2ⁿ, lower bound of the sign-flip p whatever the data.
-        mde: Minimum detectable difference: the smallest true one that a t-test at .05 with this SD and n detects with
-            power 80 %. For the groups of a study: about the smallest that is supported with power 80 %, see
-            `gatespace.evidence.power`; None if none can be.
-        wins: Differences above 0.
-        ties: Differences equal to 0.
-        losses: Differences below 0.
-        confidence: Of the interval.
-        note: What is missing above and why; how to read it.
-    """
+    """Mean of differences, with tests and interval."""
 
     n: int
     mean: float
     sd: float | None
+    """Their standard deviation (n - 1); None for a single one."""
     t: float | None
+    """Student's t of the mean against 0; None for a single one, and if all are equal."""
     p: float | None
+    """Two-sided, from t with n - 1 degrees of freedom."""
     low: float | None
+    """Lower end of the interval of the mean."""
     high: float | None
     sign_flip_p: float | None
+    """Two-sided: share of sign assignments with a mean as far from 0; exact up to n = 14, else sampled."""
     sign_flip_floor: float
+    """2 / 2ⁿ, lower bound of the sign-flip p whatever the data."""
     mde: float | None
+    """Minimum detectable difference: the smallest true one that a t-test at .05 with this SD and n detects with power
+    80 %. For the groups of a study: about the smallest that is supported with power 80 %, see
+    `gatespace.evidence.power`; None if none can be."""
     wins: int
+    """Differences above 0."""
     ties: int
+    """Differences equal to 0."""
     losses: int
+    """Differences below 0."""
     confidence: float
+    """Of the interval."""
     note: str
+    """What is missing above and why; how to read it."""
 
 
 @dataclass(frozen=True)
@@ -114,58 +108,44 @@ class Mixed:
 
 @dataclass(frozen=True)
 class Anova:
-    """Two-way analysis of variance of a task, point + seed without interaction (type II).
-
-    Args:
-        points: Levels of the first factor.
-        seeds: Levels of the second.
-        runs: Number of accuracies.
-        f: F of the points: is there any difference among them?
-        p: p of `f`: its rank among the F of permutations of the points within each seed.
-        df: Degrees of freedom of the points and of the residual.
-        seed_f: F of the seeds.
-        seed_p: p of `seed_f`.
-        sd: Pooled SD of a run about its point and seed, the square root of the residual mean square.
-        note: How to read it.
-    """
+    """Two-way analysis of variance of a task, point + seed without interaction (type II)."""
 
     points: int
     seeds: int
     runs: int
     f: float
+    """F of the points: is there any difference among them?"""
     p: float
+    """p of `f`: its rank among the F of permutations of the points within each seed."""
     df: tuple[int, int]
+    """Degrees of freedom of the points and of the residual."""
     seed_f: float
     seed_p: float
     sd: float
+    """Pooled SD of a run about its point and seed, the square root of the residual mean square."""
     note: str = ""
 
 
 @dataclass(frozen=True)
 class WinCount:
-    """Number of cells won, with p values that do and do not account for shared runs.
-
-    Args:
-        wins: Cells whose mean difference is above 0.
-        ties: Cells whose mean difference is 0; left out of both p.
-        losses: Cells whose mean difference is below 0.
-        naive_p: Two-sided binomial p as if the cells were independent. They are not.
-        naive_variance: Variance of the count in that case: a quarter of the non-tied cells.
-        null_variance: Variance of the count if no points differ and every run is drawn once for all its cells.
-        effective_n: Number of independent cells with the same variance of the win share.
-        correlated_p: Two-sided p under that null, from simulated runs.
-        simulations: Number of simulations.
-        note: How to read it.
-    """
+    """Number of cells won, with p values that do and do not account for shared runs."""
 
     wins: int
+    """Cells whose mean difference is above 0."""
     ties: int
+    """Cells whose mean difference is 0; left out of both p."""
     losses: int
+    """Cells whose mean difference is below 0."""
     naive_p: float | None
+    """Two-sided binomial p as if the cells were independent. They are not."""
     naive_variance: float
+    """Variance of the count in that case: a quarter of the non-tied cells."""
     null_variance: float
+    """Variance of the count if no points differ and every run is drawn once for all its cells."""
     effective_n: float | None
+    """Number of independent cells with the same variance of the win share."""
     correlated_p: float | None
+    """Two-sided p under that null, from simulated runs."""
     simulations: int
     note: str = ""
 
@@ -221,41 +201,35 @@ class Interval:
 
 @dataclass(frozen=True)
 class ComparisonEvidence:
-    """Two points of a task over all seeds; accuracy on test in pp, left minus right.
-
-    Args:
-        task: Task name in the study.
-        axis: What the two differ in.
-        restriction: The part of that axis: ``entropy-only`` or ``gap-only``, ``mean-matched`` or ``RKL-matched``.
-        left: Label of the first point.
-        right: Label of the second.
-        role: ``replication`` if rerun on fresh seeds, else ``sweep``.
-        status: ``comparable``; ``n/a`` by construction; ``missing`` if no seed has both runs yet.
-        reason: Why it is not comparable, or which seeds are missing.
-        all: Over all seeds.
-        fresh: Without the selection seed.
-        holm: p of `judged`, adjusted over the headline comparisons (those with role ``replication``); None for others.
-        bh: p of `judged`, adjusted over all comparisons of the study.
-        mcnemar: (seed, test) for every seed with predictions.
-        bootstrap: Over examples, and over seeds if there are at least four.
-        run_ids: The runs behind it.
-    """
+    """Two points of a task over all seeds; accuracy on test in pp, left minus right."""
 
     task: str
     axis: str
+    """What the two differ in."""
     restriction: str | None
+    """The part of that axis: ``entropy-only`` or ``gap-only``, ``mean-matched`` or ``RKL-matched``."""
     left: str
     right: str
     role: Literal["sweep", "replication"]
+    """``replication`` if rerun on fresh seeds, else ``sweep``."""
     status: Literal["comparable", "n/a", "missing"]
+    """``comparable``; ``n/a`` by construction; ``missing`` if no seed has both runs yet."""
     reason: str
+    """Why it is not comparable, or which seeds are missing."""
     all: Paired | None
+    """Over all seeds."""
     fresh: Paired | None
+    """Without the selection seed."""
     holm: float | None
+    """p of `judged`, adjusted over the headline comparisons (those with role ``replication``); None for others."""
     bh: float | None
+    """p of `judged`, adjusted over all comparisons of the study."""
     mcnemar: tuple[tuple[int, McNemar], ...]
+    """(seed, test) for every seed with predictions."""
     bootstrap: Interval | None
+    """Over examples, and over seeds if there are at least four."""
     run_ids: tuple[str, ...]
+    """The runs behind it."""
 
     @property
     def judged(self) -> Paired | None:
@@ -273,39 +247,35 @@ class Decisive(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupEvidence:
-    """All comparisons of an axis on a task, or on all tasks.
-
-    Args:
-        axis: What the two sides differ in.
-        restriction: The part of the axis, or None for all of it. Isolation has parts only.
-        task: Task name, or `ALL_TASKS`.
-        comparable: Cells with at least one seed that has both runs.
-        not_applicable: Cells that are impossible by construction.
-        missing: Cells whose runs are not done.
-        mean: Mean over the comparable cells of their mean differences, in pp; None without any.
-        all: The claim over all (task, seed) blocks.
-        fresh: The same without the selection seed: the confirmatory claim.
-        wins: Cells won, tied and lost by their mean over seeds.
-        claimed: Whether the report makes a claim about it.
-        holm: p of `judged`, adjusted over all claims that the study plans, finished or not; None for other groups.
-        mixed: The mixed model, as a secondary analysis.
-        decisive: The point that alone decides the claim, and the claim without it; None if there is none.
-    """
+    """All comparisons of an axis on a task, or on all tasks."""
 
     axis: str
     restriction: str | None
+    """The part of the axis, or None for all of it. Isolation has parts only."""
     task: str
+    """Task name, or `ALL_TASKS`."""
     comparable: int
+    """Cells with at least one seed that has both runs."""
     not_applicable: int
+    """Cells that are impossible by construction."""
     missing: int
+    """Cells whose runs are not done."""
     mean: float | None
+    """Mean over the comparable cells of their mean differences, in pp; None without any."""
     all: BlockClaim | NotApplicable
+    """The claim over all (task, seed) blocks."""
     fresh: BlockClaim | NotApplicable
+    """The same without the selection seed: the confirmatory claim."""
     wins: WinCount | NotApplicable
+    """Cells won, tied and lost by their mean over seeds."""
     claimed: bool
+    """Whether the report makes a claim about it."""
     holm: float | None
+    """p of `judged`, adjusted over all claims that the study plans, finished or not; None for other groups."""
     mixed: Mixed | NotApplicable
+    """The mixed model, as a secondary analysis."""
     decisive: Decisive | None = None
+    """The point that alone decides the claim, and the claim without it; None if there is none."""
 
     @property
     def judged(self) -> BlockClaim | None:
@@ -334,60 +304,48 @@ class Side:
 
 @dataclass(frozen=True)
 class Selection:
-    """The best point of a task.
-
-    Args:
-        chosen: Best mean accuracy on validation; its test accuracy is unbiased by selection.
-        observed: Best mean accuracy on test: selected on the test split, hence optimistic.
-        optimism: Test accuracy of `observed` minus that of `chosen`, in pp.
-        sides: Kind → its best point: family, entropy-only, gap-only, static, published.
-        seeds: Seeds of the means.
-        note: How to read it.
-    """
+    """The best point of a task."""
 
     chosen: Choice | NotApplicable
+    """Best mean accuracy on validation; its test accuracy is unbiased by selection."""
     observed: Choice | NotApplicable
+    """Best mean accuracy on test: selected on the test split, hence optimistic."""
     optimism: float | None
+    """Test accuracy of `observed` minus that of `chosen`, in pp."""
     sides: Mapping[str, Side]
+    """Kind → its best point: family, entropy-only, gap-only, static, published."""
     seeds: tuple[int, ...]
     note: str
 
 
 @dataclass(frozen=True)
 class BaselineEvidence:
-    """The baselines of a task on the test split, as shares, except `gain`.
-
-    Args:
-        start: Accuracy of the student before training.
-        start_macro_f1: Its macro-F1.
-        teacher: Accuracy of the teacher.
-        teacher_macro_f1: Its macro-F1.
-        best_constant: Accuracy of always predicting the split's most frequent label.
-        best_constant_label: That label.
-        trained: Mean accuracy of the family's points, over runs.
-        trained_macro_f1: Their mean macro-F1.
-        runs: Number of these runs.
-        gain: `trained` minus `start`, in pp.
-        below_best_constant: Runs of any kind whose accuracy is below the best constant's.
-        done: Finished runs of any kind.
-        rows: Evaluated rows of the test split.
-        duplicates: Rows whose text is also in train.
-    """
+    """The baselines of a task on the test split, as shares, except `gain`."""
 
     start: float | None
+    """Accuracy of the student before training."""
     start_macro_f1: float | None
     teacher: float | None
     teacher_macro_f1: float | None
     best_constant: float | None
+    """Accuracy of always predicting the split's most frequent label."""
     best_constant_label: str | None
+    """That label."""
     trained: float | None
+    """Mean accuracy of the family's points, over runs."""
     trained_macro_f1: float | None
     runs: int
+    """Number of these runs."""
     gain: float | None
+    """`trained` minus `start`, in pp."""
     below_best_constant: int
+    """Runs of any kind whose accuracy is below the best constant's."""
     done: int
+    """Finished runs of any kind."""
     rows: int | None
+    """Evaluated rows of the test split."""
     duplicates: int | None
+    """Rows whose text is also in train."""
 
 
 class BelowStart(NamedTuple):
@@ -418,27 +376,21 @@ class Detectable(NamedTuple):
 
 @dataclass(frozen=True)
 class StudyAnalysis:
-    """The statistics of a study.
-
-    Args:
-        comparisons: Of two points each.
-        anova: Per task.
-        groups: Claims about groups of comparisons.
-        selection: Best points per task.
-        baselines: Per task.
-        below_start: Points below the untrained student, the lowest first.
-        detectable: Minimum detectable difference of a single comparison, per task and for `ALL_TASKS`.
-        level: Significance level of claims about groups at this look; their intervals have confidence 1 - `level`.
-    """
+    """The statistics of a study."""
 
     comparisons: tuple[ComparisonEvidence, ...]
     anova: Mapping[str, Anova | NotApplicable]
+    """Per task."""
     groups: tuple[GroupEvidence, ...]
+    """Claims about groups of comparisons."""
     selection: Mapping[str, Selection]
     baselines: Mapping[str, BaselineEvidence]
     below_start: tuple[BelowStart, ...] = ()
+    """Points below the untrained student, the lowest first."""
     detectable: Mapping[str, Detectable | NotApplicable] = field(default_factory=dict)
+    """Minimum detectable difference of a single comparison, per task and for `ALL_TASKS`."""
     level: float = 0.05
+    """Significance level of claims about groups at this look; their intervals have confidence 1 - `level`."""
 
     def group(self, axis: str, *, task: str = ALL_TASKS, restriction: str | None = None) -> GroupEvidence | None:
         """Return the group of an axis, or None."""

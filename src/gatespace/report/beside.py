@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from scipy import stats  # type: ignore[import-untyped]
 
 from gatespace.evidence.records import Paired
-from gatespace.report.drawing import BLUE, INK, MUTED, ORANGE, PAPER, Chart, rows_figure
-from gatespace.report.table import Table, count, shown, signed_pp, text
+from gatespace.report.drawing import BLUE, INK, MUTED, ORANGE, PAPER, Chart, draw_interval, rows_figure
+from gatespace.report.table import Table, count, signed, signed_pp, text
 from gatespace.report.view import Published, Reference, View
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -44,25 +43,19 @@ def gap(theirs: Sequence[float], ours: Sequence[float]) -> Gap | None:
 
 @dataclass(frozen=True)
 class Both:
-    """One comparison in a reference and in the study; differences in pp.
-
-    Args:
-        task: Task name in the study.
-        left: Label of the first point.
-        right: Label of the second point.
-        theirs: The published difference.
-        differences: The reference's differences, one per seed, its selection seed first; empty if not published.
-        ours: Over the study's fresh seeds; None if no pair of runs is done.
-        learned: Whether most runs of the task learned; see `learned`.
-    """
+    """One comparison in a reference and in the study; differences in pp."""
 
     task: str
     left: str
     right: str
     theirs: Published
+    """The published difference."""
     differences: tuple[float, ...]
+    """The reference's differences, one per seed, its selection seed first; empty if not published."""
     ours: Paired | None
+    """Over the study's fresh seeds; None if no pair of runs is done."""
     learned: bool
+    """Whether most runs of the task learned; see `learned`."""
 
     @property
     def fresh(self) -> float | None:
@@ -93,13 +86,15 @@ class Both:
 
     def sentence(self, name: str, reference: Reference) -> str:
         """Return the comparison as a sentence."""
-        theirs = f"the {name} has {_pp(self.theirs.mean)} pp over {len(reference.seeds)} seeds"
+        theirs = f"the {name} has {signed(self.theirs.mean)} pp over {len(reference.seeds)} seeds"
         here = "not run here yet"
         if (ours := self.ours) is not None:
-            interval = f", 95 % CI [{_pp(ours.low)}, {_pp(ours.high)}]," if ours.low is not None else ""
-            here = f"here {_pp(ours.mean)} pp{interval} over {ours.n} seed{'s' * (ours.n != 1)}"
+            interval = f", 95 % CI [{signed(ours.low)}, {signed(ours.high)}]," if ours.low is not None else ""
+            here = f"here {signed(ours.mean)} pp{interval} over {ours.n} seed{'s' * (ours.n != 1)}"
             if self.gap is not None:
-                here += f"; theirs minus ours: {_pp(self.gap.mean)} [{_pp(self.gap.low)}, {_pp(self.gap.high)}] pp"
+                here += (
+                    f"; theirs minus ours: {signed(self.gap.mean)} [{signed(self.gap.low)}, {signed(self.gap.high)}] pp"
+                )
             here += f"; {self.verdict}"
         return f"{self.task}, {self.left} minus {self.right}: {theirs}; {here}."
 
@@ -150,7 +145,7 @@ def sentences(view: View) -> list[str]:
 def beside_tables(view: View) -> list[Table]:
     """Return a table for each reference that shares replicated comparisons with this study."""
     found = {name: (reference, both(view, reference)) for name, reference in view.references.items()}
-    return [_table(name, reference, rows) for name, (reference, rows) in found.items() if rows]
+    return [_table(view, name, reference, rows) for name, (reference, rows) in found.items() if rows]
 
 
 def beside_charts(view: View) -> list[Chart]:
@@ -158,12 +153,12 @@ def beside_charts(view: View) -> list[Chart]:
     charts = []
     for name, reference in view.references.items():
         if rows := both(view, reference):
-            table, finding = _table(name, reference, rows), _finding(rows)
-            charts.append(Chart(table.name, table.title, finding, table, partial(_draw, name, rows, reference)))
+            table, finding = _table(view, name, reference, rows), _finding(rows)
+            charts.append(Chart(table.name, table.title, finding, table, partial(_draw, view, name, rows, reference)))
     return charts
 
 
-def _table(name: str, reference: Reference, rows: Sequence[Both]) -> Table:
+def _table(view: View, name: str, reference: Reference, rows: Sequence[Both]) -> Table:
     seeds = len(reference.seeds)
     columns = (
         text("task"), text("left"), text("right"), signed_pp("theirs", f"{name}, {seeds} seeds, pp"),
@@ -183,9 +178,9 @@ def _table(name: str, reference: Reference, rows: Sequence[Both]) -> Table:
     ]  # fmt: skip
     return Table.of(
         f"beside-{name}", f"The comparisons that the {name} has replicated, and the same here", columns, records,
-        stub=3, note="Left minus right in pp of test accuracy, paired within seed. Theirs minus ours: the difference "
-        "of both means, with an interval from the errors of both (Welch's t). Intervals are not adjusted for their "
-        f"number. The {name}'s mean includes its selection seed and is biased upward. {reference.note}",
+        stub=3, note=f"Left minus right in pp of test {view.metric_name}, paired within seed. Theirs minus ours: the "
+        "difference of both means, with an interval from the errors of both (Welch's t). Intervals are not adjusted "
+        f"for their number. The {name}'s mean includes its selection seed and is biased upward. {reference.note}",
     )  # fmt: skip
 
 
@@ -211,11 +206,7 @@ def _finding(rows: Sequence[Both]) -> str:
     return " ".join(parts)
 
 
-def _pp(value: float | None) -> str:
-    return shown(value, "signed_pp").replace("-", "−")
-
-
-def _draw(name: str, rows: Sequence[Both], reference: Reference) -> Figure:
+def _draw(view: View, name: str, rows: Sequence[Both], reference: Reference) -> Figure:
     seeds = len(reference.seeds)
     key = [
         (f"■ {name}, {seeds} seeds", ORANGE), (f"□ {name}, {seeds - 1} fresh seeds", ORANGE), ("● here", BLUE),
@@ -231,7 +222,7 @@ def _draw(name: str, rows: Sequence[Both], reference: Reference) -> Figure:
     axes.axvline(0, color=INK, linewidth=0.8, zorder=1)
     axes.set_xlim(-limit, limit)
     for place, row in enumerate(rows):
-        _interval(axes, place - 0.16, (row.theirs.low, row.theirs.high), limit, ORANGE)
+        draw_interval(axes, place - 0.16, (row.theirs.low, row.theirs.high), limit, ORANGE)
         for mean, inside in ((row.theirs.mean, ORANGE), (row.fresh, PAPER)):
             if mean is not None:
                 axes.plot(
@@ -239,7 +230,7 @@ def _draw(name: str, rows: Sequence[Both], reference: Reference) -> Figure:
                 )
         if row.ours is not None:
             colour, marker = (BLUE, "o") if row.learned else (MUTED, "X")
-            _interval(axes, place + 0.16, (row.ours.low, row.ours.high), limit, colour)
+            draw_interval(axes, place + 0.16, (row.ours.low, row.ours.high), limit, colour)
             axes.plot(
                 row.ours.differences, [place + 0.16] * row.ours.n, linestyle="none", color=MUTED, marker="o",
                 markersize=3.6, markerfacecolor=PAPER, markeredgecolor=MUTED, markeredgewidth=0.8, zorder=3,
@@ -248,16 +239,5 @@ def _draw(name: str, rows: Sequence[Both], reference: Reference) -> Figure:
                 [row.ours.mean], [place + 0.16], marker=marker, markersize=6, color=colour, markeredgecolor=PAPER,
                 zorder=5,
             )  # fmt: skip
-    axes.set_xlabel("← right better  ·  pp of test accuracy, left − right  ·  left better →")
+    axes.set_xlabel(f"← right better  ·  pp of test {view.metric_name}, left − right  ·  left better →")
     return figure
-
-
-def _interval(axes: Axes, place: float, ends: tuple[float | None, float | None], limit: float, colour: str) -> None:
-    """Draw the interval as a line, with an arrow where it leaves the figure."""
-    low, high = ends
-    if low is None or high is None:
-        return
-    axes.plot([max(low, -limit), min(high, limit)], [place] * 2, color=colour, linewidth=1.4, zorder=2)
-    for beyond, end, marker in ((low < -limit, -limit, "<"), (high > limit, limit, ">")):
-        if beyond:
-            axes.plot([end], [place], marker=marker, color=colour, markersize=4.5, clip_on=False, zorder=3)

@@ -20,19 +20,18 @@ from gatespace.report.drawing import (
     PINK,
     SKY,
     SMALL,
+    WIDTH,
     Chart,
     canvas,
+    draw_interval,
     draw_key,
-    is_wide,
     key_height,
     panel,
     rows_figure,
     short,
-    width,
 )
-from gatespace.report.metric import chart_about
 from gatespace.report.reliability import reliability
-from gatespace.report.table import Column, Record, Table, count, lam, percent, shown, signed_pp, text
+from gatespace.report.table import Column, Record, Table, count, lam, percent, shown, signed, signed_pp, text
 from gatespace.report.tables import (
     NO_LABEL,
     POINT,
@@ -55,8 +54,6 @@ _CURVE_POINTS = 60
 _CURVES = {"loss": "loss", "lam_mean": "mean λ", "forward_kl": "forward KL", "reverse_kl": "reverse KL"}
 _MOST_LABELS = 12
 """Maximum number of labels for a legible confusion matrix."""
-_PLAIN = ("curves-", "reliability-")
-"""Figures of accuracy whatever the study's outcome is."""
 _BESIDE = "beside"
 """Kind of start, teacher and best constant in a ranking."""
 _LOOKS: Mapping[str, tuple[str, str, str, str]] = {
@@ -77,12 +74,7 @@ def all_charts(view: View) -> list[Chart]:
     for task in view.results.tasks:
         charts += [_against_lam(view, task), _lam(view, task), _curves(view, task), _confusion(view, task)]
         charts.append(reliability(view, task))
-    return [
-        chart_about(chart, view.plain(metric) if chart.name.startswith(_PLAIN) else metric)
-        for chart in charts
-        for metric in [view.metric(chart.task) if chart.task else view.metric_name]
-        if chart.data.rows
-    ]
+    return [chart for chart in charts if chart.data.rows]
 
 
 def _chart(
@@ -128,7 +120,8 @@ def _overview(view: View) -> Chart:
             rows += [Row("all tasks together" if task == ALL_TASKS else task), *mine]
     return _differences(
         view, "overview", "The family against everything it is compared with", rows,
-        "Mean difference of all cells of an axis, family minus the other side, in percentage points of test accuracy; "
+        "Mean difference of all cells of an axis, family minus the other side, in percentage points of test "
+        f"{view.metric_name}; "
         "one mark per (task, seed) block.",
     )  # fmt: skip
 
@@ -141,9 +134,10 @@ def _isolation(view: View, task: str) -> Chart:
     rows += [_row(view, one, one.left, BLUE) for one in on_lam]
     rows += [Row("matched on RKL")] if on_rkl else []
     rows += [_row(view, one, one.left, ORANGE) for one in on_rkl]
-    about = "Each point minus the training at the constant λ that it had on average, in pp of test accuracy."
+    metric = view.metric(task)
+    about = f"Each point minus the training at the constant λ that it had on average, in pp of test {metric}."
     if se := view.sampling_se(task):
-        about += f" The grey band is ±1 binomial SE of one model's accuracy ({se:.2f} pp): no error of a difference."
+        about += f" The grey band is ±1 binomial SE of one model's {metric} ({se:.2f} pp): no error of a difference."
     return _differences(
         view, f"isolation-{task}", f"{task}: dynamic λ minus its matched constant", rows, about, task=task,
         band=se, sides=("dynamic", "constant"),
@@ -161,8 +155,8 @@ def _gap(view: View, task: str) -> Chart:
             rows.append(_row(view, one, label, (BLUE, GREEN, ORANGE, PINK)[i % 4]))
     return _differences(
         view, f"gap-{task}", f"{task}: what the gap signal adds", rows,
-        "Each point with a gap coefficient d minus the same point with d = 0, in pp of test accuracy.", task=task,
-        sides=("with d", "without d"),
+        f"Each point with a gap coefficient d minus the same point with d = 0, in pp of test {view.metric(task)}.",
+        task=task, sides=("with d", "without d"),
     )  # fmt: skip
 
 
@@ -174,7 +168,7 @@ def _forest(view: View, task: str, axis: str) -> Chart:
     title = AXES[axis].title
     return _differences(
         view, f"forest-{axis}-{task}", f"{task}: {title[0].lower()}{title[1:]}", rows,
-        "Left minus right in pp of test accuracy, paired within seed.", task=task,
+        f"Left minus right in pp of test {view.metric(task)}, paired within seed.", task=task,
     )  # fmt: skip
 
 
@@ -230,24 +224,20 @@ def _finding(rows: Sequence[Row]) -> str:
         return ""
     if len(found) == 1:
         only = found[0]
-        finding = f"The mean is {_signed(only.mean)} pp"
+        finding = f"The mean is {signed(only.mean)} pp"
         if only.low is None or only.high is None:
             return finding + ", without an interval."
-        return finding + f", its interval from {_signed(only.low)} to {_signed(only.high)} pp."
+        return finding + f", its interval from {signed(only.low)} to {signed(only.high)} pp."
     means = [summary.mean for summary in found]
     intervals = sum(summary.low is not None for summary in found)
     apart = sum(map(leaves_out_zero, found))
-    finding = f"Means run from {_signed(min(means))} to {_signed(max(means))} pp; "
+    finding = f"Means run from {signed(min(means))} to {signed(max(means))} pp; "
     finding += f"{sum(m > 0 for m in means)} of {len(means)} are above 0. "
     if not intervals:
         return finding + "One seed has no interval."
     if not apart:
         return finding + f"All {intervals} intervals contain 0."
     return finding + f"{apart} of {intervals} intervals exclude 0; about one in twenty does by chance alone."
-
-
-def _signed(value: float) -> str:
-    return shown(value, "signed_pp").replace("-", "−")
 
 
 def _draw_differences(
@@ -280,12 +270,7 @@ def _draw_differences(
 
 
 def _draw_row(axes: Axes, place: int, row: Row, found: Summary, limit: float) -> None:
-    if found.low is not None and found.high is not None:
-        low, high = max(found.low, -limit), min(found.high, limit)
-        axes.plot([low, high], [place, place], color=row.colour, linewidth=1.4, solid_capstyle="butt", zorder=2)
-        for end, cut, marker in ((low, found.low < -limit, "<"), (high, found.high > limit, ">")):
-            if cut:
-                axes.plot([end], [place], marker=marker, color=row.colour, markersize=4.5, clip_on=False, zorder=3)
+    draw_interval(axes, place, (found.low, found.high), limit, row.colour)
     for selected, marker, size in ((False, "o", 4), (True, "D", 3.6)):
         dots = [value for value, own in row.dots if own == selected]
         if dots:
@@ -309,11 +294,12 @@ def _rings(axes: Axes, values: Sequence[float], place: int, marker: str = "o", *
 
 def _ranking(view: View, task: str) -> Chart:
     """All points and baselines, best first."""
+    metric = view.metric(task)
     rows = [{**record, "look": _LOOKS[view.kind(task, record["point"])]} for record in point_records(view, task)]
     rows = [*(row for row in rows if row["accuracy"] is not None), *_standing_beside(view, task)]
     rows.sort(key=lambda row: -row["accuracy"])
     columns = (
-        POINT, text("kind"), count("seeds"), percent("accuracy", "accuracy, mean %"), percent("low", "95 % from"),
+        POINT, text("kind"), count("seeds"), percent("accuracy", f"{metric}, mean %"), percent("low", "95 % from"),
         percent("high", "to"), lam("lam", "E[λ]"), lam("lam_rkl", "RKL-weighted λ"), text("every", "each seed, %"),
     )  # fmt: skip
     for row in rows:
@@ -334,7 +320,7 @@ def _ranking(view: View, task: str) -> Chart:
         several = any(len(row["each"]) > 1 for row in rows)
         key += [("○ one seed", MUTED), (f"— 95 % interval over {'seeds' if several else 'texts'}", BLUE)]
         labels, tall = [row["point"] for row in rows], 0.2 if len(rows) > 25 else 0.24
-        figure, axes = rows_figure(labels, key, row=tall, right=2.95 if is_wide() else 0.68)
+        figure, axes = rows_figure(labels, key, row=tall, right=2.95)
         for row in rows:
             if row["point"] in ("start", "teacher"):
                 axes.axvline(100 * row["accuracy"], color=INK, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
@@ -349,16 +335,14 @@ def _ranking(view: View, task: str) -> Chart:
             axes.plot(
                 [100 * row["accuracy"]], [place], marker, markersize=6.5, color=colour, markeredgecolor=PAPER, zorder=5
             )
-            words = [f"{100 * row['accuracy']:.1f} %"]
-            if is_wide():
-                words.append(f"{100 * row['low']:.1f} – {100 * row['high']:.1f}" if row["low"] is not None else "")
-                words.append(row["kind"])
-            for inches, part in zip((0.08, 0.64, 1.54), words, strict=False):
+            interval = f"{100 * row['low']:.1f} – {100 * row['high']:.1f}" if row["low"] is not None else ""
+            words = (f"{100 * row['accuracy']:.1f} %", interval, row["kind"])
+            for inches, part in zip((0.08, 0.64, 1.54), words, strict=True):
                 _beside(axes, place, part, inches, color=MUTED if inches > 0.5 else INK)
-        _accuracy_axis(axes)
+        _score_axis(axes, metric)
         return figure
 
-    return _chart(f"ranking-{task}", f"{task}: all points by test accuracy", finding, columns, rows, draw, task)
+    return _chart(f"ranking-{task}", f"{task}: all points by test {metric}", finding, columns, rows, draw, task)
 
 
 def _standing_beside(view: View, task: str) -> Iterator[dict[str, Any]]:
@@ -389,10 +373,11 @@ def _overlapping(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _against_lam(view: View, task: str) -> Chart:
     """Accuracy against mean λ: is it the mean that matters?"""
+    metric = view.metric(task)
     rows = [row for row in point_records(view, task) if row["accuracy"] is not None and row["lam"] is not None]
     rows.sort(key=lambda row: row["lam"])
     columns = (
-        POINT, text("kind"), lam("lam", "E[λ]"), percent("accuracy", "accuracy, mean %"), percent("low", "95 % from"),
+        POINT, text("kind"), lam("lam", "E[λ]"), percent("accuracy", f"{metric}, mean %"), percent("low", "95 % from"),
         percent("high", "to"),
     )  # fmt: skip
     finding = ""
@@ -408,7 +393,7 @@ def _against_lam(view: View, task: str) -> Chart:
         shown_kinds = [kind for kind in _LOOKS if any(row["kind"] == KINDS.get(kind) for row in rows)]
         key = list(dict.fromkeys((f"{_LOOKS[kind][1]} {_LOOKS[kind][0]}", _LOOKS[kind][3]) for kind in shown_kinds))
         high = key_height([*key, ("— 95 % interval", MUTED)])
-        figure = canvas(high + (3.4 if is_wide() else 2.9))
+        figure = canvas(high + 3.4)
         draw_key(figure, [*key, ("— 95 % interval", MUTED)])
         axes = panel(figure, left=0.55, right=0.75, top=high, bottom=0.45)
         axes.grid(color=BAND, linewidth=0.6)
@@ -431,17 +416,17 @@ def _against_lam(view: View, task: str) -> Chart:
         _name_points(axes, [(row["lam"], 100 * row["accuracy"], row["point"]) for row in rows])
         axes.set_xlim(-0.03, 1.03)
         axes.set_xlabel("← forward KL  ·  E[λ] in training  ·  reverse KL →")
-        axes.set_ylabel("test accuracy, %")
+        axes.set_ylabel(f"test {metric}, %")
         return figure
 
-    title = f"{task}: accuracy against the mean of λ"
+    title = f"{task}: {metric} against the mean of λ"
     return _chart(f"against-lambda-{task}", title, finding, columns, rows, draw, task)
 
 
 def _name_points(axes: Axes, points: Sequence[tuple[float, float, str]]) -> None:
     """Label points where the label would not overlap another label or point."""
     low, high = axes.get_ylim()
-    letters = 0.013 if is_wide() else 0.026
+    letters = 0.013
     taken: list[tuple[float, float, float, float]] = []
     for x, y, name in sorted(points, key=lambda point: abs(point[1] - fmean(p[1] for p in points)), reverse=True):
         at = (y - low) / (high - low)
@@ -461,13 +446,13 @@ def _name_points(axes: Axes, points: Sequence[tuple[float, float, str]]) -> None
 
 def _beside(axes: Axes, place: float, words: str, inches: float, **look: Any) -> None:
     """Write text to the right of a row, `inches` from its end."""
-    x = 1 + inches / (axes.get_position().width * width())
+    x = 1 + inches / (axes.get_position().width * WIDTH)
     axes.text(x, place, words, transform=axes.get_yaxis_transform(), fontsize=SMALL, va="center", **look)
 
 
-def _accuracy_axis(axes: Axes, least: float = 2.0) -> None:
+def _score_axis(axes: Axes, metric: str, least: float = 2.0) -> None:
     """Label the axis and widen it to at least `least` pp, so that noise does not look large."""
-    axes.set_xlabel("test accuracy, %")
+    axes.set_xlabel(f"test {metric}, %")
     low, high = axes.get_xlim()
     if high - low < least:
         middle = (low + high) / 2
@@ -496,8 +481,8 @@ def _lam(view: View, task: str) -> Chart:
         figure, axes = rows_figure(labels, row=0.27, top=0.28, rest=0.47, right=1.2)
         axes.set_ylim(len(records) - 0.85, -0.95)
         height = figure.get_size_inches()[1]
-        for x, words in ((width() - 1.12, "mean\u2003SD\u2003 sat."), (0.08, "▏ mean; height: share of tokens")):
-            figure.text(x / width(), 1 - 0.1 / height, words, fontsize=SMALL, color=MUTED, va="top")
+        for x, words in ((WIDTH - 1.12, "mean\u2003SD\u2003 sat."), (0.08, "▏ mean; height: share of tokens")):
+            figure.text(x / WIDTH, 1 - 0.1 / height, words, fontsize=SMALL, color=MUTED, va="top")
         for place, record in enumerate(records):
             counts, mean = record["hist"], record["mean"]
             edges = [i / len(counts) for i in range(len(counts) + 1)]
@@ -527,7 +512,7 @@ class Line:
 def _curves(view: View, task: str) -> Chart:
     """Validation accuracy and training curves; a few points are highlighted and named, the others are grey."""
     columns = (POINT, text("what"), lam("first"), lam("last"))
-    panels = {"accuracy": "accuracy on validation, %", **_CURVES}
+    panels = {"accuracy": f"{view.plain(view.metric(task))} on validation, %", **_CURVES}
     lines: dict[str, list[Line]] = {what: [] for what in panels}
     for point in view.points(task):
         runs = list(view.done(task, point).values())
@@ -563,22 +548,20 @@ def _curves(view: View, task: str) -> Chart:
         looks = _highlighted(view, task, lines.get("accuracy") or next(iter(lines.values())))
         key = [(f"— {words}", colour) for words, colour, _ in looks.values()] + [("— other points", MUTED)]
         small = [what for what in lines if what != "accuracy"]
-        across = 4 if is_wide() else 2
-        high, large, tall = key_height(key), 2.4 if "accuracy" in lines else 0.0, 1.75 if is_wide() else 1.45
+        across = 4
+        high, large, tall = key_height(key), 2.4 if "accuracy" in lines else 0.0, 1.75
         figure = canvas(high + large - tall * (-len(small) // across))
         draw_key(figure, key)
         whole = figure.get_size_inches()[1]
         if large:
-            axes = panel(
-                figure, left=0.48, right=1.5 if is_wide() else 1.1, top=high + 0.22, bottom=whole - high - large + 0.5
-            )
+            axes = panel(figure, left=0.48, right=1.5, top=high + 0.22, bottom=whole - high - large + 0.5)
             _draw_lines(axes, lines["accuracy"], looks, panels["accuracy"])
             axes.set_xlabel("step", labelpad=1, fontsize=SMALL)
             _name_ends(axes, [(line, looks[line.point][1]) for line in lines["accuracy"] if line.point in looks])
         for i, what in enumerate(small):
             row, column = divmod(i, across)
-            left, top = 0.48 + column * width() / across, high + large + 0.22 + tall * row
-            right = width() - left - (width() / across - 0.62)
+            left, top = 0.48 + column * WIDTH / across, high + large + 0.22 + tall * row
+            right = WIDTH - left - (WIDTH / across - 0.62)
             axes = panel(figure, left=left, right=right, top=top, bottom=whole - top - tall + 0.6)
             _draw_lines(axes, lines[what], looks, panels[what])
         return figure
@@ -670,7 +653,7 @@ def _draw_confusion(models: Sequence[tuple[str, tuple[Score, ...]]]) -> Figure:
     wide, longest = len(labels) + 1, max(map(len, labels))
     across = len(models) if len(labels) <= 5 else 1
     left = 0.2 + 0.07 * longest
-    side = (width() - left - 0.1 - 0.15 * (across - 1)) / across
+    side = (WIDTH - left - 0.1 - 0.15 * (across - 1)) / across
     cell = min(side / wide, 0.58)
     slanted = max(0.35, 0.052 * max(longest, 6) + 0.1)
     tall = 0.3 + cell * len(labels) + slanted + 0.1
@@ -679,7 +662,7 @@ def _draw_confusion(models: Sequence[tuple[str, tuple[Score, ...]]]) -> Figure:
     for i, (model, scores) in enumerate(models):
         row, column = divmod(i, across)
         x, top = left + column * (cell * wide + 0.15), 0.25 + row * tall
-        axes = panel(figure, left=x, right=width() - x - cell * wide, top=top, bottom=height - top - cell * len(labels))
+        axes = panel(figure, left=x, right=WIDTH - x - cell * wide, top=top, bottom=height - top - cell * len(labels))
         axes.spines[:].set_visible(False)
         axes.set_xlim(0, wide)
         axes.set_ylim(len(labels), 0)

@@ -1,8 +1,7 @@
 """Figure style and rendering: one drawing → SVG, PNG, and inline SVG.
 
-Every figure is drawn twice, with text of 8.5 to 9.5 units: 720 units wide for the page and the files, and 360 for
-phones, so that it is legible on both. Inline, its colours are the page's CSS variables, so that it follows light and
-dark mode.
+Figures are 720 units wide, with text of 8.5 to 9.5 units; on a phone they scroll, so that text stays legible. Inline,
+their colours are the page's CSS variables, so that they follow light and dark mode.
 """
 
 from __future__ import annotations
@@ -12,11 +11,9 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from xml.etree import ElementTree
-from xml.sax.saxutils import escape, quoteattr
+from xml.sax.saxutils import escape
 
 from gatespace.errors import missing_extra
 from gatespace.report.table import Table
@@ -25,9 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDE, NARROW = 10.0, 5.0
-"""Inches; 720 and 360 SVG units."""
-_width: ContextVar[float] = ContextVar("width", default=WIDE)
+WIDTH = 10.0
+"""Inches; 720 SVG units."""
 SMALL = 8.5
 FONT = 9.5
 INK, MUTED, GRID, PAPER, BAND = "#1b1d21", "#5c626b", "#d7dae0", "#ffffff", "#eceef2"
@@ -51,28 +47,23 @@ Key = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure with its description and data.
-
-    Args:
-        name: Name of its files.
-        title: Title.
-        finding: What it shows in words, as alternative text.
-        data: The plotted numbers.
-        draw: Draws it.
-        task: The task it belongs to; empty for the whole study.
-    """
+    """A figure with its description and data."""
 
     name: str
+    """Name of its files."""
     title: str
     finding: str
+    """What it shows in words, as alternative text."""
     data: Table
+    """The plotted numbers."""
     draw: Callable[[], Figure]
     task: str = ""
+    """The task it belongs to; empty for the whole study."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A chart as files and as inline SVG, for wide and for narrow windows."""
+    """A chart as files and as inline SVG."""
 
     chart: Chart
     svg: bytes
@@ -94,20 +85,14 @@ def render(charts: Sequence[Chart], *, png: bool = True) -> list[Rendered]:
 
 def _render(chart: Chart, *, png: bool) -> Rendered:
     about: dict[str, Any] = {"Title": chart.title, "Description": chart.finding}
-    drawn: dict[float, str] = {}
-    pixels = io.BytesIO()
-    for inches in (WIDE, NARROW):
-        token = _width.set(inches)
-        try:
-            figure, vector = chart.draw(), io.BytesIO()
-        finally:
-            _width.reset(token)
-        figure.savefig(vector, format="svg", metadata={**about, "Date": None, "Creator": "gatespace"})
-        drawn[inches] = _described(vector.getvalue().decode(), chart)
-        if png and inches == WIDE:
-            figure.savefig(pixels, format="png", dpi=_DPI, metadata={**about, "Software": None})
-    inline = _inline(drawn[WIDE], chart, "wide") + _inline(drawn[NARROW], chart, "narrow")
-    return Rendered(chart, drawn[WIDE].encode(), pixels.getvalue() if png else None, inline)
+    figure, vector, pixels = chart.draw(), io.BytesIO(), io.BytesIO()
+    figure.savefig(vector, format="svg", metadata={**about, "Date": None, "Creator": "gatespace"})
+    if png:
+        figure.savefig(pixels, format="png", dpi=_DPI, metadata={**about, "Software": None})
+    # Role and description are for screen readers; matplotlib puts the description only into RDF.
+    svg = vector.getvalue().decode().replace("<svg ", '<svg role="img" ', 1)
+    svg = svg.replace("</title>", f"</title>\n <desc>{escape(chart.finding)}</desc>", 1)
+    return Rendered(chart, svg.encode(), pixels.getvalue() if png else None, _inline(svg, chart.name))
 
 
 _STYLE: dict[Any, Any] = {
@@ -146,22 +131,12 @@ def _style() -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------------- canvas
 
 
-def width() -> float:
-    """Return the width of the current figure, in inches."""
-    return _width.get()
-
-
-def is_wide() -> bool:
-    """Whether the current figure is the one for wide windows."""
-    return width() == WIDE
-
-
 def canvas(height: float) -> Figure:
-    """Return an empty figure of the current width and `height` inches."""
+    """Return an empty figure of `height` inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width(), height))
+    figure = Figure(figsize=(WIDTH, height))
     FigureCanvasAgg(figure)
     return figure
 
@@ -212,6 +187,19 @@ def rows_figure(
     return figure, axes
 
 
+def draw_interval(axes: Axes, place: float, ends: tuple[float | None, float | None], limit: float, colour: str) -> None:
+    """Draw the interval as a line, with an arrow where it leaves the figure."""
+    low, high = ends
+    if low is None or high is None:
+        return
+    axes.plot(
+        [max(low, -limit), min(high, limit)], [place] * 2, color=colour, linewidth=1.4, solid_capstyle="butt", zorder=2
+    )
+    for beyond, end, marker in ((low < -limit, -limit, "<"), (high > limit, limit, ">")):
+        if beyond:
+            axes.plot([end], [place], marker=marker, color=colour, markersize=4.5, clip_on=False, zorder=3)
+
+
 def draw_key(figure: Figure, key: Key) -> None:
     """Write the key at the top, each text after its mark, without a legend box."""
     across, height = figure.get_size_inches()
@@ -231,86 +219,37 @@ def _flow(key: Key) -> list[tuple[str, str, float, int]]:
     x, line, found = _EDGE, 0, []
     for text, colour in key:
         length = 0.17 + 0.068 * len(text)
-        if x > _EDGE and x + length > width():
+        if x > _EDGE and x + length > WIDTH:
             x, line = _EDGE, line + 1
         found.append((text, colour, x, line))
         x += length
     return found
 
 
-def short(label: str, most: int | None = None) -> str:
+def short(label: str, most: int = 40) -> str:
     """Shorten a label to fit next to a row; the table below the figure has it in full."""
-    most = most or (40 if is_wide() else 26)
     line = " ".join(label.split())
     return line if len(line) <= most else line[: most - 1] + "…"
 
 
 # ---------------------------------------------------------------------------------------------------- inline SVG
 
-_REFERENCE = re.compile(r"url\(#([^)]+)\)")
-_COLOUR = re.compile(r"#[0-9a-f]{6}\b")
-_NUMBER = re.compile(r"-?\d+\.\d{3,}")
-_FONT_FAMILY = re.compile(r"font-family:[^;]*;?\s*")
-_NO_TURN = re.compile(r"rotate\(-?0 [^)]*\)\s*")
-_SKIPPED = {"metadata", "title", "desc", "style"}
+_TAG = re.compile(r"<[^>]*>")
+_NOT_INLINE = re.compile(r"<metadata>.*?</metadata>|<style.*?</style>", re.DOTALL)
+_FONT_FAMILY = re.compile(r'font-family:[^;"]*;? ?')
+_ID = re.compile(r'(?<= id=")|(?<=href="#)|(?<=url\(#)')
+_COLOUR = re.compile(r"(?<=: )#[0-9a-f]{6}\b")
+_NUMBER = re.compile(r"(\d\.\d\d)\d+")
 
 
-def _described(svg: str, chart: Chart) -> str:
-    """Add role and description for screen readers; matplotlib puts the description only into RDF."""
-    end = "</title>"
-    svg = svg.replace(end, f"{end}\n <desc>{escape(chart.finding)}</desc>", 1)
-    return svg.replace("<svg ", '<svg role="img" ', 1)
-
-
-def _inline(svg: str, chart: Chart, form: str) -> str:
+def _inline(svg: str, name: str) -> str:
     """The drawing as inline SVG: unique ids, the page's colours and fonts, no namespaces."""
-    root, name = ElementTree.fromstring(svg), f"{chart.name}-{form}"
-    used = set(_REFERENCE.findall(svg)) | {
-        value[1:] for node in root.iter() for key, value in node.attrib.items() if key.endswith("href")
-    }
-    parts = [
-        f'<svg class="chart {form}" role="img" viewBox="{root.attrib["viewBox"]}" '
-        f'aria-labelledby="{name}-t {name}-d"><title id="{name}-t">{escape(chart.title)}</title>'
-        f'<desc id="{name}-d">{escape(chart.finding)}</desc>'
-    ]
-    for node in root:
-        _write(node, parts, name, used)
-    return "".join(parts) + "</svg>"
 
+    def tag(match: re.Match[str]) -> str:
+        text = _ID.sub(f"{name}-", _FONT_FAMILY.sub("", match[0]))
+        text = _COLOUR.sub(lambda m: f"var(--{VARIABLES[m[0]]})" if m[0] in VARIABLES else m[0], text)
+        return _NUMBER.sub(r"\1", " ".join(text.split()))
 
-def _write(node: ElementTree.Element, parts: list[str], name: str, used: set[str]) -> None:
-    tag = node.tag.rpartition("}")[2]
-    if tag in _SKIPPED or (tag == "defs" and all(child.tag.rpartition("}")[2] in _SKIPPED for child in node)):
-        return
-    attributes = []
-    for key, value in node.attrib.items():
-        key = key.rpartition("}")[2]
-        if key == "id":
-            # Drop unreferenced ids, which would only collide with other figures'.
-            if value not in used:
-                continue
-            value = f"{name}-{value}"
-        elif key == "href":
-            value = f"#{name}-{value[1:]}"
-        elif key == "style":
-            value = _FONT_FAMILY.sub("", value)
-            value = _COLOUR.sub(lambda m: f"var(--{VARIABLES[m[0]]})" if m[0] in VARIABLES else m[0], value)
-        elif key == "transform":
-            value = _NO_TURN.sub("", value)
-        if key in ("d", "x", "y", "transform", "points", "width", "height"):
-            value = _NUMBER.sub(lambda m: f"{float(m[0]):.2f}".rstrip("0").rstrip("."), " ".join(value.split()))
-        value = _REFERENCE.sub(lambda m: f"url(#{name}-{m[1]})", value)
-        if value:
-            attributes.append(f" {key}={quoteattr(value)}")
-    if tag == "g" and not attributes:
-        for child in node:
-            _write(child, parts, name, used)
-        return
-    parts.append(f"<{tag}{''.join(attributes)}>")
-    if tag in ("text", "tspan") and node.text:
-        parts.append(escape(node.text))
-    for child in node:
-        _write(child, parts, name, used)
-        if tag == "text" and child.tail:
-            parts.append(escape(child.tail))
-    parts.append(f"</{tag}>")
+    box = svg.partition('viewBox="')[2].partition('"')[0]
+    content = _TAG.sub(tag, _NOT_INLINE.sub("", svg[svg.index("<title>") :]))
+    return f'<svg class="chart" role="img" viewBox="{box}">{content}'

@@ -65,27 +65,24 @@ class Finding:
 
 @dataclass(frozen=True)
 class Findings:
-    """The first screen.
-
-    Args:
-        headline: The verdicts in one sentence.
-        state: How much of the study is done.
-        notable: What group means would hide.
-        warnings: Problems of single runs, and what usually helps.
-        training: Outcome of training, per task.
-        claims: One per group of comparisons.
-        limits: Why no more can be claimed.
-        beside: Comparisons that a reference has replicated and this study has run: summary, then one by one.
-    """
+    """The first screen."""
 
     headline: str
+    """The verdicts in one sentence."""
     state: str
+    """How much of the study is done."""
     notable: tuple[str, ...]
+    """What group means would hide."""
     warnings: tuple[str, ...]
+    """Problems of single runs, and what usually helps."""
     training: tuple[str, ...]
+    """Outcome of training, per task."""
     claims: tuple[Finding, ...]
+    """One per group of comparisons."""
     limits: tuple[str, ...]
+    """Why no more can be claimed."""
     beside: tuple[str, ...] = ()
+    """Comparisons that a reference has replicated and this study has run: summary, then one by one."""
 
 
 def find(view: View) -> Findings:

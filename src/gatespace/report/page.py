@@ -17,7 +17,7 @@ from gatespace.gating.coefficients import NotApplicable
 from gatespace.report.charts import all_charts
 from gatespace.report.drawing import Rendered, render
 from gatespace.report.findings import Findings, find
-from gatespace.report.table import ABSENT, Column, Table, Value, csv_text, latex_text, markdown_text, shown
+from gatespace.report.table import ABSENT, Column, Table, Value, csv_text, latex_text, markdown_text, shown, signed
 from gatespace.report.tables import file_tables, page_tables
 from gatespace.report.view import AXES, View, confidence_text
 from gatespace.runs import pages_of
@@ -37,7 +37,7 @@ _WRAPPED = 40
 """Characters beyond which a cell may wrap."""
 _LONG_ABOUT = 400
 """Characters of a study's `about` beyond which all but its first sentence is collapsed."""
-_OPEN = {"failures", "baselines", "best-observed", "wrong-texts", "cost", "power"}
+_OPEN = {"failures", "baselines", "best-observed", "wrong-texts", "cost"}
 """Tables that are expanded by default."""
 CALIBRATION = (
     "The labels of a task as whole responses, normalised over the labels; the model's answer is the most probable one. "
@@ -67,22 +67,15 @@ GLOSSARY: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True)
 class ReportFiles:
-    """The files of a report, and its findings.
-
-    Args:
-        html: The page.
-        tables: Table files.
-        figures: Figure files.
-        findings: The first screen.
-        partial: Whether part of the plan is missing.
-        analysis: All statistics.
-    """
+    """The files of a report, and its findings."""
 
     html: Path
     tables: tuple[Path, ...]
     figures: tuple[Path, ...]
     findings: Findings
+    """The first screen."""
     partial: bool
+    """Whether part of the plan is missing."""
     analysis: StudyAnalysis
 
 
@@ -185,7 +178,7 @@ def templates() -> jinja2.Environment:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, loader=jinja2.FunctionLoader(text)
     )
-    environment.filters |= {"show": _shown, "look": _look, "tail": _tail, "kept": _kept, "pp": _pp}
+    environment.filters |= {"show": _shown, "look": _look, "tail": _tail, "kept": _kept, "pp": signed}
     environment.globals |= {"css": text("report.css"), "version": _version()}
     return environment
 
@@ -222,23 +215,22 @@ def _sections(view: View, tables: Mapping[str, Table], drawn: Sequence[Rendered]
 
     found = [
         section("failures", "Runs that are not done", ["failures"]),
-        section("groups", "Groups of comparisons", ["groups", "wins"], ["overview"]),
+        section("groups", "Groups of comparisons", ["groups"], ["overview"]),
     ]
     for name in view.axes:
         axis = AXES[name]
         found.append(
-            section(f"axis-{name}", axis.title, [*axis.tables, f"comparisons-{name}"], axis.figures, axis.text)
+            section(f"axis-{name}", axis.title, [f"comparisons-{name}"], [f"forest-{name}-", f"{name}-"], axis.text)
         )
     found += [
         section("replication", "Replication on fresh seeds", ["replication", "secondary"]),
-        section("points", "Points", ["baselines", "responses", "best-observed", "points", "per-seed", "anova"]),
-        section("lambda", "λ: where the gates are", ["lambda", "teachers"], ["against-lambda-", "lambda-"]),
+        section("points", "Points", ["baselines", "responses", "best-observed", "points", "per-seed"]),
+        section("lambda", "λ: where the gates are", ["lambda"], ["against-lambda-", "lambda-"]),
         section("training", "Training", [], ["curves-"]),
-        section("errors", "Errors", ["wrong-texts", "confusion", "duplicates", "examples"], ["confusion-"]),
+        section("errors", "Errors", ["wrong-texts", "confusion", "examples"], ["confusion-"]),
         section("probabilities", "Probabilities of labels", ["calibration"], ["reliability-"], CALIBRATION),
         section("cost", "Cost", ["cost"]),
-        section("power", "The detectable difference", ["power"]),
-        section("provenance", "Provenance", ["runs", "test-reads", "provenance"]),
+        section("provenance", "Provenance", ["runs"]),
     ]
     return [part for part in found if part.figures or part.tables]
 
@@ -280,10 +272,6 @@ def _version() -> str:
 def _tail(run: str) -> str:
     """The hash at the end of a run's id."""
     return run.rpartition("-")[2]
-
-
-def _pp(value: float | None) -> str:
-    return shown(value, "signed_pp").replace("-", "−")
 
 
 def _kept(text: str) -> str:

@@ -16,14 +16,13 @@ from gatespace.report.drawing import (
     ORANGE,
     PAPER,
     SMALL,
+    WIDTH,
     Chart,
     canvas,
     draw_key,
-    is_wide,
     key_height,
     panel,
     short,
-    width,
 )
 from gatespace.report.table import Record, Table, count, percent, text
 from gatespace.report.tables import confusion_models
@@ -98,23 +97,14 @@ def _records(models: Models) -> Iterator[Record]:
 def _draw(models: Models) -> Figure:
     key = [(f"{look[0]} {short(model, 24)}", look[2]) for (model, _), look in zip(models, _LOOKS, strict=False)]
     key.append(("— accuracy = confidence", MUTED))
-    top, across = key_height(key), 2 if is_wide() else 1
-    figure = canvas(top + _TALL * (2 // across))
+    top = key_height(key)
+    figure = canvas(top + _TALL)
     draw_key(figure, key)
-    whole = figure.get_size_inches()[1]
-    panels = []
-    for place in range(2):
-        row, column = divmod(place, across)
-        left, above = 0.55 + column * width() / across, top + _TALL * row + 0.12
-        panels.append(
-            panel(
-                figure,
-                left=left,
-                right=width() - left - (width() / across - 0.75),
-                top=above,
-                bottom=whole - above - _TALL + 0.6,
-            )
-        )
+    half = WIDTH / 2
+    panels = [
+        panel(figure, left=left, right=WIDTH - left - half + 0.75, top=top + 0.12, bottom=0.48)
+        for left in (0.55, 0.55 + half)
+    ]
     _draw_bins(panels[0], models)
     _draw_curves(panels[1], models)
     for axes in panels:

@@ -20,7 +20,6 @@ Form = Literal["md", "tex", "csv", "html"]
 Forms = frozenset[Form]
 EVERYWHERE: Forms = frozenset({"md", "tex", "csv", "html"})
 NOT_IN_PRINT: Forms = frozenset({"md", "csv", "html"})
-PAGE_ONLY: Forms = frozenset({"html"})
 FILES_ONLY: Forms = frozenset({"md", "csv"})
 CSV_ONLY: Forms = frozenset({"csv"})
 
@@ -45,19 +44,15 @@ _LONG = 45
 
 @dataclass(frozen=True)
 class Column:
-    """A column.
-
-    Args:
-        key: Its key in records.
-        title: Its heading, with the unit of the displayed cells.
-        kind: How a cell is displayed. A percent is a share, and stays one in CSV; pp are percentage points everywhere.
-        forms: The formats that include it; ids are too long for print.
-    """
+    """A column."""
 
     key: str
     title: str
+    """Its heading, with the unit of the displayed cells."""
     kind: Kind = "text"
+    """How a cell is displayed. A percent is a share, and stays one in CSV; pp are percentage points everywhere."""
     forms: Forms = EVERYWHERE
+    """The formats that include it; ids are too long for print."""
 
     @property
     def csv_name(self) -> str:
@@ -84,25 +79,20 @@ percent, pp, signed_pp, p_value = _of_kind("percent"), _of_kind("pp"), _of_kind(
 
 @dataclass(frozen=True)
 class Table:
-    """A table.
-
-    Args:
-        name: Name of its files.
-        title: Caption.
-        columns: Its columns.
-        rows: One cell per column each.
-        note: How to read it, in a sentence or two.
-        stub: Number of leading columns that name the row.
-        empty: Text shown if there are no rows.
-    """
+    """A table."""
 
     name: str
+    """Name of its files."""
     title: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Value, ...], ...]
+    """One cell per column each."""
     note: str = ""
+    """How to read it, in a sentence or two."""
     stub: int = 1
+    """Number of leading columns that name the row."""
     empty: str = ""
+    """Text shown if there are no rows."""
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -159,6 +149,11 @@ def shown(value: Value, kind: Kind) -> str:
     if float(text) == 0:
         return text.removeprefix("-")
     return f"+{text}" if kind == "signed_pp" and number > 0 else text
+
+
+def signed(value: float | None) -> str:
+    """Format a difference in pp for a sentence, with a minus instead of a hyphen."""
+    return shown(value, "signed_pp").replace("-", "−")
 
 
 # ---------------------------------------------------------------------------------------------------- formats

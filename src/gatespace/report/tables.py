@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import fsum
 from statistics import fmean, median
@@ -11,17 +12,15 @@ from typing import Any
 from gatespace.evaluation.calibration import BINS, TARGETS
 from gatespace.evaluation.metrics import Metrics, Prediction
 from gatespace.evidence.accuracy import accuracy_interval
-from gatespace.evidence.paired import seeds_needed, summarise
-from gatespace.evidence.records import ALL_TASKS, Detectable, GroupEvidence, Paired
+from gatespace.evidence.paired import summarise
+from gatespace.evidence.records import ALL_TASKS, GroupEvidence, Paired
 from gatespace.gating.coefficients import Gate, NotApplicable
 from gatespace.report.beside import beside_tables
-from gatespace.report.metric import table_about
 from gatespace.report.table import (
     CSV_ONLY,
     FILES_ONLY,
     NOT_IN_PRINT,
     OTHERS,
-    PAGE_ONLY,
     Column,
     Record,
     Runs,
@@ -45,8 +44,6 @@ RUN = Column("run", "run", "runs")
 RUNS = Column("runs", "runs", "runs", NOT_IN_PRINT)
 NO_LABEL = "(none)"
 _WRONG_TEXTS = 10
-_PLAIN = ("duplicates", "calibration", "secondary")
-"""Tables about accuracy whatever the study's outcome is."""
 _SIDES = ("family", "entropy-only", "gap-only", "static", "published")
 
 
@@ -55,28 +52,31 @@ def file_tables(view: View) -> list[Table]:
 
     Empty tables are included, with the reason, except optional ones.
     """
-    measured = (
-        _baselines, _points, _per_seed, _runs, _lam, _duplicates, _confusion, _wrong_texts, _reads, _provenance,
-        _groups, _wins,
-    )  # fmt: skip
-    claimed = (_d_on_g2, _replication, _best, _anova, _power, _examples, _not_applicable)
-    further = (*beside_tables(view), _responses(view), _calibration(view), _secondary(view), _teachers(view))
-    optional = [table for table in further if table.rows]
-    found = [
+    measured = (_baselines, _points, _per_seed, _runs, _lam, _confusion, _wrong_texts, _groups)
+    optional = (*beside_tables(view), _responses(view), _calibration(view), _secondary(view))
+    tables = [
         *(build(view) for build in measured),
-        *optional,
+        *(table for table in optional if table.rows),
         *(_comparisons(view, axis) for axis in view.axes),
-        *(build(view) for build in claimed),
+        *(build(view) for build in (_replication, _best, _examples)),
     ]
-    return [
-        table_about(table, view.plain(view.metric_name) if table.name in _PLAIN else view.metric_name, view.metrics)
-        for table in found
-    ]
+    return [_with_metrics(view, table) for table in tables]
+
+
+def _with_metrics(view: View, table: Table) -> Table:
+    """Name the metric next to the task if tasks have different ones."""
+    keys = [column.key for column in table.columns]
+    if not view.metrics or "task" not in keys or "judged_by" in keys:
+        return table
+    at = keys.index("task")
+    rows = tuple((*row[: at + 1], view.metrics.get(str(row[at])), *row[at + 1 :]) for row in table.rows)
+    columns = (*table.columns[: at + 1], text("metric"), *table.columns[at + 1 :])
+    return replace(table, columns=columns, rows=rows, stub=table.stub + 1)
 
 
 def page_tables(view: View) -> list[Table]:
     """Return the tables that are only on the page: seconds depend on the machine, and errors may name paths."""
-    return [table_about(table, view.metric_name) for table in (_cost(view), _failures(view))]
+    return [_cost(view), _failures(view)]
 
 
 Builder = Callable[[View], Table]
@@ -85,10 +85,17 @@ Builder = Callable[[View], Table]
 def _table(
     name: str, title: str, columns: Sequence[Column], *, note: str = "", stub: int = 1, empty: str = ""
 ) -> Callable[[Callable[[View], Iterable[Record]]], Builder]:
-    """Decorator that turns a function of records into a table builder."""
+    """Decorator that turns a function of records into a table builder; {metric} in titles is the study's metric."""
 
     def decorate(records: Callable[[View], Iterable[Record]]) -> Builder:
-        return lambda view: Table.of(name, title, columns, records(view), note=note, stub=stub, empty=empty)
+        def build(view: View) -> Table:
+            caption, *titles = (
+                words.replace("{metric}", view.metric_name) for words in (title, *(column.title for column in columns))
+            )
+            named = [replace(column, title=words) for column, words in zip(columns, titles, strict=True)]
+            return Table.of(name, caption, named, records(view), note=note, stub=stub, empty=empty)
+
+        return build
 
     return decorate
 
@@ -128,7 +135,7 @@ def _sd_pp(shares: Sequence[float]) -> float | None:
 
 
 @_table(
-    "baselines", "Reference accuracies",
+    "baselines", "Start, teacher and best constant",
     (
         TASK, text("data"), count("rows", "test rows"), percent("best_constant", "best constant, %"),
         percent("start", "start, %"), percent("trained", "family, mean %"), signed_pp("gain", "gain, pp"),
@@ -165,23 +172,28 @@ def point_records(view: View, task: str, *kinds: str) -> Iterator[dict[str, Any]
             lam_rkl=_mean_known([_get(run.lam_stats, "rkl_mean") for run in runs]),
             above_start=_difference(mean, beside.start), above_constant=_difference(mean, beside.best_constant),
             to_teacher=_difference(mean, beside.teacher),
+            without_duplicates=mean_of(
+                [s.without_duplicates.score for s in scores.values() if s.without_duplicates is not None]
+            ) if beside.duplicates else None,
         )  # fmt: skip
 
 
 @_table(
-    "points", "Points: accuracy over seeds, with start, best constant and teacher",
+    "points", "Points: {metric} over seeds, with start, best constant and teacher",
     (
-        TASK, POINT, text("kind"), text("gate", "a,b,c,d"), SEEDS, percent("accuracy", "accuracy, mean %"),
+        TASK, POINT, text("kind"), text("gate", "a,b,c,d"), SEEDS, percent("accuracy", "{metric}, mean %"),
         percent("low", "95 % from"), percent("high", "to"), pp("sd", "SD, pp"),
         percent("macro_f1", "macro-F1, mean %"), percent("val_accuracy", "val, mean %"), lam("lam", "E[λ]"),
         lam("lam_rkl", "RKL-weighted λ"), signed_pp("above_start", "over start, pp"),
         signed_pp("above_constant", "over best constant, pp"),
-        signed_pp("to_teacher", "to teacher, pp"), RUNS,
+        signed_pp("to_teacher", "to teacher, pp"),
+        percent("without_duplicates", "without test texts in train, %", NOT_IN_PRINT), RUNS,
     ),
     stub=2,
     note="Means over the seeds of the sweep, test split unless it says val. The interval is over seeds, or over texts "
     "where there is one seed. E[λ] is the mean over all response tokens of the training; RKL-weighted λ is "
-    "Σ λ·RKL / Σ RKL, the weight of reverse KL that the loss had.",
+    "Σ λ·RKL / Σ RKL, the weight of reverse KL that the loss had. Without test texts in train: accuracy, or the metric "
+    "of free text.",
 )  # fmt: skip
 def _points(view: View) -> Iterator[Record]:
     for task in view.results.tasks:
@@ -209,32 +221,12 @@ def _per_seed(view: View) -> Table:
             record[f"{name}_sd"] = _sd_pp([printed[seed] for seed in reference.seeds if seed in printed])
         records.append(record)
     note = _with_sources(view, "Test split, %.")
-    return Table.of("per-seed", "Accuracy per seed", columns, records, stub=2, note=note)
+    return Table.of("per-seed", f"Test {view.metric_name} per seed", columns, records, stub=2, note=note)
 
 
 def _with_sources(view: View, note: str, names: Iterable[str] | None = None) -> str:
     """A note, followed by the sources of the published numbers."""
     return " ".join([note, *(view.references[name].note for name in (view.references if names is None else names))])
-
-
-@_table(
-    "duplicates", "Accuracy with and without test texts that occur in train",
-    (
-        TASK, POINT, SEEDS, count("rows", "test rows"), count("duplicates", "of them in train"),
-        percent("accuracy", "all rows, %"), percent("without", "without those, %"), signed_pp("change", "change, pp"),
-    ),
-    stub=2, note="Means over seeds.", empty="No test text occurs in train.",
-)  # fmt: skip
-def _duplicates(view: View) -> Iterator[Record]:
-    for task, point in _task_points(view):
-        scores = [score for score in view.scores(task, point).values() if score.without_duplicates is not None]
-        if scores and scores[0].duplicates:
-            whole = fmean(score.metrics.score for score in scores)
-            clean = fmean(s.without_duplicates.score for s in scores if s.without_duplicates is not None)
-            yield _row(
-                task=task, point=point, seeds=len(scores), rows=scores[0].count, duplicates=scores[0].duplicates,
-                accuracy=whole, without=clean, change=100 * (clean - whole),
-            )  # fmt: skip
 
 
 def confusion_models(view: View, task: str) -> list[tuple[str, tuple[Score, ...]]]:
@@ -439,11 +431,14 @@ def _cut(text: str, most: int = 400) -> str:
 @_table(
     "runs", "All runs",
     (
-        TASK, POINT, count("seed"), text("state"), percent("accuracy", "accuracy, %"), count("correct"),
+        TASK, POINT, count("seed"), text("state"), percent("accuracy", "{metric}, %"), count("correct"),
         count("count", "rows"), percent("macro_f1", "macro-F1, %"), count("parse_failures", "no legal label"),
-        percent("val_accuracy", "val, %"), lam("lam", "E[λ]"), lam("lam_rkl", "RKL-weighted λ", CSV_ONLY), RUNS,
+        percent("val_accuracy", "val, %"), lam("lam", "E[λ]"), lam("lam_rkl", "RKL-weighted λ", CSV_ONLY),
+        text("gate", "a,b,c,d as trained"), lam("constant", "constant λ"), text("weights", "weights", FILES_ONLY),
+        text("commit"), RUNS,
     ),
-    stub=3, note="Test split unless it says val. An answer without a legal label is wrong.",
+    stub=3, note="Test split unless it says val. An answer without a legal label is wrong. Weights: fingerprint of the "
+    "trained weights, in the files; the versions of all packages are in the run's environment.json.",
 )  # fmt: skip
 def _runs(view: View) -> Iterator[Record]:
     for run in view.ordered:
@@ -453,7 +448,11 @@ def _runs(view: View) -> Iterator[Record]:
         score["parse_failures"] = _get(_get(found, "labels"), "parse_failures")
         if found is not None and found.metric != "accuracy":
             score["correct"] = None  # not a count
-        yield _row(_cells(run.spec), score, lams, state=run.state, val_accuracy=val, runs=_ids(run))
+        gate = None if run.gate is None or run.spec.kind in ("twin", "static") else str(Gate(*run.gate))
+        yield _row(
+            _cells(run.spec), score, lams, state=run.state, val_accuracy=val, gate=gate, constant=run.lam,
+            weights=run.fingerprint or None, commit=_commit(run), runs=_ids(run),
+        )  # fmt: skip
 
 
 def lam_records(view: View, task: str, *kinds: str) -> Iterator[dict[str, Any]]:
@@ -489,76 +488,10 @@ def _lam(view: View) -> Iterator[Record]:
         yield from lam_records(view, task, "point", "restriction", "control", "static", "twin")
 
 
-@_table(
-    "teachers", "λ and divergences by teacher, over the tokens of training",
-    (
-        TASK, POINT, text("teacher"), SEEDS, lam("lam_mean", "E[λ]"), number("forward_kl", "forward KL, nats"),
-        number("reverse_kl", "reverse KL, nats"), count("rows", "responses"), count("tokens"), RUNS,
-    ),
-    stub=3, note="Rows name their teacher. Means over seeds of each run's own figures; responses and tokens of all.",
-)  # fmt: skip
-def _teachers(view: View) -> Iterator[Record]:
-    for task in view.results.tasks:
-        for point in view.points(task):
-            runs = list(view.done(task, point).values())
-            for name in sorted({name for run in runs for name in run.teachers}):
-                some = [run for run in runs if name in run.teachers]
-                found = [run.teachers[name] for run in some]
-                means = {
-                    key: mean_of([one[key] for one in found if key in one])
-                    for key in ("lam_mean", "forward_kl", "reverse_kl")
-                }
-                sums = {key: round(sum(one[key] for one in found)) for key in ("rows", "tokens")}
-                yield _row(means, sums, task=task, point=point, teacher=name, seeds=len(some), runs=_ids(*some))
-
-
-@_table(
-    "test-reads", "Every read of a test split",
-    (
-        TASK, text("model"), count("rows"), text("purpose", "what for"),
-        # Not in files: a killed run reads the split again, which is not a property of the results.
-        count("reads", "times read", PAGE_ONLY),
-    ),
-    stub=2, empty="No test split was read.",
-    note="Nothing was chosen on a test split: choices are made on validation.",
-)  # fmt: skip
-def _reads(view: View) -> Iterator[Record]:
-    place = {name: i for i, name in enumerate(view.results.runs)}
-    for read in sorted(view.results.test_reads, key=lambda r: (place.get(r.run, -1), r.task, r.run, r.purpose)):
-        yield _row(read._asdict(), model=read.run)
-
-
-@_table(
-    "provenance", "Where the numbers come from",
-    (
-        RUN, TASK, POINT, text("kind"), count("seed"), text("gate", "a,b,c,d as trained"), lam("lam", "constant λ"),
-        text("weights"), text("commit"), text("versions", "versions", NOT_IN_PRINT),
-    ),
-    note="One row per run of the plan. Weights: fingerprint of the trained weights.",
-)  # fmt: skip
-def _provenance(view: View) -> Iterator[Record]:
-    for run in view.ordered:
-        gate = None if run.gate is None or run.spec.kind in ("twin", "static") else str(Gate(*run.gate))
-        yield _row(
-            _cells(run.spec), run=_ids(run), kind=KINDS[run.spec.kind], gate=gate, lam=run.lam,
-            weights=run.fingerprint or None, commit=_commit(run), versions=_versions(run),
-        )  # fmt: skip
-
-
 def _commit(run: RunResult) -> str | None:
     """Abbreviated commit, keeping its -dirty suffix."""
     commit, dirty, _ = str(run.environment.get("commit") or "").partition("-dirty")
     return commit[:12] + dirty or None
-
-
-def _versions(run: RunResult) -> str | None:
-    known = run.environment
-    parts = [f"{name} {known[name]}" for name in ("gatespace", "python") if known.get(name)]
-    packages = known.get("packages")
-    if isinstance(packages, dict):
-        parts += [f"{name} {version}" for name, version in sorted(packages.items()) if version]
-    parts += [str(known[name]) for name in ("precision", "device") if known.get(name)]
-    return ", ".join(parts) or None
 
 
 @_table("failures", "Runs that are not done", (RUN, text("state"), text("error")))
@@ -569,9 +502,9 @@ def _failures(view: View) -> Iterator[Record]:
 
 
 @_table(
-    "cost", "Accuracy and what it took, per run",
+    "cost", "Test {metric} and what it took, per run",
     (
-        TASK, POINT, text("kind"), percent("accuracy", "accuracy, mean %"), pp("sd", "SD, pp"),
+        TASK, POINT, text("kind"), percent("accuracy", "{metric}, mean %"), pp("sd", "SD, pp"),
         number("seconds", "s per run, median"), number("cpu_seconds", "CPU s, median"), count("steps"),
         count("response_tokens", "response tokens per run"), count("teacher_tokens", "teacher tokens per run"),
         percent("cached", "scores from cache, %"),
@@ -619,17 +552,22 @@ def _summary_columns(what: str = "", interval: str = "95 %") -> tuple[Column, ..
 
 
 def _comparisons(view: View, axis: str) -> Table:
+    references = view.references if axis == "gap" else {}
     columns = (
         *PAIR, text("role", "role", FILES_ONLY), *_summary_columns(), p_value("sign_flip_floor", "sign-flip floor"),
         count("fresh_n", "fresh n"), signed_pp("fresh_mean", "fresh mean, pp"),
         signed_pp("fresh_low", "fresh from", NOT_IN_PRINT), signed_pp("fresh_high", "fresh to", NOT_IN_PRINT),
-        p_value("bh", "p, BH"), p_value("holm", "p, Holm"), text("differences_pp", "per seed, pp", CSV_ONLY), NOTE,
-        RUNS,
+        p_value("bh", "p, BH"), p_value("holm", "p, Holm"), text("differences_pp", "per seed, pp", CSV_ONLY),
+        *(signed_pp(name, f"{name}, s{found.seeds[0]}, pp") for name, found in references.items()), NOTE, RUNS,
     )  # fmt: skip
     records = [
         _row(
             _cells(found), _summary(found.all), _summary(found.fresh, "fresh_"), note=found.reason or None,
             differences_pp=_each_seed(found.all), runs=Runs(found.run_ids),
+            **{
+                name: _get(reference.differences(view.data(found.task)).get((found.left, found.right)), "one_seed")
+                for name, reference in references.items()
+            },
         )
         for found in view.comparisons(axis, comparable=False)
         if found.status != "n/a"
@@ -637,8 +575,8 @@ def _comparisons(view: View, axis: str) -> Table:
     return Table.of(
         f"comparisons-{axis}", f"{AXES[axis].title}: every comparison", columns, records, stub=3,
         empty="The study has no comparison on this axis.",
-        note="Accuracy on test, left minus right, paired within seed. Detectable: with the SD and seeds of that row. "
-        f"{_fresh(view)} The sign-flip p cannot fall below its floor.",
+        note=f"Test {view.metric_name}, left minus right, paired within seed. Detectable: with the SD and seeds of "
+        f"that row. {_with_sources(view, f'{_fresh(view)} The sign-flip p cannot fall below its floor.', references)}",
     )  # fmt: skip
 
 
@@ -651,26 +589,6 @@ def _each_seed(found: Paired | None) -> str | None:
     if found is None:
         return None
     return " ".join(f"{seed}:{value!r}" for seed, value in zip(found.seeds, found.differences, strict=True))
-
-
-def _d_on_g2(view: View) -> Table:
-    columns = [
-        TASK, text("base", "on"), POINT, Column("d", "d", "coefficient"), *_summary_columns(),
-        *(signed_pp(name, f"{name}, s{found.seeds[0]}, pp") for name, found in view.references.items()),
-    ]  # fmt: skip
-    records = []
-    for found in view.comparisons("gap"):
-        d = _get(view.gate(found.task, found.left), "d")
-        record = _row(_summary(found.all), task=found.task, base=found.right, point=found.left, d=d)
-        for name, reference in view.references.items():
-            printed = reference.differences(view.data(found.task)).get((found.left, found.right))
-            record[name] = _get(printed, "one_seed")
-        records.append(record)
-    return Table.of(
-        "d-on-g2", "Adding the gap coefficient d", columns, records, stub=3,
-        empty="The study has no point with d beside the same point without.",
-        note=_with_sources(view, "Difference to the same point with d = 0."),
-    )  # fmt: skip
 
 
 def _replication(view: View) -> Table:
@@ -801,17 +719,6 @@ def _examples(view: View) -> Iterator[Record]:
             yield _row(_cells(found), _cells(found.bootstrap), mcnemar=tests or None)
 
 
-@_table(
-    "not-applicable", "Cells that cannot be by construction",
-    (TASK, AXIS, text("left", "point"), text("right", "against"), text("reason", "why there is none")),
-    stub=4, empty="There are none.",
-    note="N/A is not a missing number: the restriction keeps nothing of such a point.",
-)  # fmt: skip
-def _not_applicable(view: View) -> Iterable[Record]:
-    cells = [_row(_cells(c), right=c.restriction or c.right) for c in view.results.comparisons if c.status == "n/a"]
-    return {(c["task"], c["axis"], c["left"], c["right"], c["reason"]): c for c in cells}.values()
-
-
 # ---------------------------------------------------------------------------------------------------- groups
 
 
@@ -845,23 +752,6 @@ def _groups(view: View) -> Iterator[Record]:
         )  # fmt: skip
 
 
-@_table(
-    "wins", "Cells won, tied and lost",
-    (
-        AXIS, TASK, count("cells"), count("wins"), count("ties"), count("losses"),
-        p_value("naive_p", "p, cells independent"), p_value("correlated_p", "p, shared runs kept"),
-        number("naive_variance", "variance, independent"), number("null_variance", "variance, shared runs"),
-        number("effective_n", "effective cells"), NOTE,
-    ),
-    stub=2, empty="There is no comparison yet.",
-    note="By the mean over seeds. Cells share runs, so that a count varies more than independent ones would: the "
-    "second p keeps what is shared, and effective cells are the independent ones that it is worth.",
-)  # fmt: skip
-def _wins(view: View) -> Iterator[Record]:
-    for group, names in _shown_groups(view):
-        yield _row(_cells(group.wins), names)
-
-
 def _best(view: View) -> Table:
     columns = [
         TASK, text("side"), text("chosen", "best on validation"), percent("chosen_val", "its val, %"),
@@ -890,36 +780,3 @@ def _best(view: View) -> Table:
         "best-observed", "The best of each side", columns, records, stub=2, empty="No run is done.",
         note=_with_sources(view, note),
     )  # fmt: skip
-
-
-@_table(
-    "anova", "Is there any difference among the points of a task?",
-    (
-        TASK, count("points"), SEEDS, count("runs"), number("f", "F of points"), text("df"), p_value("p"),
-        number("seed_f", "F of seeds"), p_value("seed_p", "p"), pp("sd", "pooled SD, pp"), NOTE,
-    ),
-    empty="No run is done.", note="Two-way analysis of variance, point + seed, without interaction. The p of "
-    "points is from permutations of the points within each seed.",
-)  # fmt: skip
-def _anova(view: View) -> Iterator[Record]:
-    for task, found in view.analysis.anova.items():
-        freedom = found if isinstance(found, NotApplicable) else f"{found.df[0]}, {found.df[1]}"
-        yield _row(_cells(found), task=task, df=freedom)
-
-
-@_table(
-    "power", "The detectable difference, and how many seeds a smaller one takes",
-    (
-        TASK, count("comparisons"), count("seeds"), pp("sd", "SD of differences, median pp"),
-        pp("pp", "detectable, pp"), count("seeds_for_1", "seeds for 1 pp"), count("seeds_for_2", "for 2 pp"),
-        count("seeds_for_3", "for 3 pp"),
-    ),
-    empty="No comparison has two seeds.",
-    note="Of a typical comparison of two points: the smallest true difference that a two-sided paired t-test at .05 "
-    "finds in 80 % of all repetitions, with the median SD and number of seeds of the comparisons.",
-)  # fmt: skip
-def _power(view: View) -> Iterator[Record]:
-    for task, found in view.analysis.detectable.items():
-        if isinstance(found, Detectable) and (task != ALL_TASKS or len(view.results.tasks) > 1):
-            needed = {f"seeds_for_{gap}": seeds_needed(found.sd, float(gap)) for gap in (1, 2, 3)} if found.sd else {}
-            yield _row(found._asdict(), needed, task=task)

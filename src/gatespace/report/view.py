@@ -17,25 +17,17 @@ from gatespace.study.records import OUTCOMES, RunResult, Score, StudyResults
 
 
 class Axis(NamedTuple):
-    """An axis of comparison, in the words of a report.
-
-    Args:
-        title: Section title.
-        about: Subject of its verdict.
-        right: The second side, within a sentence about several points.
-        other: The second side, as a row label in figures.
-        text: What is compared, and what a difference means.
-        figures: Name prefixes of its figures.
-        tables: Its tables in addition to that of all comparisons.
-    """
+    """An axis of comparison, in the words of a report."""
 
     title: str
     about: str
+    """Subject of its verdict."""
     right: str
+    """The second side, within a sentence about several points."""
     other: str
+    """The second side, as a row label in figures."""
     text: str
-    figures: tuple[str, ...]
-    tables: tuple[str, ...] = ()
+    """What is compared, and what a difference means."""
 
 
 AXES: Mapping[str, Axis] = {
@@ -47,8 +39,6 @@ AXES: Mapping[str, Axis] = {
         text="Each point of the family against the points that keep one of its channels at the same magnitude: "
         "entropy-only (-|a|, 0, 0, 0) and gap-only (0, 0, 0, d). They share a direction with EOPD and ToDi and are not "
         "those methods.",
-        figures=("forest-restriction-",),
-        tables=("not-applicable",),
     ),
     "isolation": Axis(
         title="Dynamic λ against a matched constant",
@@ -57,7 +47,6 @@ AXES: Mapping[str, Axis] = {
         other="matched twin",
         text="Each point against a training at a constant λ: its mean over tokens (mean-matched), or its mean weighted "
         "by reverse KL (RKL-matched), which is what the loss feels. What remains is due to λ varying over tokens.",
-        figures=("isolation-",),
     ),
     "control": Axis(
         title="Gate against its shuffled-λ control",
@@ -66,7 +55,6 @@ AXES: Mapping[str, Axis] = {
         other="shuffled λ",
         text="Each gate against a training with the same values of λ in every step, assigned to tokens at random: "
         "what remains is due to where the gate puts λ.",
-        figures=("forest-control-",),
     ),
     "static": Axis(
         title="Family against a constant λ",
@@ -74,7 +62,6 @@ AXES: Mapping[str, Axis] = {
         right="a constant λ",
         other="constant λ",
         text="Each point against one constant λ for all.",
-        figures=("forest-static-",),
     ),
     "published": Axis(
         title="Family against published methods",
@@ -82,7 +69,6 @@ AXES: Mapping[str, Axis] = {
         right="the published methods",
         other="published methods",
         text="Each point against published methods as their authors define them.",
-        figures=("forest-published-",),
     ),
     "gap": Axis(
         title="With the gap signal against without",
@@ -90,8 +76,6 @@ AXES: Mapping[str, Axis] = {
         right="the same points without the gap signal",
         other="same point, d = 0",
         text="Each point with a gap coefficient d against the same point without: on G2, and on the base of the task.",
-        figures=("gap-",),
-        tables=("d-on-g2",),
     ),
 }
 
@@ -159,17 +143,12 @@ def installed_references() -> dict[str, Reference]:
 
 @dataclass(frozen=True)
 class View:
-    """Results with their analysis. Accuracies are on the test split unless a split is named.
-
-    Args:
-        results: The study's results.
-        analysis: Their statistics.
-        all_references: Name → published results; shown only if they cover one of the study's tasks.
-    """
+    """Results with their analysis. Accuracies are on the test split unless a split is named."""
 
     results: StudyResults
     analysis: StudyAnalysis
     all_references: Mapping[str, Reference] = field(default_factory=installed_references, repr=False)
+    """Name → published results; shown only if they cover one of the study's tasks."""
 
     # ------------------------------------------------------------------ runs
 

@@ -41,7 +41,7 @@ def test_the_paper_stands_beside_its_own_tasks(tables):
     seeds = {(row["task"], row["point"]): row for row in tables["per-seed"]}
     assert [float(seeds["hate", "twin(G4)"][f"paper_seed_{s}"]) for s in (42, 2, 3)] == [0.5202, 0.5444, 0.5195]
     assert float(seeds["hate", "twin(G4)"]["paper_sd_pp"]) == pytest.approx(1.42, abs=0.005)
-    gap = {(row["task"], row["point"]): row["paper_pp"] for row in tables["d-on-g2"]}
+    gap = {(row["task"], row["left"]): row["paper_pp"] for row in tables["comparisons-gap"]}
     assert [gap["hate", point] for point in ("H1", "H2", "H3", "H4")] == ["3.27", "1.89", "1.35", "1.45"]
     assert gap["hate", "HG4,d+2"] == ""  # on G4: the table of the paper is on G2
     best = {(row["task"], row["side"]): row["paper_observed"] for row in tables["best-observed"]}
@@ -49,7 +49,7 @@ def test_the_paper_stands_beside_its_own_tasks(tables):
 
 
 def test_another_task_has_none_of_its_numbers(tables):
-    for name in ("replication", "per-seed", "d-on-g2", "best-observed"):
+    for name in ("replication", "per-seed", "comparisons-gap", "best-observed"):
         rows = [row for row in tables[name] if row["task"] == "weather"]
         assert rows
         assert not any(value for row in rows for key, value in row.items() if key.startswith("paper"))
