@@ -195,7 +195,7 @@ def test_without_the_extra(tiny: TinyPair, student: Model, task: Task, monkeypat
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(MissingExtraError, match="'peft'") as raised:
         with_lora(student)
-    assert "'.[train]' in a clone" in raised.value.instead
+    assert "'.[lora]' in a clone" in raised.value.instead
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingExtraError, match="'transformers'"):
         load_model(str(tiny.student))

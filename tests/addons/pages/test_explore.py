@@ -16,6 +16,7 @@ from gatespace.gating.coefficients import Gate, named_points
 from gatespace.runs import StudyFolder
 from gatespace.study.plan import make_plan
 from tests.addons.pages.conftest import GATE, own_copy, records
+from tests.sample_study import set_correct
 
 
 def test_columns_are_what_was_recorded(runs):
@@ -107,7 +108,7 @@ def test_a_study_is_read_with_its_points(runs, tmp_path):
         identity["content"]["gate"] = ",".join(map(str, spec.gate))
         (folder / "identity.json").write_text(json.dumps(identity))
         summary = json.loads((folder / "summary.json").read_text())
-        summary["evaluation"]["val"]["metrics"] |= {"accuracy": 0.5 + spec.seed / 10, "correct": 10 + 2 * spec.seed}
+        set_correct(summary["evaluation"]["val"]["metrics"], 10 + 2 * spec.seed)
         (folder / "summary.json").write_text(json.dumps(summary))
     found = find_runs([study.path])
     data = payload(found)
