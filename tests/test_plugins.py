@@ -133,7 +133,7 @@ def test_a_task_of_a_file(tmp_path: Path) -> None:
         "def colours():\n"
         "    rows = [Example('grass', 'green'), Example('sky', 'blue')]\n"
         "    words = {'green': 'like leaves', 'blue': 'like the sea'}\n"
-        "    return Task('colours', tuple(words), words, train=rows, val=rows, test=rows)\n"
+        "    return Task('colours', rows, rows, rows, tuple(words), words)\n"
     )
     config = parse_config(TaskConfig, {"name": "colours"})
     with pytest.raises(UsageError, match=r"task\.name: unknown task 'colours'"):

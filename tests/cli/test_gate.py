@@ -195,7 +195,7 @@ def test_markup_in_a_point_is_text(run):
         (["G55"], ["unknown gate 'G55'", "did you mean 'G5'?"]),
         (["static:1.5"], ["a static λ lies in [0, 1]", "got: 1.5"]),
         (["1,2,3"], ["four coefficients", "4,0,-1,0"]),
-        (["-4"], ["unknown gate '-4'"]),
+        (["-4"], ["four coefficients"]),
         (["-1,2"], ["four coefficients"]),
         (["4,0,-1,0,jsd"], ["signal=coefficient"]),
         (["nan,0,0,0"], ["NaN"]),

@@ -86,7 +86,7 @@ def test_a_study_of_free_text_ends_in_a_report(rows: Path, tmp_path: Path) -> No
     for run in results.done:
         score, found = run.scores["test"], run.predictions("test")
         assert score.metric == "token_f1"
-        assert score.accuracy == pytest.approx(sum(row.right for row in found) / len(found))
+        assert score.accuracy == pytest.approx(sum(row.score for row in found) / len(found))
     analysis = analyse(results)
     (compared,) = [one for one in analysis.comparisons if one.axis == "static"]
     assert compared.all is not None

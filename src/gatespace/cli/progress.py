@@ -171,7 +171,7 @@ def _described(record: Mapping[str, Any]) -> list[str]:
 def _spending(timing: Mapping[str, Any]) -> list[str]:
     """Seconds of a step by part, and the cache hit rate."""
     wall = timing["wall"]
-    split = ", ".join(f"{name} {wall[name]:.2g}" for name in _PARTS if name in wall)
+    split = ", ".join(f"{name} {wall[name]:.2g}" for name in _PARTS if wall.get(name, 0) >= 0.001)
     parts = [f"{sum(wall.values()):.2g} s ({split})"]
     hits, misses = timing.get("cache_hits"), timing.get("cache_misses")
     if hits is not None and misses is not None and hits + misses:

@@ -12,7 +12,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-from gatespace.config import EvaluationConfig
 from gatespace.errors import UsageError
 from gatespace.evaluation.calibration import Calibration, LabelProbabilities, Rows, calibrate
 from gatespace.evaluation.metrics import Metrics, Prediction
@@ -22,13 +21,12 @@ from gatespace.tasks.data import Example, Task
 from gatespace.tasks.prompt import Prompt
 
 if TYPE_CHECKING:
+    from gatespace.config import EvaluationConfig
     from gatespace.models.encode import Encoder
     from gatespace.models.load import Model
     from gatespace.rollout import Answer, Draws
 
     Generate = Callable[..., list[Answer]]
-
-DEFAULTS = EvaluationConfig()
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ def evaluate(
     model: Model,
     task: Task,
     prompt: Prompt,
-    settings: EvaluationConfig = DEFAULTS,
+    settings: EvaluationConfig | None = None,
     *,
     split: str = "test",
     probabilities: bool = False,
@@ -154,7 +152,7 @@ def evaluate(
         model: The model.
         task: Provides and judges the rows.
         prompt: Formats the prompt and parses the answer.
-        settings: Gives `max_new_tokens`, `batch_size` and `limit`: the first rows may not be representative.
+        settings: `max_new_tokens`, `batch_size` and `limit` (the first rows may not be representative); None: defaults.
         split: ``train``, ``val`` or ``test``.
         probabilities: Also compute label probabilities and calibration; label tasks only.
         draws: Also sample answers, which share the forward pass over the prompt, and score them.
@@ -176,9 +174,11 @@ def evaluate(
     if encoder is not None and encoder.prompt != prompt:
         raise UsageError("the encoder was made for another prompt", instead="encoder=None")
 
+    from gatespace.config import EvaluationConfig
     from gatespace.models.encode import Encoder
     from gatespace.rollout import greedy
 
+    settings = settings or EvaluationConfig()
     rows = available[: settings.limit_of(split)]
     texts = [prompt.text(row) for row in rows]
     encoder = encoder or Encoder(prompt, model.tokenizer, texts)
