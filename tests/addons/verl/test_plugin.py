@@ -38,7 +38,7 @@ def composed(*overrides: str) -> DictConfig:
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=400
     )
 
 
