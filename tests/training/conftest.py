@@ -35,7 +35,7 @@ TASK = {"name": "synthetic", "brief": True}
 
 
 class Listener(Silent):
-    """Keeps what it is told; ends the run after the step `stop`, before its checkpoint, as a kill would."""
+    """Records its calls; ends the run after the step `stop`, before its checkpoint, as a kill would."""
 
     def __init__(self, stop: int | None = None) -> None:
         self.notes: list[str] = []

@@ -42,7 +42,7 @@ class PredictionFile(Closing):
         key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:8]
         self.output, self.path = output, output.with_name(f"{output.name}.{key}.part")
         try:
-            # A link of this name, which somebody else may have put there, is not followed.
+            # A link of this name, which another user may have put there, is not followed.
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
             self._file = os.fdopen(os.open(self.path, flags, 0o666), "a+b")
         except OSError as error:

@@ -1,6 +1,6 @@
 """`GATESPACE_CHECK`: run without some of the exact speed-ups, so that tests and benchmarks can compare both ways.
 
-It is no setting and no part of a run's identity: whoever sets it compares numbers.
+It is not a setting and not part of a run's identity: it is set only to compare numbers.
 """
 
 from __future__ import annotations
